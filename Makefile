@@ -1,0 +1,54 @@
+# Everything a newcomer, a developer and CI need. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
+INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format size clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+# The constraints also bind what the build itself fetches. Installed editable: only the extension needs making anew.
+$(STAMP): $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## run the bundled model on examples/prompts.jsonl, prompts beside completions
+	$(BIN)/moelight generate examples/prompts.jsonl --show
+
+test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## lint, format and types, of Python and C++; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+format: $(STAMP)  ## put Python and C++ into the common form
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+FLOORS := 8:cli,integrations 7:engine,batch 6:runtime 5:models 4:kernels,memory,weights \
+	3:optimizer,scheduler,lang,experts,observe 2:hrm 1:profiles 0:core
+
+size:  ## count lines, floor by floor
+	@for floor in $(FLOORS); do \
+	  for room in $$(echo $${floor#*:} | tr ',' ' '); do \
+	    test -d moelight/$$room || continue; \
+	    printf '%s  %-14s %6d\n' $${floor%%:*} $$room $$(find moelight/$$room -name '*.py' -exec cat {} + | wc -l); \
+	  done; done
+	@for room in csrc tests benchmarks; do \
+	  printf '   %-14s %6d\n' $$room $$(find $$room \( -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.inl' \) -exec cat {} + | wc -l); \
+	done
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

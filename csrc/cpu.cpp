@@ -1,0 +1,126 @@
+#include "moelight/cpu.h"
+
+#include <atomic>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#define MOELIGHT_X86 1
+#else
+#define MOELIGHT_X86 0
+#endif
+
+namespace moelight {
+namespace {
+
+struct Features {
+  bool avx2 = false, fma = false, f16c = false, avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false,
+       avx512_bf16 = false, avx512_vnni = false, amx_tile = false, amx_bf16 = false, amx_int8 = false;
+};
+
+#if MOELIGHT_X86
+uint64_t saved_register_state() {
+  uint32_t low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+Features detect() {
+  Features found;
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+  const bool osxsave = (c >> 27) & 1;
+  if (!osxsave) return found;
+  const uint64_t saved = saved_register_state();
+  const bool ymm = (saved & 0x6) == 0x6, zmm = (saved & 0xe6) == 0xe6, tiles = (saved & 0x60000) == 0x60000;
+  found.fma = ymm && ((c >> 12) & 1);
+  found.f16c = ymm && ((c >> 29) & 1);
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+  found.avx2 = ymm && ((b >> 5) & 1);
+  found.avx512f = zmm && ((b >> 16) & 1);
+  found.avx512dq = zmm && ((b >> 17) & 1);
+  found.avx512bw = zmm && ((b >> 30) & 1);
+  found.avx512vl = zmm && ((b >> 31) & 1);
+  found.avx512_vnni = zmm && ((c >> 11) & 1);
+  found.amx_bf16 = tiles && ((d >> 22) & 1);
+  found.amx_tile = tiles && ((d >> 24) & 1);
+  found.amx_int8 = tiles && ((d >> 25) & 1);
+  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = zmm && ((a >> 5) & 1);
+  return found;
+}
+#else
+Features detect() { return {}; }
+#endif
+
+const Features& features() {
+  static const Features found = detect();
+  return found;
+}
+
+Isa best_isa() {
+  if (isa_runs(Isa::kAvx512)) return Isa::kAvx512;
+  if (isa_runs(Isa::kAvx2)) return Isa::kAvx2;
+  return Isa::kScalar;
+}
+
+constexpr int kNotForced = -1;
+std::atomic<int> forced{kNotForced};
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kScalar:
+      break;
+  }
+  return "scalar";
+}
+
+std::vector<std::pair<std::string, bool>> cpu_features() {
+  const Features& f = features();
+  return {{"avx2", f.avx2},
+          {"fma", f.fma},
+          {"f16c", f.f16c},
+          {"avx512f", f.avx512f},
+          {"avx512bw", f.avx512bw},
+          {"avx512dq", f.avx512dq},
+          {"avx512vl", f.avx512vl},
+          {"avx512_bf16", f.avx512_bf16},
+          {"avx512_vnni", f.avx512_vnni},
+          {"amx_tile", f.amx_tile},
+          {"amx_bf16", f.amx_bf16},
+          {"amx_int8", f.amx_int8}};
+}
+
+bool isa_runs(Isa isa) {
+  const Features& f = features();
+  switch (isa) {
+    case Isa::kAvx512:
+      return MOELIGHT_X86 && f.avx2 && f.fma && f.f16c && f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl;
+    case Isa::kAvx2:
+      return MOELIGHT_X86 && f.avx2 && f.fma && f.f16c;
+    case Isa::kScalar:
+      break;
+  }
+  return true;
+}
+
+Isa active_isa() {
+  static const Isa best = best_isa();
+  const int choice = forced.load(std::memory_order_relaxed);
+  return choice == kNotForced ? best : static_cast<Isa>(choice);
+}
+
+bool force_isa(Isa isa) {
+  if (!isa_runs(isa)) return false;
+  forced.store(static_cast<int>(isa), std::memory_order_relaxed);
+  return true;
+}
+
+void unforce_isa() { forced.store(kNotForced, std::memory_order_relaxed); }
+
+}  // namespace moelight

@@ -1,0 +1,155 @@
+// Cuts decode attention into pieces, hands them to the threads and joins what they return. Knows no instruction set.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "gqa.h"
+#include "moelight/cpu.h"
+#include "moelight/threads.h"
+
+namespace moelight {
+namespace {
+
+const GqaKernels& active_kernels() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return gqa_avx512();
+    case Isa::kAvx2:
+      return gqa_avx2();
+    case Isa::kScalar:
+      break;
+  }
+#endif
+  return gqa_scalar();
+}
+
+constexpr int64_t kAlignedFloats = 16;
+
+int64_t aligned(int64_t floats) { return (floats + kAlignedFloats - 1) / kAlignedFloats * kAlignedFloats; }
+
+// Grows and never shrinks, one for each calling thread: a fresh mapping at every call would fault in page by page.
+class Workspace {
+ public:
+  float* floats(int64_t count) {
+    if (count > capacity_) {
+      memory_.reset();
+      capacity_ = 0;
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(aligned(count)) * sizeof(float))));
+      if (!memory_) throw std::bad_alloc();
+      capacity_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  int64_t capacity_ = 0;
+};
+
+int64_t first_position(const GqaArgs& args, int64_t sequence) {
+  const int64_t length = args.seq_lens[sequence];
+  return args.window > 0 ? std::max<int64_t>(0, length - args.window) : 0;
+}
+
+// The query heads of one (sequence, kv head); their partials lie side by side in the order of the context.
+struct Group {
+  int64_t sequence, kv_head, first_part, parts;
+};
+
+struct Task {
+  Piece piece;
+  int64_t group, part;
+};
+
+class Decode {
+ public:
+  Decode(const GqaArgs& args, Workspace& workspace) : args_(args), kernels_(active_kernels()) {
+    heads_ = args.q_heads / args.kv_heads;
+    const int64_t padded = (args.head_dim + kernels_.pad - 1) / kernels_.pad * kernels_.pad;
+    values_floats_ = aligned(heads_ * padded);
+    partial_floats_ = values_floats_ + aligned(2 * heads_);
+    scratch_floats_ = aligned(heads_ * (kScoreRow + padded));
+    cut();
+    const auto tasks = static_cast<int64_t>(tasks_.size());
+    lay_out(workspace.floats(tasks * partial_floats_ + args.threads * scratch_floats_));
+  }
+
+  void run() {
+    const int dtype = static_cast<int>(args_.dtype);
+    parallel_for(args_.threads, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int worker) {
+      const Task& task = tasks_[i];
+      kernels_.attend[dtype](args_, task.piece, scratch_ + worker * scratch_floats_, parts_[task.part]);
+      // Whoever finishes a group's last piece joins them all; the order of joining is that of the context.
+      if (unfinished_[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      const Group& group = groups_[task.group];
+      kernels_.merge[dtype](args_, group.sequence, group.kv_head, &parts_[group.first_part], group.parts);
+    });
+  }
+
+ private:
+  void cut() {
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      if (args_.seq_lens[b] > 0) {
+        cut(b);
+      } else {
+        clear(b);
+      }
+    }
+    unfinished_ = std::make_unique<std::atomic<int64_t>[]>(groups_.size());
+    for (size_t g = 0; g < groups_.size(); ++g) unfinished_[g].store(groups_[g].parts, std::memory_order_relaxed);
+  }
+
+  // The heads of a chunk follow each other: they lie in the same blocks, so in neighbouring pages of memory.
+  void cut(int64_t sequence) {
+    const int64_t begin = first_position(args_, sequence), end = args_.seq_lens[sequence];
+    const int64_t chunks = (end + kChunk - 1) / kChunk - begin / kChunk;
+    const auto first_part = static_cast<int64_t>(tasks_.size()), first_group = static_cast<int64_t>(groups_.size());
+    for (int64_t h = 0; h < args_.kv_heads; ++h) groups_.push_back({sequence, h, first_part + h * chunks, chunks});
+    for (int64_t c = 0, at = begin; c < chunks; ++c) {
+      const int64_t stop = std::min(end, (at / kChunk + 1) * kChunk);
+      for (int64_t h = 0; h < args_.kv_heads; ++h)
+        tasks_.push_back({{sequence, h, at, stop}, first_group + h, first_part + h * chunks + c});
+      at = stop;
+    }
+  }
+
+  void clear(int64_t sequence) const {
+    const int64_t bytes = dtype_bytes(args_.dtype);
+    std::memset(static_cast<char*>(args_.out) + sequence * args_.out_stride * bytes, 0,
+                static_cast<size_t>(args_.q_heads * args_.head_dim * bytes));
+  }
+
+  void lay_out(float* base) {
+    for (size_t i = 0; i < tasks_.size(); ++i, base += partial_floats_) {
+      parts_.push_back({base + values_floats_, base + values_floats_ + heads_, base});
+    }
+    scratch_ = base;
+  }
+
+  const GqaArgs& args_;
+  const GqaKernels& kernels_;
+  int64_t heads_, values_floats_, partial_floats_, scratch_floats_;
+  std::vector<Task> tasks_;
+  std::vector<Group> groups_;
+  std::vector<Partial> parts_;
+  std::unique_ptr<std::atomic<int64_t>[]> unfinished_;
+  float* scratch_;
+};
+
+}  // namespace
+
+void gqa_decode(const GqaArgs& args) {
+  thread_local Workspace workspace;
+  Decode(args, workspace).run();
+}
+
+}  // namespace moelight

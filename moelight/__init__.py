@@ -1,0 +1,38 @@
+"""moelight: offline batch generation with Mixture-of-Experts models that are bigger than the machine.
+
+Importing this package does nothing and never imports torch; the public names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moelight.core.policy import Policy
+    from moelight.core.request import Completion, SamplingParams
+    from moelight.engine.engine import Engine
+    from moelight.optimizer.plan import Plan
+    from moelight.profiles.workload import Workload
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "Engine", "Plan", "Policy", "SamplingParams", "Workload"]
+
+_HOMES = {
+    "Completion": "moelight.core.request",
+    "Engine": "moelight.engine.engine",
+    "Plan": "moelight.optimizer.plan",
+    "Policy": "moelight.core.policy",
+    "SamplingParams": "moelight.core.request",
+    "Workload": "moelight.profiles.workload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moelight' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,128 @@
+"""Files a job writes: refused before any work if they cannot be written, and whole or untouched afterwards.
+
+Knows paths, temporary siblings and standard output. Refuses to know what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from moelight.core.errors import InputError
+
+STANDARD_OUTPUT = Path("-")
+_STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
+
+
+def writes_directly(path: Path) -> bool:
+    """True for standard output, pipes and devices: what cannot be replaced by a finished file."""
+    if path == STANDARD_OUTPUT or str(path).startswith(_STREAMS):
+        return True
+    return path.exists() and not path.is_file()
+
+
+def check_writable(path: Path, *, what: str) -> None:
+    """Refuse a path that no file can be written to; leaves nothing behind.
+
+    Raises:
+        InputError: it is a directory, its directory is missing or is none, or permission is denied.
+    """
+    with _clear(path, what):
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(path)
+        if path.is_dir():
+            raise InputError(f"{what} {path}: cannot be written, it is a directory", code="output_path")
+        if writes_directly(path):
+            return
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        partial = _partial(path)
+        os.close(_create(partial))
+        partial.unlink()
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
+    """A function that appends bytes to what ``path`` will be once the block ends well.
+
+    The bytes go to a sibling that then takes the place of ``path``. Pipes and devices, and ``-`` for standard output,
+    are written as they are.
+
+    Raises:
+        InputError: the bytes cannot be written (disk full, directory gone); an earlier file is as it was.
+    """
+    direct = writes_directly(path)
+    partial = _partial(path)
+    with _clear(path, what):
+        file = _open_stream(path) if direct else os.fdopen(_create(partial), "wb")
+
+    def write(data: bytes) -> None:
+        with _clear(path, what):
+            file.write(data)
+            if direct:
+                file.flush()
+
+    try:
+        yield write
+        with _clear(path, what):
+            file.flush()
+            if not direct:
+                _replace(partial, path, file)
+    finally:
+        if path != STANDARD_OUTPUT:
+            # After a failed write, closing fails once more, and the first failure is the one to report.
+            with contextlib.suppress(OSError):
+                file.close()
+        if not direct:
+            partial.unlink(missing_ok=True)
+
+
+def _replace(partial: Path, path: Path, file: BinaryIO) -> None:
+    os.fsync(file.fileno())
+    if path.exists():
+        shutil.copymode(path, partial)
+    partial.replace(_target(path))
+
+
+def _open_stream(path: Path) -> BinaryIO:
+    return sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
+
+
+def _target(path: Path) -> Path:
+    """Where the bytes end up: behind a link, so that the link stays one."""
+    return Path(os.path.realpath(path))
+
+
+def _partial(path: Path) -> Path:
+    target = _target(path)
+    return target.with_name(f".{target.name[:50]}.{os.getpid()}.partial")
+
+
+def _create(partial: Path) -> int:
+    return os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+
+
+@contextlib.contextmanager
+def _clear(path: Path, what: str) -> Iterator[None]:
+    """Every fault of the file system as one line. A closed pipe passes: nobody is left to read the line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except FileNotFoundError:
+        raise InputError(
+            f"{what} {path}: cannot be written, there is no directory {path.parent}", code="output_path"
+        ) from None
+    except NotADirectoryError:
+        raise InputError(
+            f"{what} {path}: cannot be written, {path.parent} is not a directory", code="output_path"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError(f"{what} {path}: cannot be written ({reason.lower()})", code="output_path") from None

@@ -1,0 +1,91 @@
+"""``moelight generate``: options in, one job run, rows or a table out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moelight.core.request import SamplingParams
+from moelight.core.units import parse_bytes
+
+_Prompts = Annotated[Path, typer.Argument(metavar="PROMPTS.jsonl", help="One JSON object a line; - reads stdin.")]
+_Model = Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the rows go; - is stdout.")
+]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens generated for a prompt.")]
+_Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+_TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")]
+_TopK = Annotated[int, typer.Option(min=-1, help="Sample from this many of the likeliest tokens; 0: all.")]
+_Seed = Annotated[int, typer.Option(min=0, help="For prompts that bring no seed of their own.")]
+_Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")]
+_HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory, e.g. 3GiB.")]
+_DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory, e.g. 10GiB.")]
+_BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a pass; planned if not given.")]
+_MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a micro-batch; planned if not given.")]
+_Schedule = Annotated[str | None, typer.Option(help="The order of work: cgopipe or serial.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU played by the CPU).")]
+_TokenIds = Annotated[bool, typer.Option("--token-ids", help="Add token_ids to every row.")]
+_Stats = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's figures here.")]
+_Trace = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a Perfetto trace here.")]
+_Show = Annotated[
+    bool | None, typer.Option("--show/--no-show", help="Prompts beside completions; default on a terminal.")
+]
+
+
+def generate(
+    prompts: _Prompts,
+    model: _Model = "demo",
+    output: _Output = None,
+    max_tokens: _MaxTokens = 256,
+    temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
+    seed: _Seed = 0,
+    stop: _Stop = None,
+    host_memory: _HostMemory = None,
+    device_memory: _DeviceMemory = None,
+    batch_size: _BatchSize = None,
+    micro_batch_size: _MicroBatchSize = None,
+    schedule: _Schedule = None,
+    device: _Device = "auto",
+    token_ids: _TokenIds = False,
+    stats: _Stats = None,
+    trace: _Trace = None,
+    show: _Show = None,
+) -> None:
+    """Answer every prompt of PROMPTS.jsonl, in order.
+
+    A line is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}, with an optional custom_id and
+    its own max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos.
+    """
+    from moelight.batch.job import JobOptions
+    from moelight.batch.output import STANDARD_OUTPUT
+    from moelight.cli.report import run_and_report
+    from moelight.scheduler import SCHEDULES
+
+    if schedule is not None:
+        SCHEDULES.get(schedule)
+    as_table = show if show is not None else output is None and sys.stdout.isatty()
+    options = JobOptions(
+        prompts=prompts,
+        model=model,
+        output=STANDARD_OUTPUT if output is None and not as_table else output,
+        sampling=SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+        ),
+        device=device,
+        host_memory=None if host_memory is None else parse_bytes(host_memory, what="--host-memory"),
+        device_memory=None if device_memory is None else parse_bytes(device_memory, what="--device-memory"),
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        token_ids=token_ids,
+        stats=stats,
+        trace=trace,
+    )
+    if run_and_report(options, as_table=as_table):
+        raise typer.Exit(1)

@@ -1,0 +1,94 @@
+"""The ``moelight`` program: its commands, and the one place where every error becomes a line and an exit code.
+
+Exit codes: 0 all is well; 1 some lines of a job are error rows; 2 refused, one clear line says why; 70 a fault of
+moelight's own; 130 interrupted; 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+import typer.main
+
+from moelight import __version__
+from moelight.cli.doctor import doctor
+from moelight.cli.generate import generate
+from moelight.core.errors import UserError
+
+REFUSED, INTERNAL, INTERRUPTED, PIPE_CLOSED = 2, 70, 130, 141
+# What typer raises for a wrong command line; older typers take it from click, newer ones carry their own.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+
+app = typer.Typer(name="moelight", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(generate)
+app.command()(doctor)
+
+
+@app.callback(invoke_without_command=True)
+def moelight(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    with_traceback: Annotated[  # noqa: ARG001 (main looks for it when something has gone wrong)
+        bool, typer.Option("--traceback", help="Show the stack when moelight itself is at fault.")
+    ] = False,
+) -> None:
+    """Offline batch generation with Mixture-of-Experts models that are bigger than the machine."""
+    if version:
+        typer.echo(f"moelight {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program with ``arguments`` (default: the process's own) and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("moelight", given) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return PIPE_CLOSED
+    except _USAGE_ERROR as error:
+        path = error.ctx.command_path if error.ctx is not None else "moelight"
+        return _refuse(f"{error.format_message()} (see {path} --help)")
+    except UserError as error:
+        return _refuse(str(error))
+    except Exception as error:
+        if "--traceback" in given:
+            traceback.print_exc()
+            return INTERNAL
+        hint = "run moelight --traceback ... for the stack"
+        _say(f"moelight: internal error: {type(error).__name__}: {error} ({hint})")
+        return INTERNAL
+    return 0
+
+
+def _refuse(message: str) -> int:
+    _say(f"moelight: error: {message}")
+    return REFUSED
+
+
+def _say(message: str) -> None:
+    """One line on stderr, whatever line breaks and control characters the message quotes."""
+    line = " ".join(message.split())
+    print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line), file=sys.stderr)
+
+
+def _forget_stdout() -> None:
+    """Point stdout at nothing, or the interpreter complains once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Every error a user can meet, drawn once.
+
+::
+
+    MoelightError
+    ├── UserError                the user can mend it: one clear line, exit code 2
+    │   ├── ConfigError          a profile, policy or option says something impossible or unknown
+    │   ├── CheckpointError      the model on disk is missing, damaged or not what its config says
+    │   ├── BudgetError          the memory allowed is smaller than the least that would do
+    │   └── InputError           a prompt, message list or sampling field cannot be served
+    └── ScheduleError            an order of work breaks an invariant: our fault, never the user's
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoelightError(Exception):
+    """The root: catch this to catch everything moelight raises on purpose."""
+
+
+class UserError(MoelightError):
+    """Something the user can put right. Its text is one clear line: what, where, what to do."""
+
+
+class ConfigError(UserError):
+    """A profile, policy, config.json or option holds an unknown name or an impossible value."""
+
+
+class CheckpointError(UserError):
+    """The weights on disk are missing, damaged, or disagree with their config. Names file and tensor."""
+
+
+class BudgetError(UserError):
+    """The allowed memory is too small. ``needed_bytes`` would be enough on ``tier``."""
+
+    def __init__(self, message: str, *, tier: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed_bytes = needed_bytes
+
+
+class InputError(UserError):
+    """A request cannot be served. ``code`` is a short machine-readable reason."""
+
+    def __init__(self, message: str, *, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ScheduleError(MoelightError):
+    """A schedule broke an invariant (cycle, overwritten slot, missing crossing, wrong bytes)."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the known word nearest to ``word``, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""

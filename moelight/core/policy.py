@@ -1,0 +1,79 @@
+"""The decision: how one model is to be run on one machine. Plain numbers; what they cost is floor 2's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moelight.core.dtypes import dtype_named
+from moelight.core.errors import ConfigError
+
+TIERS = ("device", "host", "disk")
+PROCESSORS = ("cpu", "gpu")
+KV_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """How something is spread over the tiers; the three shares sum to 1."""
+
+    device: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.device, self.host, self.disk) < 0 or abs(self.device + self.host + self.disk - 1) > 1e-9:
+            raise ConfigError(
+                f"shares must be at least 0 and sum to 1, not device {self.device}, host {self.host}, disk {self.disk}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """N, μ, devices, homes and schedule (MoE-Lightning, table 1), for ``model`` (a directory or a hub id).
+
+    Attributes:
+        batch_size: N, the most sequences alive in one pass.
+        micro_batch_size: μ, the most sequences in one micro-batch.
+        micro_batch_tokens: the most tokens in one micro-batch; longer prompts are cut into chunks.
+        kv_tokens: tokens the KV cache can hold (0: ``batch_size`` x 1024, or the context if that is shorter).
+        attention_device, ffn_device: ``cpu`` or ``gpu``.
+        weights: r_w, shares of the *expert* weights per tier; everything else lives on the compute device.
+        kv: r_c, shares of the KV cache per tier.
+        weight_dtype, kv_dtype: ``auto`` keeps the checkpoint's.
+        schedule: the builder of the order of work.
+        kv_block_size: tokens in one block of the paged KV cache.
+    """
+
+    model: str
+    batch_size: int = 64
+    micro_batch_size: int = 64
+    micro_batch_tokens: int = 1024
+    kv_tokens: int = 0
+    attention_device: str = "cpu"
+    ffn_device: str = "cpu"
+    weights: Shares = Shares(host=1.0)
+    kv: Shares = Shares(host=1.0)
+    weight_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    schedule: str = "cgopipe"
+    kv_block_size: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.kv_tokens < 0:
+            raise ConfigError(f"kv_tokens must be at least 0, not {self.kv_tokens}")
+        if self.micro_batch_tokens < self.micro_batch_size:
+            raise ConfigError(
+                f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "
+                f"({self.micro_batch_size}): a decoding sequence brings one token"
+            )
+        for name in ("attention_device", "ffn_device"):
+            if getattr(self, name) not in PROCESSORS:
+                raise ConfigError(f"{name} must be cpu or gpu, not {getattr(self, name)!r}")
+        for name in ("weight_dtype", "kv_dtype"):
+            if getattr(self, name) != "auto":
+                dtype_named(getattr(self, name))
+        if self.kv_block_size not in KV_BLOCK_SIZES:
+            raise ConfigError(f"kv_block_size must be one of {KV_BLOCK_SIZES}, not {self.kv_block_size}")

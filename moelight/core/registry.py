@@ -1,0 +1,42 @@
+"""One lazy table per kind of part: it serves look-ups, help texts and error messages alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from moelight.core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to ``"module:attribute"`` targets, imported at first use."""
+
+    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._targets = dict(targets)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets
+
+    def names(self) -> tuple[str, ...]:
+        """Every known name, in the table's order."""
+        return tuple(self._targets)
+
+    def get(self, name: str) -> T:
+        """The part called ``name``.
+
+        Raises:
+            ConfigError: no such part; lists the known ones and the nearest.
+        """
+        if name not in self._targets:
+            known = ", ".join(self._targets)
+            raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._targets)}; known: {known}")
+        module, attribute = self._targets[name].split(":")
+        part: Any = getattr(importlib.import_module(module), attribute)
+        return part  # type: ignore[no-any-return]

@@ -1,0 +1,115 @@
+"""The order of work as a value: tasks on lanes, with what they wait for and what they touch.
+
+A schedule is priced, validated, simulated, executed and drawn from these fields alone. It refuses to know how any
+task is carried out.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Lane(str, enum.Enum):
+    """Something that does one thing at a time, in the order given."""
+
+    DISK = "disk"
+    STAGE = "stage"
+    H2D = "h2d"
+    D2H = "d2h"
+    DEVICE = "device"
+    CPU = "cpu"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class TaskKind(str, enum.Enum):
+    """The paper's verbs, and the few that passes add."""
+
+    EMBED = "embed"
+    PRE_ATTENTION = "pre_attention"
+    ATTENTION = "attention"
+    OFFLOAD_QKV = "offload_qkv"
+    CPU_ATTENTION = "cpu_attention"
+    LOAD_HIDDEN = "load_hidden"
+    OFFLOAD_KV = "offload_kv"
+    STORE_KV = "store_kv"
+    POST_ATTENTION = "post_attention"
+    SAMPLE = "sample"
+    READ_PAGE = "read_page"
+    STAGE_PAGE = "stage_page"
+    SEND_PAGE = "send_page"
+    CARRIED_PAGE = "carried_page"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Page:
+    """One expert of one layer: the unit of weight movement."""
+
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Buffer:
+    """A place two tasks may contend for: ``space`` names the arena, ``index`` the slot in it."""
+
+    space: str
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One step of work on one lane.
+
+    ``deps`` are positions of earlier tasks in the same schedule. Tasks on one lane also run in schedule order.
+    ``bytes`` is what crosses a link (0 for compute). ``slot`` is the ring slot a page task fills.
+    """
+
+    kind: TaskKind
+    lane: Lane
+    layer: int = -1
+    micro_batch: int = -1
+    page: Page | None = None
+    slot: int = -1
+    bytes: int = 0
+    deps: tuple[int, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A short label: ``post_attention(3,1)`` or ``read_page(4:e7)``."""
+        if self.page is not None:
+            return f"{self.kind}({self.page.layer}:e{self.page.expert})"
+        return f"{self.kind}({self.layer},{self.micro_batch})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A pass as an ordered tuple of tasks; every dependency points backwards.
+
+    Slots are relative to the page stream's position when the pass starts; the pass moves that position on by
+    ``stream_advance`` pages. ``carried_out`` are the tasks that fetch the first pages of the next pass, in ring order.
+    """
+
+    builder: str
+    tasks: tuple[Task, ...]
+    stream_advance: int = 0
+    carried_out: tuple[int, ...] = ()
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes in use, in the order of the enumeration."""
+        used = {task.lane for task in self.tasks}
+        return tuple(lane for lane in Lane if lane in used)
+
+    def lane_bytes(self) -> dict[Lane, int]:
+        """Bytes that cross each lane in one pass."""
+        totals: dict[Lane, int] = {}
+        for task in self.tasks:
+            totals[task.lane] = totals.get(task.lane, 0) + task.bytes
+        return totals

@@ -1,0 +1,97 @@
+"""Requests on their way to completions: seeds, the choice of each next token, and when a sequence ends.
+
+Knows sampling, eos ids and stop strings. Refuses to know batches and passes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moelight.core.request import Completion, Request
+from moelight.engine.batcher import Batcher, Generation, Load, Piece
+from moelight.engine.sampling import next_tokens
+from moelight.engine.tokenizer import StopMatcher, Tokenizer, cut_at_stop
+
+
+class Answers:
+    """The generations of one run, and the rules by which they end. ``tokens`` counts what was generated so far."""
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, max_positions: int) -> None:
+        self._tokenizer = tokenizer
+        self._matchers = {
+            request.index: StopMatcher(tokenizer.decode, request.sampling.stop)
+            for request in requests
+            if request.sampling.stop
+        }
+        self.tokens = 0
+        self.generations = [
+            Generation(request=request, seed=_seed(request), max_tokens=most_tokens(request, max_positions))
+            for request in requests
+        ]
+
+    def choose(self, pieces: Sequence[Piece], logits: Tensor) -> list[int]:
+        """The next token of each completing piece; logits float32 [S, V]."""
+        owners = [piece.generation for piece in pieces]
+        return next_tokens(
+            logits,
+            [owner.request.sampling for owner in owners],
+            [owner.seed for owner in owners],
+            [len(owner.generated) for owner in owners],
+        )
+
+    def will_continue(self, batcher: Batcher, loads: Sequence[Load]) -> bool:
+        """Whether another pass follows that of ``loads`` for sure, eos and stop strings aside."""
+        answered = {id(piece.generation) for load in loads for piece in load.pieces if piece.completes}
+        return batcher.waiting or any(
+            id(generation) not in answered or len(generation.generated) + 1 < generation.max_tokens
+            for generation in batcher.alive
+        )
+
+    def collect(self, batcher: Batcher, loads: Sequence[Load], tokens: Sequence[Sequence[int]]) -> list[Completion]:
+        """Hand each new token to its generation; the completions of those that end with it."""
+        finished = []
+        for load, new in zip(loads, tokens, strict=True):
+            arriving = iter(new)
+            for piece in load.pieces:
+                token = next(arriving) if piece.completes else None
+                batcher.advance(piece, token)
+                self.tokens += token is not None
+                if token is not None and (reason := self._ends(piece.generation, token)):
+                    batcher.retire(piece.generation)
+                    finished.append(self._completion(piece.generation, reason))
+        return finished
+
+    def _ends(self, generation: Generation, token: int) -> str | None:
+        sampling = generation.request.sampling
+        if token in self._tokenizer.eos_token_ids and not sampling.ignore_eos:
+            generation.generated.pop()
+            self.tokens -= 1
+            return "stop"
+        matcher = self._matchers.get(generation.request.index)
+        if matcher is not None and matcher.found(generation.generated):
+            return "stop"
+        return "length" if len(generation.generated) >= generation.max_tokens else None
+
+    def _completion(self, generation: Generation, reason: str) -> Completion:
+        request = generation.request
+        text, _ = cut_at_stop(self._tokenizer.decode(generation.generated), request.sampling.stop)
+        return Completion(
+            index=request.index,
+            text=text,
+            token_ids=tuple(generation.generated),
+            finish_reason=reason,
+            prompt_tokens=len(request.token_ids),
+        )
+
+
+def most_tokens(request: Request, max_positions: int) -> int:
+    """How many tokens may follow the prompt: as many as asked for, within the model's context."""
+    return min(request.sampling.max_tokens, max_positions - len(request.token_ids))
+
+
+def _seed(request: Request) -> int:
+    """The request's own seed, or a fresh one."""
+    return secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed

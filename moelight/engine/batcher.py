@@ -1,0 +1,197 @@
+"""Which sequences ride in the next pass, and in which micro-batch: the paper's Algorithm 2, mended, on passes.
+
+Knows requests, KV blocks and token counts; refuses to know tensors, schedules and text. Every request is in exactly
+one place: waiting, alive, or finished.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from moelight.core.policy import Policy
+from moelight.core.request import Request
+from moelight.hrm.footprint import pass_tokens
+from moelight.memory.kv import BlockPool
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Generation:
+    """One request in progress. Its first ``computed`` tokens have their keys and values in ``blocks``."""
+
+    request: Request
+    seed: int
+    max_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.request.token_ids) + len(self.generated)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens not in the cache yet: the rest of the prompt, or the newest token."""
+        return self.length - self.computed
+
+    def token_ids(self, start: int, count: int) -> Sequence[int]:
+        """Tokens ``start`` to ``start + count``: a piece of the prompt, or the newest token alone."""
+        prompt = self.request.token_ids
+        return prompt[start : start + count] if start < len(prompt) else self.generated[start - len(prompt) :]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What one generation brings to one micro-batch: ``count`` tokens from position ``start``."""
+
+    generation: Generation
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """After it every token is in the cache, so the next one can be chosen."""
+        return self.start + self.count == self.generation.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The pieces of one micro-batch, single tokens first. ``fresh``: none needs the cache."""
+
+    pieces: tuple[Piece, ...]
+    fresh: bool
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the micro-batch."""
+        return sum(piece.count for piece in self.pieces)
+
+
+class Batcher:
+    """Admits, packs and retires. A request holds KV blocks for its longest possible answer from its admission on, so
+    nothing alive is ever pushed out."""
+
+    def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool) -> None:
+        self._policy, self._pool, self._discrete = policy, pool, discrete
+        self._waiting: deque[Generation] = deque()
+        self._alive: list[Generation] = []
+
+    def add(self, generations: Iterable[Generation]) -> None:
+        """Queue more work, served in this order."""
+        self._waiting.extend(generations)
+
+    @property
+    def busy(self) -> bool:
+        """Something is waiting or alive."""
+        return bool(self._waiting or self._alive)
+
+    @property
+    def waiting(self) -> bool:
+        """Something has not been admitted yet."""
+        return bool(self._waiting)
+
+    @property
+    def alive(self) -> Sequence[Generation]:
+        """Admitted and not finished."""
+        return self._alive
+
+    def blocks_for(self, tokens: int) -> int:
+        """KV blocks a request holds while it is alive, if it may reach ``tokens``."""
+        return -(-tokens // self._policy.kv_block_size)
+
+    def next_pass(self) -> list[Load]:
+        """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow."""
+        room = pass_tokens(self._policy)
+        decoding: list[Piece] = []
+        prompts: list[Piece] = []
+        for generation in self._alive:
+            count = min(generation.waiting_tokens, room)
+            (decoding if generation.generated else prompts).append(_piece(generation, count))
+            room -= count
+        while room > 0 and self._admit():
+            count = min(self._alive[-1].waiting_tokens, room)
+            prompts.append(_piece(self._alive[-1], count))
+            room -= count
+        whole, rest = self._cut([piece for piece in prompts if piece.count])
+        loads = [self._load([piece]) for piece in whole]
+        if not self._discrete:
+            return loads + self._pack(decoding + rest)
+        fresh = [piece for piece in rest if piece.start == 0]
+        return loads + self._pack(fresh) + self._pack(decoding + [piece for piece in rest if piece.start])
+
+    def advance(self, piece: Piece, token: int | None) -> None:
+        """``piece`` is in the cache now, and ``token`` follows if the piece completed its sequence."""
+        piece.generation.computed += piece.count
+        if token is not None:
+            piece.generation.generated.append(token)
+
+    def retire(self, generation: Generation) -> None:
+        """Free the blocks of a finished generation."""
+        self._alive.remove(generation)
+        self._pool.give_back(generation.blocks)
+
+    def clear(self) -> None:
+        """Forget everything that is not finished."""
+        self._waiting.clear()
+        for generation in list(self._alive):
+            self.retire(generation)
+
+    def _admit(self) -> bool:
+        if not self._waiting or len(self._alive) >= self._policy.batch_size:
+            return False
+        first = self._waiting[0]
+        need = self.blocks_for(len(first.request.token_ids) + first.max_tokens)
+        if need > self._pool.free:
+            return False
+        first.blocks = self._pool.take(need)
+        self._alive.append(self._waiting.popleft())
+        return True
+
+    def _cut(self, prompts: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Pieces that fill a micro-batch alone, in order, and the remainders, which come after them."""
+        whole, rest, most = [], [], self._policy.micro_batch_tokens
+        for piece in prompts:
+            start, left = piece.start, piece.count
+            while left > most:
+                whole.append(Piece(generation=piece.generation, start=start, count=most))
+                start, left = start + most, left - most
+            rest.append(Piece(generation=piece.generation, start=start, count=left))
+        return whole, rest
+
+    def _pack(self, pieces: list[Piece]) -> list[Load]:
+        parts = partition(pieces, max_items=self._policy.micro_batch_size, max_tokens=self._policy.micro_batch_tokens)
+        return [self._load(part) for part in parts]
+
+    def _load(self, pieces: list[Piece]) -> Load:
+        fresh = self._discrete and all(piece.start == 0 for piece in pieces)
+        return Load(pieces=tuple(sorted(pieces, key=lambda piece: piece.count > 1)), fresh=fresh)
+
+
+def partition(pieces: Sequence[Piece], *, max_items: int, max_tokens: int) -> list[list[Piece]]:
+    """Algorithm 2 (appendix A.2), mended: longest first, each into the lightest partition that has room.
+
+    The published form tries one partition and drops what does not fit; here every partition is tried, then a new one
+    is opened, so each piece lands in exactly one. Equal token counts are balanced by context length.
+    """
+    tokens = sum(piece.count for piece in pieces)
+    least = max(-(-len(pieces) // max_items), -(-tokens // max_tokens))
+    parts: list[list[Piece]] = [[] for _ in range(least)]
+    loads = [(0, 0)] * least
+    for piece in sorted(pieces, key=lambda piece: (-piece.count, -piece.start)):
+        by_load = sorted(range(len(parts)), key=loads.__getitem__)
+        fits = (p for p in by_load if len(parts[p]) < max_items and loads[p][0] + piece.count <= max_tokens)
+        chosen = next(fits, None)
+        if chosen is None:
+            chosen = len(parts)
+            parts.append([])
+            loads.append((0, 0))
+        parts[chosen].append(piece)
+        loads[chosen] = (loads[chosen][0] + piece.count, loads[chosen][1] + piece.start)
+    return parts
+
+
+def _piece(generation: Generation, count: int) -> Piece:
+    return Piece(generation=generation, start=generation.computed, count=count)

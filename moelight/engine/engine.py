@@ -1,0 +1,239 @@
+"""The engine: a plan and a checkpoint become a machine that turns requests into completions, pass by pass.
+
+Knows the order load, passes, completions. Refuses to know files of prompts (``batch``), what tasks do (``runtime``)
+and which order they run in (``scheduler``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from moelight.core.errors import InputError, MoelightError
+from moelight.core.policy import Policy
+from moelight.core.request import Completion, Request, SamplingParams
+from moelight.core.timeline import Timeline
+from moelight.core.units import parse_bytes
+from moelight.engine.answers import Answers, most_tokens
+from moelight.engine.batcher import Batcher
+from moelight.engine.passes import PassRunner
+from moelight.engine.planning import plan_for, resolve
+from moelight.engine.prompts import Prompt, requests_from
+from moelight.engine.source import Source, open_source
+from moelight.engine.tokenizer import Tokenizer
+from moelight.observe.stats import LaneTotals, Stats
+from moelight.optimizer.plan import Plan, Wishes
+from moelight.profiles.workload import Workload
+from moelight.runtime.executor import idle_s
+from moelight.runtime.machine import find_machine
+from moelight.runtime.measure import peak_rss_bytes
+
+
+class Engine:
+    """Loads ``policy.model`` and generates. A context manager; leaving it stops the lanes and frees the model.
+
+    Example::
+
+        with Engine.from_pretrained("path/to/mixtral", host_memory="16GiB") as engine:
+            for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+                print(completion.text)
+    """
+
+    def __init__(
+        self, policy: Policy | Plan, *, device: str = "auto", lanes: str = "auto", source: Source | None = None
+    ) -> None:
+        """Load the model of ``policy`` as it says.
+
+        Args:
+            policy: a policy, or a plan that holds one.
+            device: ``auto`` (what the policy's ``ffn_device`` asks for), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a
+                stand-in for a GPU in host memory).
+            lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
+            source: the opened checkpoint, where the caller has it already.
+
+        Raises:
+            ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
+        """
+        began = time.perf_counter()
+        self.plan = policy if isinstance(policy, Plan) else None
+        given = policy.policy if isinstance(policy, Plan) else policy
+        machine = find_machine("cpu" if device == "auto" and given.ffn_device == "cpu" else device)
+        self._source = source or open_source(given.model)
+        self.profile = self._source.profile
+        self.policy = resolve(given, self.profile, discrete=machine.discrete)
+        self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes)
+        self._batcher = Batcher(self.policy, self._passes.pool, discrete=machine.discrete)
+        self._totals = LaneTotals(self._passes.lanes)
+        self._load_s = time.perf_counter() - began
+        self._wall_s = self._python_s = 0.0
+        self._num_passes = self._prompt_tokens = 0
+        self.progress_tokens = 0
+        self._serving = False
+        self.timeline: Timeline | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        hw: str = "auto",
+        device: str = "auto",
+        lanes: str = "auto",
+        host_memory: int | str | None = None,
+        device_memory: int | str | None = None,
+        batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        schedule: str | None = None,
+        workload: Workload | None = None,
+    ) -> Engine:
+        """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
+
+        Args:
+            model: a directory, ``demo``, or a model id on the hub.
+            hw: a hardware profile's name or file, or ``auto`` for typical rates of this kind of machine.
+            host_memory, device_memory: bytes, or a size such as ``"16GiB"``; None takes most of what is free.
+        """
+        source = open_source(str(model))
+        plan = plan_for(
+            str(model),
+            source,
+            find_machine(device),
+            hw=hw,
+            host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
+            device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
+            wishes=Wishes(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"),
+            workload=workload or Workload(),
+        )
+        return cls(plan, device=device, lanes=lanes, source=source)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of ``prompts``.
+
+        A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``, ``{"prompt_token_ids": [...]}`` or a list of
+        token ids. ``sampling_params`` is one for all, or one each.
+
+        Raises:
+            InputError: a prompt cannot be served; nothing has been generated then.
+        """
+        return sorted(self.stream(prompts, sampling_params), key=lambda completion: completion.index)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Completion]:
+        """Completions as they finish; ``completion.index`` is the prompt's place. Arguments as for ``generate``."""
+        requests = requests_from(prompts, sampling_params, self.tokenizer)
+        for request in requests:
+            try:
+                self.check(request)
+            except InputError as error:
+                raise InputError(f"prompt {request.index}: {error}", code=error.code) from None
+        return self.run(requests)
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            InputError: no tokens, a token outside the vocabulary, or a prompt longer than the context or the KV cache.
+        """
+        tokens, context = len(request.token_ids), self.profile.max_positions
+        if not tokens:
+            raise InputError("the prompt has no tokens", code="empty_prompt")
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.profile.vocab_size:
+            raise InputError(f"token ids must be below the vocabulary's {self.profile.vocab_size}", code="bad_token_id")
+        if tokens >= context:
+            raise InputError(
+                f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
+            )
+        longest = tokens + most_tokens(request, context)
+        if self._batcher.blocks_for(longest) > self._loaded.pool.blocks:
+            raise InputError(
+                f"prompt and completion may reach {longest} tokens, the KV cache holds {self.policy.kv_tokens}; "
+                "lower max_tokens or allow more host memory",
+                code="kv_capacity_exceeded",
+            )
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        on_pass: Callable[[], None] | None = None,
+        trace: list[Timeline] | None = None,
+    ) -> Iterator[Completion]:
+        """Serve ``requests`` that ``check`` let through; completions come as they finish.
+
+        Args:
+            on_pass: called after every pass.
+            trace: receives the timeline of every pass.
+        """
+        if self._serving:
+            raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
+        self._serving = True
+        answers = Answers(requests, self.tokenizer, self.profile.max_positions)
+        self._batcher.add(answers.generations)
+        self._prompt_tokens += sum(len(request.token_ids) for request in requests)
+        wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
+        try:
+            while self._batcher.busy:
+                finished = self._one_pass(answers)
+                self._wall_s = wall_before + time.perf_counter() - began_s
+                self.progress_tokens = tokens_before + answers.tokens
+                if trace is not None and self.timeline is not None:
+                    trace.append(self.timeline)
+                if on_pass is not None:
+                    on_pass()
+                yield from finished
+        finally:
+            self._batcher.clear()
+            self._serving = False
+
+    def _one_pass(self, answers: Answers) -> list[Completion]:
+        began_s = time.perf_counter()
+        loads = self._batcher.next_pass()
+        follows = answers.will_continue(self._batcher, loads)
+        self.timeline, tokens = self._loaded.run(loads, answers.choose, follows=follows)
+        finished = answers.collect(self._batcher, loads, tokens)
+        self._num_passes += 1
+        self._totals.add(self.timeline)
+        self._python_s += idle_s(self.timeline, began_s)
+        return finished
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of everything run so far."""
+        return Stats(
+            wall_s=self._wall_s,
+            load_s=self._load_s,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self.progress_tokens,
+            passes=self._num_passes,
+            peak_rss_bytes=peak_rss_bytes(),
+            lanes=self._totals.stats(),
+            python_s=self._python_s,
+        )
+
+    @property
+    def _loaded(self) -> PassRunner:
+        if self._passes is None:
+            raise MoelightError("the engine is closed")
+        return self._passes
+
+    def close(self) -> None:
+        """Stop the lanes and free the model. Closing twice is fine."""
+        if self._passes is not None:
+            self._passes.close()
+            self._passes = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,229 @@
+"""Text to token ids and back: the border behind which nothing sees text.
+
+Knows the checkpoint's tokenizer.json, its special tokens, its chat template and its end-of-sequence ids. Refuses to
+know models, sampling and files of prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from moelight.core.errors import CheckpointError, InputError
+from moelight.engine.chat import ChatTemplate, read_chat_template
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER = "tokenizer.json"
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_TOKENS_PER_CHARACTER = 4
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. ``eos_token_ids`` end a completion."""
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, template: ChatTemplate | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._inner = inner
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+
+    @classmethod
+    def from_dir(cls, directory: Path) -> Tokenizer:
+        """The tokenizer of the checkpoint in ``directory``.
+
+        Raises:
+            CheckpointError: tokenizer.json is missing, or one of the tokenizer's files is damaged.
+        """
+        config = _read_object(directory / "tokenizer_config.json")
+        named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
+        with _DamageIn(directory / TOKENIZER):
+            inner = _read_tokenizer(directory)
+            _add_tokens(inner, config, named)
+            inner.no_truncation()
+            inner.no_padding()
+        return cls(
+            inner,
+            template=read_chat_template(directory, config, named),
+            eos_token_ids=_read_eos_token_ids(directory),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens it knows, added ones included: ids are below this unless the ids have gaps."""
+        return int(self._inner.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text`` with the special tokens this checkpoint puts around a prompt.
+
+        Raises:
+            InputError: ``text`` holds half of a surrogate pair.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens left out."""
+        return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+
+    def render(self, messages: object) -> list[int]:
+        """The ids of a conversation, written by the checkpoint's chat template and open for the model's answer.
+
+        Raises:
+            InputError: ``messages`` is not a conversation, there is no template, or the template refuses it.
+        """
+        if self._template is None:
+            raise InputError("this model has no chat template; send a prompt instead", code="no_chat_template")
+        return self._encode(self._template.render(messages), add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
+        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """``text`` before the first place where any of ``stops`` begins, and whether one was found."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+class StopMatcher:
+    """Watches the growing token ids of one sequence for stop strings, decoding only the newest of them.
+
+    ::
+
+        token_ids   0 .......... context .......... searched .......... len
+                    never again   decoded for place    new: decoded and
+                    decoded       in the word only     searched with the tail
+
+    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character cut between tokens
+    stays new until it is whole.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
+        self._context = 0
+        self._searched = 0
+        self._tail = ""
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """True as soon as the text of ``token_ids``, all of the sequence so far, holds a stop string."""
+        known = self._decode(token_ids[self._context : self._searched])
+        whole = self._decode(token_ids[self._context :])
+        tail = self._tail + whole[len(known) :]
+        if any(stop in tail for stop in self._stops):
+            return True
+        unfinished = whole.endswith("\ufffd") and len(token_ids) - self._searched < _MOST_TOKENS_PER_CHARACTER
+        if not unfinished:
+            self._tail = tail[max(0, len(tail) - self._keep) :]
+            self._context, self._searched = self._searched, len(token_ids)
+        return False
+
+
+class _DamageIn:
+    """Turns the bare `Exception` or `ValueError` that the tokenizers library raises into a `CheckpointError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind in (Exception, ValueError):
+            raise CheckpointError(f"{self._path}: not a usable tokenizer ({error})") from None
+
+
+def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    path = directory / TOKENIZER
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(_nothing_there(directory)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    return tokenizers.Tokenizer.from_str(text)
+
+
+def _nothing_there(directory: Path) -> str:
+    pieces = [name for name in ("tokenizer.model", "spiece.model") if (directory / name).exists()]
+    if pieces:
+        return (
+            f"{directory}: only {pieces[0]} is there, a SentencePiece tokenizer; moelight reads {TOKENIZER} "
+            "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
+        )
+    return f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too"
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Tokens that only tokenizer_config.json knows; one with a role is special whatever tokenizer.json says."""
+    import tokenizers
+
+    present = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder")
+    for fields in listed.values() if isinstance(listed, dict) else ():
+        content = fields.get("content") if isinstance(fields, dict) else None
+        if isinstance(content, str) and content and content not in present:
+            flags = {name: fields[name] for name in _ADDED_TOKEN_FLAGS if isinstance(fields.get(name), bool)}
+            present[content] = tokenizers.AddedToken(content, **flags)
+            inner.add_tokens([present[content]])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    roles = [*named.values(), *(_content(token) for token in extra if isinstance(extra, list))]
+    inner.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=True, normalized=False)
+            for token in dict.fromkeys(roles)
+            if token and not (token in present and present[token].special)
+        ]
+    )
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by role."""
+    return {role: content for role in _NAMED_TOKENS if (content := _content(config.get(role)))}
+
+
+def _content(token: object) -> str:
+    """The text of a token that is given as a string or as an object with ``content``; empty for anything else."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else ""
+
+
+def _read_eos_token_ids(directory: Path) -> frozenset[int]:
+    for name in ("generation_config.json", "config.json"):
+        value = _read_object(directory / name).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+                raise CheckpointError(
+                    f"{directory / name}: eos_token_id must be an integer or a list of them, not {value!r}"
+                )
+            return frozenset(ids)
+    return frozenset()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty where there is no such file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return values

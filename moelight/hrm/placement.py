@@ -1,0 +1,62 @@
+"""Where each expert page is at home, page by page, so that a policy's shares are realised exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moelight.core.policy import Policy, Shares
+from moelight.core.schedule import Page
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.stored import pages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """``homes`` of all pages; ``near`` is the tier beside the unit that computes the experts.
+
+    Pages at home on ``near`` are resident. The others are streamed every pass, in the order of ``streamed``.
+    """
+
+    near: str
+    homes: Mapping[Page, str]
+    streamed: tuple[Page, ...]
+
+    @property
+    def resident(self) -> tuple[Page, ...]:
+        """Pages that never move."""
+        return tuple(page for page, home in self.homes.items() if home == self.near)
+
+    def on(self, tier: str) -> tuple[Page, ...]:
+        """Pages at home on ``tier``."""
+        return tuple(page for page, home in self.homes.items() if home == tier)
+
+    @property
+    def most_streamed_per_layer(self) -> int:
+        """The largest number of streamed pages in one layer."""
+        counts: dict[int, int] = {}
+        for page in self.streamed:
+            counts[page.layer] = counts.get(page.layer, 0) + 1
+        return max(counts.values(), default=0)
+
+
+def near_tier(policy: Policy) -> str:
+    """The tier whose pages the experts' processor reads in place."""
+    return "device" if policy.ffn_device == "gpu" else "host"
+
+
+def place(model: ModelProfile, policy: Policy) -> Placement:
+    """Homes for every page: nearest tiers first, spread evenly over the layers so that no layer streams more."""
+    return _place(model, policy.weights, near_tier(policy))
+
+
+@lru_cache(maxsize=256)
+def _place(model: ModelProfile, weights: Shares, near: str) -> Placement:
+    spread = sorted(pages(model), key=lambda page: (page.expert, page.layer))
+    on_device = round(weights.device * len(spread))
+    on_host = round((weights.device + weights.host) * len(spread)) - on_device
+    on_disk = len(spread) - on_device - on_host
+    tiers = ["device"] * on_device + ["host"] * on_host + ["disk"] * on_disk
+    homes = dict(sorted(zip(spread, tiers, strict=True)))
+    return Placement(near=near, homes=homes, streamed=tuple(page for page, home in homes.items() if home != near))

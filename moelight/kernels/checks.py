@@ -1,0 +1,116 @@
+"""What the faces of attention demand of their arguments, for the torch twins; the extension checks the same itself.
+
+Knows shapes, dtypes, strides and ranges. Refuses to know what is computed. Every refusal is a ValueError that names the
+argument.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+_FOREVER = 1 << 62
+
+
+def scalars(scale: object, window: object, threads: object) -> tuple[float, int | None, int]:
+    """The three numbers of a call, `threads` resolved."""
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale: must be a finite number, is {scale!r}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window: must be a positive integer or None, is {window!r}")
+    if threads is None:
+        threads = torch.get_num_threads()
+    elif not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"threads: must be a positive integer or None, is {threads!r}")
+    return scale, window if window is None else min(window, _FOREVER), min(threads, _FOREVER)
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    window: int | None,
+    out: Tensor | None,
+) -> None:
+    """The arguments of `cpu_gqa_decode`."""
+    blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
+    _layout("q", q, 3, k_cache.dtype)
+    batch, q_heads, _ = q.shape
+    _shape("q", q, (batch, q_heads, head_dim))
+    if q_heads < 1 or q_heads % kv_heads:
+        raise ValueError(f"q: its {q_heads} heads are no multiple of the cache's {kv_heads}")
+    if out is not None:
+        _layout("out", out, 3, k_cache.dtype)
+        _shape("out", out, tuple(q.shape))
+    _layout("block_tables", block_tables, 2, torch.int32)
+    _shape("block_tables", block_tables, (batch, block_tables.shape[1]))
+    _layout("seq_lens", seq_lens, 1, torch.int32)
+    _shape("seq_lens", seq_lens, (batch,))
+    _tables(block_tables, seq_lens, window, blocks, block_size)
+
+
+def append(k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
+    """The arguments of `cpu_kv_append`."""
+    blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
+    _layout("slots", slots, 1, torch.int64)
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        _layout(name, new, 3, k_cache.dtype)
+        _shape(name, new, (slots.shape[0], kv_heads, head_dim))
+    for token, slot in enumerate(slots.tolist()):
+        if not 0 <= slot < blocks * block_size:
+            raise ValueError(f"slots: entry {token} is {slot}, the cache has {blocks * block_size} slots")
+
+
+def _caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _tensor(name, cache)
+        if cache.dtype not in FLOATS:
+            raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {cache.dtype}")
+        _layout(name, cache, 4, k_cache.dtype)
+    _shape("v_cache", v_cache, tuple(k_cache.shape))
+    blocks, kv_heads, block_size, head_dim = k_cache.shape
+    if kv_heads < 1 or block_size < 1:
+        raise ValueError(f"k_cache: is empty: shape {list(k_cache.shape)}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(f"k_cache: head size must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {head_dim}")
+    return blocks, kv_heads, block_size, head_dim
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: must be a tensor, is {type(value).__name__}")
+    if value.layout != torch.strided or value.device.type != "cpu":
+        raise ValueError(f"{name}: must be a dense tensor in CPU memory")
+
+
+def _layout(name: str, tensor: Tensor, ndim: int, dtype: torch.dtype) -> None:
+    _tensor(name, tensor)
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: must be {dtype}, is {tensor.dtype}")
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name}: must have {ndim} dimensions, has shape {list(tensor.shape)}")
+    if len(tensor) > 0 and not tensor[0].is_contiguous():
+        raise ValueError(f"{name}: must be contiguous beyond its first dimension")
+    row = tensor[:1].numel()
+    if len(tensor) > 1 and (tensor.stride(0) < row or (ndim == 1 and tensor.stride(0) != 1)):
+        raise ValueError(f"{name}: rows overlap or are not contiguous")
+
+
+def _shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name}: must have shape {list(expected)}, has {list(tensor.shape)}")
+
+
+def _tables(block_tables: Tensor, seq_lens: Tensor, window: int | None, blocks: int, block_size: int) -> None:
+    room = block_tables.shape[1] * block_size
+    for b, length in enumerate(seq_lens.tolist()):
+        if not 0 <= length <= room:
+            raise ValueError(f"seq_lens: entry {b} is {length}, the block table holds 0 to {room}")
+        first = 0 if window is None else max(0, length - window) // block_size
+        for i, block in enumerate(block_tables[b, first : -(-length // block_size)].tolist(), start=first):
+            if not 0 <= block < blocks:
+                raise ValueError(f"block_tables: entry [{b}, {i}] is {block}, the cache has {blocks} blocks")

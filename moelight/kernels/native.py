@@ -1,0 +1,52 @@
+"""The compiled extension: whether it is here, why not, and which instruction set it uses.
+
+Knows how to load `_native` and nothing of what its functions compute. Never imports torch, so that `doctor` may ask.
+"""
+
+import importlib
+from functools import cache
+from types import ModuleType
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str]:
+    try:
+        extension = importlib.import_module("moelight.kernels._native")
+    except ModuleNotFoundError:
+        return None, "the extension was not built: the install found no working C++20 compiler"
+    except ImportError as error:
+        return None, f"the extension does not load: {error}"
+    return extension, f"built, {extension.isa()} of {', '.join(extension.isa_available())}"
+
+
+def module() -> ModuleType | None:
+    """The extension, loaded once; None where it is missing."""
+    return _load()[0]
+
+
+def available() -> bool:
+    """Whether native kernels serve this process."""
+    return module() is not None
+
+
+def reason() -> str:
+    """One clause that says why native kernels serve, or why they do not."""
+    return _load()[1]
+
+
+def isa() -> str | None:
+    """The instruction set in force (`scalar`, `avx2`, `avx512`); None without the extension."""
+    native = module()
+    return None if native is None else str(native.isa())
+
+
+def cpu_features() -> dict[str, bool]:
+    """Instruction-set extensions of this processor by name; empty without the extension."""
+    native = module()
+    return {} if native is None else dict(native.cpu_features())
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the processor multiplies bfloat16 matrices in tiles (AMX); False where nobody can tell."""
+    return cpu_features().get("amx_bf16", False)

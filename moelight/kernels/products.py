@@ -1,0 +1,120 @@
+"""Products of ragged rows with weights through torch, each called in the form that is fastest for its row count.
+
+Knows shapes, number formats and what torch's CPU products cost (measured in docs/log.md). Refuses to know experts'
+routing and where weights lie.
+
+Three facts shape it. torch compiles and keeps a kernel of about 0.6 MiB for every shape it meets, so row counts are
+rounded up to a coarse grid; the extra rows are computed and dropped. It copies the right-hand operand into a form of
+its own at every call, so with few rows the rows, and not the weights, go to the right. And where there are no matrix
+tiles (AMX), 16-bit products run at half the rate of float32 ones, so with many rows the weights are widened slab by
+slab. The choice depends on the row count and the processor alone, so a machine gives the same tokens every time.
+
+Legend: R rows, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moelight.hrm.costs import ExpertWorkspace
+from moelight.hrm.footprint import SLAB_BYTES
+from moelight.kernels import native
+
+_STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
+_COARSEST = 32
+_ROWS_ON_THE_RIGHT = range(12, 49)
+_ROWS_TO_WIDEN = 64
+_SLAB_NUMBERS = SLAB_BYTES // 4
+
+
+def padded_rows(rows: int) -> int:
+    """The least row count on the grid that is not below ``rows``; at most 7 above it up to 256 rows, 31 beyond."""
+    step = next((step for most, step in _STEPS if rows <= most), _COARSEST)
+    return -(-rows // step) * step
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [R, in], weight [out, in], bias [out] -> [R, out]."""
+    rows = x.shape[0]
+    padded = padded_rows(rows)
+    if padded != rows:
+        wide = torch.zeros((padded, x.shape[1]), dtype=x.dtype, device=x.device)
+        wide[:rows] = x
+        return linear(wide, weight, bias)[:rows]
+    if not _widens(x):
+        return functional.linear(x, weight, bias)
+    out = torch.empty((rows, weight.shape[0]), dtype=x.dtype)
+    widened = x.float()
+    step = max(1, _SLAB_NUMBERS // weight.shape[1])
+    for first in range(0, weight.shape[0], step):
+        slab = slice(first, first + step)
+        product = torch.mm(widened, weight[slab].float().t())
+        out[:, slab] = product if bias is None else product.add_(bias[slab])
+    return out
+
+
+class Workspace:
+    """The buffers that one expert after another writes, cut from the ``work`` arena. Sizes: `ExpertWorkspace`."""
+
+    def __init__(self, arena: Tensor, sizes: ExpertWorkspace, hidden: int, dtype: torch.dtype) -> None:
+        """``arena`` uint8; ``hidden`` is H."""
+        cuts, start = [], 0
+        for size in (sizes.rows_bytes, sizes.wide_bytes, sizes.narrow_bytes):
+            cuts.append(arena[start : start + size])
+            start += size
+        self.rows = _front(cuts[0], sizes.rows_bytes // (hidden * dtype.itemsize), hidden, dtype)
+        self._wide, self._narrow = cuts[1], cuts[2]
+
+    def wide(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns] in the larger buffer."""
+        return _front(self._wide, rows, columns, dtype)
+
+    def narrow(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns] in the smaller buffer."""
+        return _front(self._narrow, rows, columns, dtype)
+
+
+def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
+    """Gated SiLU: x [R, H], R on the grid, gate_up [2I, H] (gate rows first), down [H, I] -> [R, H]."""
+    rows, width = x.shape[0], down.shape[1]
+    if _widens(x):
+        return _feed_forward_widened(x, gate_up, down, space)
+    if x.device.type == "cpu" and rows in _ROWS_ON_THE_RIGHT:
+        upright = space.wide(2 * width, rows, x.dtype)
+        torch.mm(gate_up, x.t(), out=upright)
+        gate = functional.silu(upright[:width], inplace=True)
+        return torch.mm(down, gate.mul_(upright[width:])).t()
+    wide, narrow = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
+    torch.mm(x, gate_up.t(), out=wide)
+    torch.ops.aten.silu.out(wide[:, :width], out=narrow)
+    narrow.mul_(wide[:, width:])
+    return torch.mm(narrow, down.t())
+
+
+def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
+    """The same in float32, the weights widened slab by slab; the activation [R, I] waits in the larger buffer."""
+    (rows, hidden), width = x.shape, down.shape[1]
+    active = space.wide(rows, width, torch.float32)
+    widened = x.float()
+    step = max(1, _SLAB_NUMBERS // (2 * hidden))
+    for first in range(0, width, step):
+        some = min(step, width - first)
+        slab = torch.cat((gate_up[first : first + some], gate_up[width + first : width + first + some])).float()
+        product = torch.mm(widened, slab.t())
+        gate = functional.silu(product[:, :some], inplace=True)
+        torch.mul(gate, product[:, some:], out=active[:, first : first + some])
+    out = space.narrow(rows, hidden, x.dtype)
+    step = max(1, _SLAB_NUMBERS // width)
+    for first in range(0, hidden, step):
+        out[:, first : first + step] = torch.mm(active, down[first : first + step].float().t())
+    return out
+
+
+def _widens(x: Tensor) -> bool:
+    return x.shape[0] >= _ROWS_TO_WIDEN and x.device.type == "cpu" and x.element_size() == 2 and not native.has_tiles()
+
+
+def _front(buffer: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return buffer[: rows * columns * dtype.itemsize].view(dtype).view(rows, columns)

@@ -1,0 +1,62 @@
+"""Named regions of memory whose sizes were announced before loading. Every long-lived byte of a run lies in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moelight.core.errors import BudgetError
+from moelight.core.units import format_bytes
+from moelight.hrm.footprint import Footprint
+
+_PINNED = frozenset({"pinned_ring", "crossing"})
+_BOUNDS_ONLY = frozenset({"transient", "runtime"})
+_BASE_ALIGNMENT = 4096
+
+
+def allocate(footprint: Footprint, device: torch.device) -> dict[str, Tensor]:
+    """One uint8 tensor per purpose, device ones on ``device``, those beside a link pinned where it has one.
+
+    ``transient`` and ``runtime`` are bounds on what others allocate, and get no region.
+
+    Raises:
+        BudgetError: the machine refuses a region that the plan thought it had.
+    """
+    arenas = {}
+    for arena in footprint.arenas:
+        if arena.purpose in _BOUNDS_ONLY:
+            continue
+        where = device if arena.tier == "device" else torch.device("cpu")
+        pinned = arena.purpose in _PINNED and device.type != "cpu"
+        try:
+            arenas[arena.purpose] = _aligned(arena.bytes, where, pinned=pinned)
+        except (RuntimeError, MemoryError):
+            raise BudgetError(
+                f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
+                f"lower --{arena.tier}-memory below {format_bytes(footprint.total(arena.tier))}",
+                tier=arena.tier,
+                needed_bytes=arena.bytes,
+            ) from None
+    return arenas
+
+
+def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:
+    """The arena cut into consecutive slots."""
+    for start in range(0, arena.numel(), slot_bytes):
+        yield arena[start : start + slot_bytes]
+
+
+def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A view of the arena's first bytes as ``shape`` of ``dtype``."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return arena[:size].view(dtype).view(shape)
+
+
+def _aligned(size: int, where: torch.device, *, pinned: bool) -> Tensor:
+    raw = torch.empty(size + _BASE_ALIGNMENT, dtype=torch.uint8, device=where, pin_memory=pinned)
+    start = -raw.data_ptr() % _BASE_ALIGNMENT
+    return raw[start : start + size]

@@ -1,0 +1,85 @@
+"""Where the bytes of every expert page are: at home beside the compute unit, at a far home, or in a ring slot.
+
+The stream of pages that are not resident never ends: page k of the stream is ``streamed[k % len(streamed)]`` and lies
+in ring slot ``k % ring_slots`` from its arrival until page ``k + ring_slots`` takes the slot. Knows bytes and slots;
+refuses to know when anything moves (the schedule says so) and how files are read (``read`` is given).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from moelight.core.schedule import Buffer, Page
+from moelight.hrm.placement import Placement
+from moelight.memory.arena import slots
+
+ReadPage = Callable[[Page, Tensor], None]
+ExpertWeights = tuple[Tensor, Tensor]
+
+
+class PageStore:
+    """Page bytes over three regions of slots: ``experts`` (resident), ``host_experts`` and the two rings.
+
+    ``view`` turns a slot into an expert's ``(gate_up [2I, H], down [H, I])``.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        arenas: Mapping[str, Tensor],
+        *,
+        page_bytes: int,
+        slot_bytes: int,
+        view: Callable[[Tensor], ExpertWeights],
+    ) -> None:
+        def cut(purpose: str) -> list[Tensor]:
+            return [slot[:page_bytes] for slot in slots(arenas[purpose], slot_bytes)] if purpose in arenas else []
+
+        self._placement = placement
+        self._slots = {"ring": cut("ring"), "pinned": cut("pinned_ring")}
+        self._home = dict(zip(placement.resident, cut("experts"), strict=True))
+        far = placement.on("host") if placement.near != "host" else ()
+        self._far = dict(zip(far, cut("host_experts"), strict=True))
+        self._resident_views = {page: view(slot) for page, slot in self._home.items()}
+        self._ring_views = [view(slot) for slot in self._slots["ring"]]
+        self._position_in_stream = {page: k for k, page in enumerate(placement.streamed)}
+
+    def load(self, read: ReadPage) -> None:
+        """Fill every home that is memory."""
+        bounce: Tensor | None = None
+        for page in self._placement.homes:
+            if page in self._far:
+                read(page, self._far[page])
+            elif page in self._home and self._home[page].device.type == "cpu":
+                read(page, self._home[page])
+            elif page in self._home:
+                if bounce is None:
+                    bounce = self._home[page].new_empty(self._home[page].numel(), device="cpu")
+                read(page, bounce)
+                self._home[page].copy_(bounce)
+
+    def slot(self, buffer: Buffer, position: int) -> Tensor:
+        """Bytes of a ring or pinned slot named relative to the stream's ``position``."""
+        ring = self._slots[buffer.space]
+        return ring[(position + buffer.index) % len(ring)]
+
+    def phase(self, position: int) -> int:
+        """Where in the ring the stream stands; equal phases find the same pages in the same slots."""
+        return position % len(self._ring_views) if self._ring_views else 0
+
+    def far_home(self, page: Page) -> Tensor:
+        """Bytes of a page whose home is host memory across the link."""
+        return self._far[page]
+
+    def layer_experts(self, layer: int, num_experts: int, position: int) -> list[ExpertWeights]:
+        """The weights of every expert of ``layer``, wherever they are in the pass that began at ``position``."""
+        experts = []
+        for expert in range(num_experts):
+            page = Page(layer=layer, expert=expert)
+            resident = self._resident_views.get(page)
+            if resident is None:
+                resident = self._ring_views[self.phase(position + self._position_in_stream[page])]
+            experts.append(resident)
+        return experts

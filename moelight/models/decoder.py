@@ -1,0 +1,83 @@
+"""The decoder layer in acts, for every family: what differs between families is a field of the profile.
+
+Knows tensors of one micro-batch and the weights of one layer. Refuses to know where pages came from, what the cache
+looks like, and in which order anything runs.
+
+Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelight.hrm.footprint import HEAD_CHUNK_BYTES
+from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
+from moelight.kernels.reference import rms_norm
+from moelight.models.moe import ExpertWeights, mixture, route
+from moelight.models.rope import Rotation, rotate
+from moelight.profiles.model import ModelProfile
+from moelight.weights.load import LayerWeights, ModelWeights
+
+
+class Decoder:
+    """A profile and its dense weights; experts are handed in, layer by layer."""
+
+    def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
+        self.model = model
+        self.weights = weights
+        self._space = space
+
+    def embed(self, token_ids: Tensor, out: Tensor) -> None:
+        """token_ids int64 [T] -> out [T, H]."""
+        torch.index_select(self.weights.embed, 0, token_ids, out=out)
+
+    def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], normed, clipped and turned."""
+        spec, mine = self.model.attention, self.weights.layers[layer]
+        x = rms_norm(hidden, mine.input_norm, self.model.norm_eps)
+        qkv = linear(x, mine.qkv, mine.qkv_bias)
+        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        if spec.qk_norm == "projection":
+            q, k = self._norm_qk(mine, q, k)
+        if spec.clip_qkv is not None:
+            q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
+        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
+        if spec.qk_norm == "head":
+            q, k = self._norm_qk(mine, q, k)
+        return rotate(q, rope), rotate(k, rope), v.contiguous()
+
+    def post_attention(self, layer: int, hidden: Tensor, attention: Tensor, experts: Sequence[ExpertWeights]) -> None:
+        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""
+        mine = self.weights.layers[layer]
+        hidden += linear(attention.flatten(1), mine.o, mine.o_bias)
+        x = rms_norm(hidden, mine.post_norm, self.model.norm_eps)
+        if mine.router is None:
+            if mine.dense_gate_up is not None and mine.dense_down is not None:
+                hidden += self._dense(x, mine.dense_gate_up, mine.dense_down)
+            return
+        weights, ids = route(linear(x, mine.router), self.model.router)
+        hidden += mixture(x, weights, ids, experts, self._space)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, H] -> float32 [S, V]. The head runs in chunks of rows, so that no repacked copy of it is large."""
+        x = rms_norm(hidden, self.weights.final_norm, self.model.norm_eps)
+        head = self.weights.head
+        rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
+        out = torch.empty((x.shape[0], head.shape[0]), dtype=torch.float32, device=x.device)
+        for first in range(0, head.shape[0], rows):
+            out[:, first : first + rows] = linear(x, head[first : first + rows])
+        return out
+
+    def _dense(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        rows = self._space.rows[: padded_rows(tokens)]
+        rows[:tokens] = x
+        return feed_forward(rows, gate_up, down, self._space)[:tokens]
+
+    def _norm_qk(self, mine: LayerWeights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if mine.q_norm is None or mine.k_norm is None:
+            return q, k
+        return rms_norm(q, mine.q_norm, self.model.norm_eps), rms_norm(k, mine.k_norm, self.model.norm_eps)

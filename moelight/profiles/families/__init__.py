@@ -1,0 +1,40 @@
+"""Model families as data: one file each, one table that lists them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.registry import Registry
+from moelight.profiles.families.family import Family, read_profile
+from moelight.profiles.hf_config import HFConfig
+from moelight.profiles.model import ModelProfile
+
+FAMILIES: Registry[Family] = Registry(
+    "model_type",
+    {
+        "mixtral": "moelight.profiles.families.mixtral:FAMILY",
+        "qwen3_moe": "moelight.profiles.families.qwen_moe:QWEN3_MOE",
+        "olmoe": "moelight.profiles.families.olmoe:FAMILY",
+    },
+)
+
+
+def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
+    """The profile of the model that ``config`` describes.
+
+    Raises:
+        ConfigError: ``model_type`` is absent, dense or unknown (the known ones are listed), or a field is impossible.
+    """
+    model_type = config.find("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"{config.where}: model_type {model_type!r} is not a Mixture-of-Experts family moelight knows"
+            f"{did_you_mean(str(model_type), FAMILIES)}; known: {', '.join(FAMILIES)}"
+        )
+    return read_profile(config, FAMILIES.get(model_type), name=name)
+
+
+def profile_from_dir(directory: Path) -> ModelProfile:
+    """The profile of the checkpoint in ``directory``; reads its ``config.json`` only."""
+    return profile_from_config(HFConfig.from_file(directory / "config.json"), name=directory.resolve().name)

@@ -1,0 +1,222 @@
+"""Strict YAML: every value knows its file and line, and every complaint names them. Also: where profiles lie.
+
+An unknown key is an error that offers the nearest known one; a repeated key, an alias or a wrong type is one too.
+Refuses to know what any key means (``hardware``, ``model_files``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.units import MiB
+
+PROFILES_VARIABLE = "MOELIGHT_PROFILES"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_MAX_FILE_BYTES = 4 * MiB
+_MAX_DEPTH = 20
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")}
+_FLOAT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+")
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only: no aliases, and ``1e9`` is a number (YAML 1.1 alone would read a string)."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed", mark)
+        return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+class Node:
+    """One value of a YAML file. ``key`` is its dotted path; ``where`` is ``file:line``."""
+
+    def __init__(self, path: Path, node: yaml.Node, loader: _Loader, key: str = "") -> None:
+        self._path = path
+        self._node = node
+        self._loader = loader
+        self.key = key
+        if key.count(".") > _MAX_DEPTH:
+            raise self.error("is nested too deeply")
+        if node.tag not in _TAGS:
+            raise self.error(f"has the tag {node.tag!r}; only plain data is read")
+
+    @property
+    def where(self) -> str:
+        """``file:line`` of the value."""
+        return f"{self._path}:{self._node.start_mark.line + 1}"
+
+    def error(self, complaint: str) -> ConfigError:
+        """A `ConfigError` about this value: file, line, key, complaint."""
+        return ConfigError(f"{self.where}: {self.key or 'the file'} {complaint}")
+
+    def is_mapping(self) -> bool:
+        """Whether the value is a mapping."""
+        return isinstance(self._node, yaml.MappingNode)
+
+    def entries(self) -> dict[str, Node]:
+        """The values of a mapping whose keys are free.
+
+        Raises:
+            ConfigError: not a mapping, a key that is no text, or the same key twice.
+        """
+        if not isinstance(self._node, yaml.MappingNode):
+            raise self.error(f"must be a mapping, not {self._shown()}")
+        found: dict[str, Node] = {}
+        for key_node, value_node in self._node.value:
+            name = key_node.value
+            line = f"{self._path}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode) or not isinstance(name, str):
+                raise ConfigError(f"{line}: a key must be text")
+            if name in found:
+                raise ConfigError(f"{line}: key {name!r} is given twice")
+            found[name] = Node(self._path, value_node, self._loader, f"{self.key}.{name}" if self.key else name)
+        return found
+
+    def fields(self, *known: str, required: tuple[str, ...] = ()) -> dict[str, Node]:
+        """The values of a mapping that may have the keys ``known`` and must have those ``required``.
+
+        Raises:
+            ConfigError: as `entries`, or an unknown key (with the nearest known one), or a missing one.
+        """
+        found = self.entries()
+        names = (*required, *known)
+        for name, node in found.items():
+            if name not in names:
+                inside = f" in {self.key}" if self.key else ""
+                raise ConfigError(
+                    f"{node.where}: unknown key {name!r}{inside}{did_you_mean(name, names)}; known: {', '.join(names)}"
+                )
+        for name in required:
+            if name not in found:
+                raise self.error(f"lacks the key {name!r}")
+        return found
+
+    def scalar(self) -> str | int | float | bool | None:
+        """A single value, as YAML reads it.
+
+        Raises:
+            ConfigError: a mapping, a list, a date, or a number that is not finite.
+        """
+        value = self._value() if isinstance(self._node, yaml.ScalarNode) else self
+        if not isinstance(value, (str, int, float, bool, type(None))):
+            raise self.error(f"must be a single value, not {self._shown()}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(f"must be finite, not {value}")
+        return value
+
+    def text(self) -> str:
+        """Non-empty text.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        value = self.scalar()
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"must be text, not {self._shown()}")
+        return value
+
+    def integer(self, *, least: int = 1) -> int:
+        """A whole number of at least ``least``.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        value = self.scalar()
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(f"must be a whole number of at least {least}, not {self._shown()}")
+        return value
+
+    def plain(self) -> Any:
+        """The value as Python has it: dicts, lists, text, numbers, true, false, None.
+
+        Raises:
+            ConfigError: as `entries` and `scalar`.
+        """
+        if isinstance(self._node, yaml.MappingNode):
+            return {name: node.plain() for name, node in self.entries().items()}
+        if isinstance(self._node, yaml.SequenceNode):
+            items = enumerate(self._node.value)
+            return [Node(self._path, item, self._loader, f"{self.key}.{i}").plain() for i, item in items]
+        return self.scalar()
+
+    def _value(self) -> Any:
+        try:
+            return self._loader.construct_object(self._node)
+        except (yaml.YAMLError, ValueError):
+            raise self.error(f"cannot be read: {self._shown()}") from None
+
+    def _shown(self) -> str:
+        if isinstance(self._node, yaml.ScalarNode):
+            return repr(self._node.value[:60])
+        return "a mapping" if self.is_mapping() else "a list"
+
+
+def read_yaml(path: Path) -> Node:
+    """The one document of ``path``.
+
+    Raises:
+        ConfigError: unreadable, not YAML, empty, or more than one document; names file and line.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes, so not a profile")
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+    if node is None:
+        raise ConfigError(f"{path}:1: the file is empty")
+    return Node(path, node, loader)
+
+
+def profile_directories(kind: str) -> list[Path]:
+    """Where profiles of ``kind`` (``hardware`` or ``model``) are looked for, first one first.
+
+    Raises:
+        ConfigError: the environment names a directory that is not there.
+    """
+    directories = []
+    own = os.environ.get(PROFILES_VARIABLE)
+    if own:
+        if not Path(own).is_dir():
+            raise ConfigError(f"{PROFILES_VARIABLE}={own}: no such directory")
+        directories.append(Path(own) / f"{kind}_profiles")
+    checkout, installed = _PACKAGE.parent / f"{kind}_profiles", _PACKAGE / "profiles" / "data" / kind
+    return [*directories, checkout, installed]
+
+
+def profile_names(kind: str) -> dict[str, Path]:
+    """Every profile of ``kind`` by name; an earlier directory hides the same name in a later one."""
+    found: dict[str, Path] = {}
+    for directory in reversed(profile_directories(kind)):
+        found.update({path.stem: path for path in sorted(directory.glob("*.yaml"))})
+    return dict(sorted(found.items()))
+
+
+def find_profile(kind: str, name: str) -> Path:
+    """The file of the ``kind`` profile called ``name``.
+
+    Raises:
+        ConfigError: there is none; lists the nearest and the known names.
+    """
+    known = profile_names(kind)
+    if name not in known:
+        listed = ", ".join(known) or "none"
+        raise ConfigError(f"unknown {kind} profile {name!r}{did_you_mean(name, known)}; known: {listed}")
+    return known[name]

@@ -1,0 +1,210 @@
+"""Lanes: things that carry out one piece of work after another and can tell when each is done.
+
+The only room that knows threads, streams and events. A ticket stands for one piece of work: other lanes, or the
+executor, wait on it. A lane that failed refuses all later work, so a reader never sees what a failed writer left.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from moelight.core.errors import MoelightError
+
+Work = Callable[[], None]
+
+
+class Ticket(Protocol):
+    """One piece of work on its way."""
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done; raise what it raised."""
+        ...
+
+    def span(self) -> tuple[float, float]:
+        """Start and end in seconds on the clock of ``time.perf_counter``; only after ``wait``."""
+        ...
+
+
+class LaneRunner(Protocol):
+    """One lane."""
+
+    def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """Do ``work`` after everything submitted before it and after all of ``after``."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+        ...
+
+
+class HostTicket:
+    """Work done by a thread of this process."""
+
+    __slots__ = ("_done", "end_s", "error", "start_s")
+
+    def __init__(self, *, done: threading.Event | None = None) -> None:
+        self._done = done
+        self.start_s = self.end_s = 0.0
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def span(self) -> tuple[float, float]:
+        return self.start_s, self.end_s
+
+    def carry_out(self, work: Work) -> None:
+        """Run ``work`` on the calling thread and note when."""
+        self.start_s = time.perf_counter()
+        try:
+            work()
+        finally:
+            self.end_s = time.perf_counter()
+
+
+class InlineLane:
+    """The calling thread itself: work is done when ``submit`` returns."""
+
+    def __init__(self) -> None:
+        self._broken: BaseException | None = None
+
+    def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
+        if self._broken is not None:
+            raise self._broken
+        mine = HostTicket()
+        try:
+            for ticket in after:
+                ticket.wait()
+            mine.carry_out(work)
+        except BaseException as error:  # whatever it is, later work may depend on this
+            self._broken = error
+            raise
+        return mine
+
+    def close(self) -> None:
+        """Nothing is ever left to finish."""
+
+
+class ThreadLane:
+    """A thread of its own. Kernels and reads release the interpreter, so lanes overlap."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], HostTicket, threading.Event] | None]
+        self._queue = queue.SimpleQueue()
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"moelight-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
+        if self._closed:
+            raise MoelightError(f"{self._thread.name} is closed")
+        done = threading.Event()
+        mine = HostTicket(done=done)
+        self._queue.put((work, after, mine, done))
+        return mine
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, after, ticket, done = item
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                for earlier in after:
+                    earlier.wait()
+                ticket.carry_out(work)
+            except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+                self._broken = ticket.error = error
+            finally:
+                done.set()
+
+
+class StreamTicket:
+    """Work enqueued on a device stream, between two events recorded on that same stream."""
+
+    __slots__ = ("_clock", "_done", "_start")
+
+    def __init__(self, start: Any, done: Any, clock: StreamClock) -> None:
+        self._start, self._done, self._clock = start, done, clock
+
+    @property
+    def done(self) -> Any:
+        """The event other streams wait for."""
+        return self._done
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+    def span(self) -> tuple[float, float]:
+        return self._clock.at(self._start), self._clock.at(self._done)
+
+
+class StreamClock:
+    """Translates a device's event times to the host's clock through one event whose host time is known."""
+
+    def __init__(self, new_event: Callable[[], Any], stream: Any) -> None:
+        self._origin = new_event()
+        self._origin.record(stream)
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def at(self, event: Any) -> float:
+        """Host seconds of a completed ``event``."""
+        return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
+
+
+class StreamLane:
+    """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU).
+
+    Work is launched by the calling thread. Streams wait for streams on the device; work of a host lane is waited for
+    by the launching thread.
+    """
+
+    def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
+        self._stream, self._new_event = stream, new_event
+        self._clock = StreamClock(new_event, stream)
+        self._broken: BaseException | None = None
+
+    @classmethod
+    def on(cls, device: torch.device) -> StreamLane:
+        """A new stream of ``device``."""
+        return cls(torch.Stream(device=device), lambda: torch.Event(device=device, enable_timing=True))
+
+    def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return self._launch(work, after)
+        except BaseException as error:  # whatever it is, later work may depend on this
+            self._broken = error
+            raise
+
+    def _launch(self, work: Work, after: Sequence[Ticket]) -> StreamTicket:
+        for ticket in after:
+            if isinstance(ticket, StreamTicket):
+                self._stream.wait_event(ticket.done)
+            else:
+                ticket.wait()
+        start, done = self._new_event(), self._new_event()
+        with self._stream:
+            start.record(self._stream)
+            work()
+            done.record(self._stream)
+        return StreamTicket(start, done, self._clock)
+
+    def close(self) -> None:
+        self._stream.synchronize()

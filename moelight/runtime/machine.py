@@ -1,0 +1,92 @@
+"""What the passes run on: the compute device, and the lanes that exist beside it.
+
+``twin`` is a GPU's stand-in in host memory: the same tiers, crossings and lanes without an accelerator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
+from moelight.core.errors import ConfigError
+from moelight.core.schedule import Lane
+from moelight.runtime.lanes import InlineLane, LaneRunner, StreamLane, ThreadLane
+from moelight.runtime.twin import TwinEvent, TwinStream
+
+DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
+LANE_KINDS = ("auto", "inline", "threads")
+_HOST_LANES = (Lane.DISK, Lane.STAGE, Lane.CPU)
+_DEVICE_LANES = (Lane.H2D, Lane.D2H, Lane.DEVICE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """``device`` holds the dense weights and the ring; ``discrete`` if a link lies between it and host memory.
+
+    ``bf16``: its arithmetic units know bfloat16 (NVIDIA cards do from compute capability 8.0 on, so a T4 does not).
+    """
+
+    device: torch.device
+    discrete: bool
+    twin: bool = False
+    bf16: bool = True
+
+    def native_dtype(self, dtype: DType) -> DType:
+        """``dtype``, or float16 where the device has no bfloat16."""
+        return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
+
+    def device_memory_bytes(self) -> int:
+        """Free memory of the device (the host's share of a twin is the caller's to bound)."""
+        if self.device.type == "cpu":
+            raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
+        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
+        return int(free)
+
+
+def find_machine(name: str) -> Machine:
+    """The machine called ``name``; ``auto`` takes an accelerator where torch sees one.
+
+    Raises:
+        ConfigError: unknown name, or no such device here.
+    """
+    if name not in DEVICES:
+        raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}")
+    if name == "twin":
+        return Machine(device=torch.device("cpu"), discrete=True, twin=True)
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        name = found.type if found is not None and found.type in DEVICES else "cpu"
+    if name == "cpu":
+        return Machine(device=torch.device("cpu"), discrete=False)
+    if not torch.get_device_module(name).is_available():
+        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no such device on this machine")
+    device = torch.device(name, 0)
+    bf16 = name != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return Machine(device=device, discrete=True, bf16=bf16)
+
+
+def open_lanes(machine: Machine, kind: str = "auto") -> dict[Lane, LaneRunner]:
+    """A runner for every lane the machine has.
+
+    ``auto``: compute on the calling thread (or on streams), everything else on threads of its own.
+    """
+    if kind not in LANE_KINDS:
+        raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
+    host = _HOST_LANES if machine.discrete else (Lane.DISK, Lane.CPU)
+    lanes: dict[Lane, LaneRunner] = {}
+    for lane in host:
+        inline = kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete)
+        lanes[lane] = InlineLane() if inline else ThreadLane(str(lane))
+    for lane in _DEVICE_LANES if machine.discrete else ():
+        lanes[lane] = _device_lane(machine, lane, kind)
+    return lanes
+
+
+def _device_lane(machine: Machine, lane: Lane, kind: str) -> LaneRunner:
+    if not machine.twin:
+        return StreamLane.on(machine.device)
+    if kind == "auto":
+        return StreamLane(TwinStream(), TwinEvent)
+    return InlineLane() if kind == "inline" else ThreadLane(str(lane))

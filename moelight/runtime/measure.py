@@ -1,0 +1,138 @@
+"""Memory facts of this process and machine: what there is, what is allowed, what is used.
+
+Knows /proc, control groups (both versions) and getrusage. Refuses to know tensors and devices; never imports torch.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GroupFiles:
+    """How one version of control groups spells its memory files."""
+
+    limit: str
+    usage: str
+    inactive_file: str
+
+
+_V1 = _GroupFiles(limit="memory.limit_in_bytes", usage="memory.usage_in_bytes", inactive_file="total_inactive_file")
+_V2 = _GroupFiles(limit="memory.max", usage="memory.current", inactive_file="inactive_file")
+
+
+def physical_bytes() -> int:
+    """RAM of the machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def memory_limit_bytes(*, proc: Path = PROC) -> int:
+    """The most memory this process may use: RAM, or a smaller limit of its control group or any group above it."""
+    return min([physical_bytes(), *(limit for limit, _ in _group_limits(proc))])
+
+
+def available_bytes(*, proc: Path = PROC) -> int:
+    """Memory that can be taken now without swapping or meeting a control group's limit."""
+    rooms = [max(0, limit - used) for limit, used in _group_limits(proc)]
+    return min([int(psutil.virtual_memory().available), *rooms])
+
+
+def peak_rss_bytes(*, proc: Path = PROC) -> int:
+    """The largest resident set this process has had, file-backed pages included.
+
+    Linux's own mark is preferred: ``ru_maxrss`` starts at the size of the process that forked this one.
+    """
+    try:
+        for line in (proc / "self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def current_rss_bytes() -> int:
+    """The resident set of this process now, file-backed pages included."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
+    """``(limit, used)`` of every control group with a limit, from this process's own upwards, in bytes.
+
+    Page cache the kernel would drop first does not count as used.
+    """
+    for directory, files in _groups(proc):
+        limit = _number(directory / files.limit)
+        if limit is not None:
+            used = (_number(directory / files.usage) or 0) - _inactive_file(directory, files)
+            yield limit, max(0, used)
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, _GroupFiles]]:
+    """This process's memory groups and their parents, up to where each hierarchy is mounted."""
+    paths = _paths_of_process(proc)
+    for fstype, options, root, mount in _mounts(proc):
+        if fstype == "cgroup2" and "" in paths:
+            own, files = paths[""], _V2
+        elif fstype == "cgroup" and "memory" in options and "memory" in paths:
+            own, files = paths["memory"], _V1
+        else:
+            continue
+        # Inside a container the mount may show a subtree whose path the process's own file does not repeat.
+        below = own[len(root) :] if root != "/" and own.startswith(root) else own
+        directory = mount / below.strip("/")
+        while True:
+            yield directory, files
+            if directory == mount:
+                break
+            directory = directory.parent
+
+
+def _paths_of_process(proc: Path) -> dict[str, str]:
+    """Control-group path by controller; version 2's has the empty name."""
+    paths = {}
+    for line in _lines(proc / "self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, found, path = rest.partition(":")
+        if found and ".." not in path.split("/"):
+            paths.update(dict.fromkeys(controllers.split(","), path))
+    return paths
+
+
+def _mounts(proc: Path) -> Iterator[tuple[str, list[str], str, Path]]:
+    """``(fstype, super options, root, mount point)`` of every mounted control-group hierarchy."""
+    for line in _lines(proc / "self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        fields, types = left.split(), right.split()
+        if len(fields) >= 5 and len(types) >= 3 and types[0] in ("cgroup", "cgroup2"):
+            yield types[0], types[2].split(","), fields[3], Path(fields[4].replace("\\040", " "))
+
+
+def _inactive_file(directory: Path, files: _GroupFiles) -> int:
+    for line in _lines(directory / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name == files.inactive_file and value.strip().isdecimal():
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """The number in ``path``; None where there is no such file or it says ``max``."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,19 @@
+"""Floor 3: orders of work as data. One lazy table of builders serves look-ups, help texts and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moelight.core.registry import Registry
+from moelight.core.schedule import Schedule
+from moelight.scheduler.layout import Layout, PassShape
+
+Builder = Callable[[Layout, PassShape], Schedule]
+
+SCHEDULES: Registry[Builder] = Registry(
+    "schedule",
+    {
+        "cgopipe": "moelight.scheduler.cgopipe:build",
+        "serial": "moelight.scheduler.serial:build",
+    },
+)

@@ -1,0 +1,23 @@
+"""The readable truth: one task at a time, each waiting for the one before. Nothing overlaps."""
+
+from __future__ import annotations
+
+from moelight.core.schedule import Schedule
+from moelight.scheduler.draft import Draft
+from moelight.scheduler.layout import Layout, PassShape
+
+
+def build(layout: Layout, shape: PassShape) -> Schedule:
+    """For each layer: bring its pages, then run each micro-batch through it."""
+    draft = Draft(layout, shape, chained=True)
+    micro_batches = range(len(shape.micro_batches))
+    for layer in range(layout.model.num_layers):
+        for page in draft.layer_pages(layer):
+            draft.deliver(page)
+        for j in micro_batches:
+            draft.attend(layer, j)
+            draft.load_hidden(layer, j)
+            draft.post_attention(layer, j)
+    for j in micro_batches:
+        draft.sample(j)
+    return draft.finish("serial")

@@ -1,0 +1,183 @@
+"""The safetensors header: eight bytes of length, JSON, then the tensors' bytes without holes.
+
+Knows the format and trusts nothing in it: whatever the bytes are, the answer is a list of tensors that lie inside the
+file, or a `CheckpointError` that names file and tensor. Never maps the file, never touches the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moelight.core.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8
+_MAX_DIMENSIONS = 16
+_MAX_DIMENSION = 1 << 62
+_AGAIN = "the file is damaged, fetch it again"
+
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major.
+
+    ``dtype`` is safetensors' own spelling (``BF16``), which may be one that moelight cannot compute with.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor of ``file`` by name.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, cut short, or its header breaks a rule of the format.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise CheckpointError(f"{file}: not a file; a safetensors file must be there")
+        with open(file, "rb", buffering=0) as raw:
+            size = os.fstat(raw.fileno()).st_size
+            length = _header_length(file, _read(raw, _LENGTH_BYTES), size)
+            text = _read(raw, length)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file; fetch the missing part of the checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from None
+    if len(text) != length:
+        raise CheckpointError(f"{file}: ended inside its header; {_AGAIN}")
+    header = _parse(file, text)
+    start = _LENGTH_BYTES + length
+    infos = [_tensor(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
+    _check_cover(file, infos, start, size)
+    return {info.name: info for info in infos}
+
+
+def _read(raw: Any, count: int) -> bytes:
+    chunks = []
+    while count and (chunk := raw.read(count)):
+        chunks.append(chunk)
+        count -= len(chunk)
+    return b"".join(chunks)
+
+
+def _header_length(file: Path, prefix: bytes, size: int) -> int:
+    if len(prefix) != _LENGTH_BYTES:
+        raise CheckpointError(f"{file}: only {size} bytes long, so not a safetensors file; {_AGAIN}")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: claims a header of {length} bytes, the format allows {MAX_HEADER_BYTES}; "
+            "it is not a safetensors file or is damaged, fetch it again"
+        )
+    if _LENGTH_BYTES + length > size:
+        raise CheckpointError(f"{file}: cut short: a header of {length} bytes in a file of {size} bytes; {_AGAIN}")
+    return length
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except _RepeatedKeyError as error:
+        raise CheckpointError(f"{file}: the header names {error.args[0]!r} twice; {_AGAIN}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: the header is not JSON ({error}); {_AGAIN}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: the header must be a JSON object; {_AGAIN}")
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file}: __metadata__ in the header must map strings to strings; {_AGAIN}")
+    return header
+
+
+class _RepeatedKeyError(Exception):
+    """A JSON object names one key twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _RepeatedKeyError(key)
+        result[key] = value
+    return result
+
+
+def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    where = f"{file}: tensor {name!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: must have dtype, shape and data_offsets and nothing else; {_AGAIN}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(_BITS)}")
+    if not _naturals(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise CheckpointError(f"{where}: shape must be a list of at most {_MAX_DIMENSIONS} sizes; {_AGAIN}")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets must be [begin, end]; {_AGAIN}")
+    begin, end = offsets
+    bits = math.prod(shape) * _BITS[dtype]
+    if bits != (end - begin) * 8:
+        raise CheckpointError(
+            f"{where}: {dtype} of shape {shape} takes {-(-bits // 8)} bytes, but data_offsets give {end - begin}; "
+            f"{_AGAIN}"
+        )
+    return TensorInfo(name=name, file=file, dtype=dtype, shape=tuple(shape), offset=start + begin, nbytes=end - begin)
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _MAX_DIMENSION for value in values)
+
+
+def _check_cover(file: Path, infos: list[TensorInfo], start: int, size: int) -> None:
+    """The tensors tile ``[start, size)``: no overlap, no hole, nothing before, nothing after."""
+    position, previous = start, ""
+    for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset < position:
+            raise CheckpointError(f"{file}: tensor {info.name!r} overlaps tensor {previous!r}; {_AGAIN}")
+        if info.offset > position:
+            raise CheckpointError(
+                f"{file}: {info.offset - position} bytes before tensor {info.name!r} belong to no tensor; {_AGAIN}"
+            )
+        position, previous = info.offset + info.nbytes, info.name
+    if position > size:
+        raise CheckpointError(
+            f"{file}: cut short: tensor {previous!r} ends at byte {position}, the file at {size}; {_AGAIN}"
+        )
+    if position < size:
+        raise CheckpointError(f"{file}: {size - position} bytes after the last tensor belong to no tensor; {_AGAIN}")

@@ -1,0 +1,179 @@
+"""Finds a checkpoint and lists its tensors.
+
+Knows directories, the Hugging Face hub and the two layouts of safetensors (one file, or shards under an index).
+Refuses to know what any tensor means (``names``), and never opens a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+
+from moelight.core.errors import CheckpointError
+from moelight.weights.safetensors import TensorInfo, read_header
+
+__all__ = ["DEMO", "Checkpoint", "TensorInfo", "resolve_model"]
+
+DEMO = "demo"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MAX_INDEX_BYTES = 100_000_000
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    INDEX,
+    "model*.safetensors",
+]
+
+
+def resolve_model(model: str) -> Path:
+    """The directory of ``model``: the word ``demo``, a local directory, or the id of a model on the hub.
+
+    Only an id of the form ``owner/name`` that is no local path is asked of the hub; only the files needed are fetched.
+
+    Raises:
+        CheckpointError: there is no such directory and no such model, or the hub cannot be reached.
+    """
+    if model == DEMO:
+        return _DEMO_DIRECTORY
+    if not model.strip():
+        raise CheckpointError("no model is named; give a directory or an id on the Hugging Face hub (owner/name)")
+    path = Path(model).expanduser()
+    try:
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise CheckpointError(f"{model}: a model is a directory with config.json and safetensors, not a file")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{model!r}: not a usable path ({error})") from None
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"no model at {model!r}: no such directory, and an id on the Hugging Face hub has the form owner/name"
+        )
+    return _download(model)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The first base of the hub's HTTP error is the HTTP library's own root error, whichever library that is.
+    failures: tuple[type[BaseException], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except failures as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(
+            f"no model at {model!r}: no such directory, and the Hugging Face hub did not provide it ({reason.strip()})"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """The tensors of one checkpoint by name. ``listing`` is the file that lists them: the index, or the only file."""
+
+    directory: Path
+    listing: Path
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        """Read the headers (never the tensors) of the checkpoint in ``directory``.
+
+        Raises:
+            CheckpointError: there are no safetensors, or a header or the index breaks a rule; names file and tensor.
+        """
+        single, index = directory / SINGLE, directory / INDEX
+        if single.exists() or single.is_symlink():
+            tensors, listing = read_header(single), single
+        elif index.exists():
+            tensors, listing = _read_shards(directory, index), index
+        else:
+            raise CheckpointError(_nothing_there(directory))
+        if not tensors:
+            raise CheckpointError(f"{listing}: holds no tensors; fetch the checkpoint again")
+        return cls(directory=directory, listing=listing, tensors=MappingProxyType(tensors))
+
+
+def _nothing_there(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory}: no such directory"
+    loose = sorted(path.name for path in directory.glob("*.safetensors"))
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    if loose:
+        return f"{directory}: {loose[0]} is there, but neither {SINGLE} nor {INDEX}; fetch the index too"
+    if pickles:
+        return (
+            f"{directory}: only {pickles[0]} is there, a pickle, which is never opened (it can run code); "
+            f"save the model as safetensors (save_pretrained does) or fetch a safetensors version"
+        )
+    return f"{directory}: no weights there: neither {SINGLE} nor {INDEX}"
+
+
+def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:
+    weight_map = _read_index(index)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in dict.fromkeys(weight_map.values()):
+        for name, info in read_header(directory / shard).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{info.file}: tensor {name!r} is in {tensors[name].file.name} too; fetch the checkpoint again"
+                )
+            if name not in weight_map:
+                raise CheckpointError(
+                    f"{info.file}: tensor {name!r} is not listed in {index.name}; "
+                    "shards and index do not belong together, fetch both again"
+                )
+            tensors[name] = info
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{directory / shard}: tensor {name!r} is missing, though {index.name} lists it there; "
+                "fetch that file again"
+            )
+        if tensors[name].file != directory / shard:
+            raise CheckpointError(
+                f"{tensors[name].file}: tensor {name!r} is here, but {index.name} lists it in {shard!r}; "
+                "shards and index do not belong together, fetch both again"
+            )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{index}: larger than {_MAX_INDEX_BYTES} bytes, so not an index of safetensors")
+        values = json.loads(index.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: cannot be read as JSON ({error}); fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read ({error.strerror or error})") from None
+    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to file names; fetch the index again")
+    if not weight_map:
+        raise CheckpointError(f"{index}: weight_map is empty, so there are no weights; fetch the index again")
+    for name, shard in weight_map.items():
+        if not _stays_inside(shard):
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is said to be in {shard!r}, which is not a safetensors file inside "
+                f"{index.parent}; refused"
+            )
+    return weight_map
+
+
+def _stays_inside(shard: str) -> bool:
+    """A relative path to a ``.safetensors`` file that no ``..`` leads out of; links are the hub cache's own habit."""
+    path = PurePosixPath(shard)
+    plain = shard.isprintable() and "\\" not in shard and path.suffix == ".safetensors"
+    return plain and not path.is_absolute() and ".." not in path.parts

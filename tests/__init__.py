@@ -1,0 +1,1 @@
+"""Tests, room for room as in the package."""

@@ -1,0 +1,215 @@
+"""``moelight generate`` from end to end on the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moelight.core.schedule import Lane
+from tests.cli.program import ROOT, moelight, read_rows, write_prompts
+from tests.cli.program import moelight_inside as run
+
+EXAMPLES = ROOT / "examples" / "prompts.jsonl"
+ADD = {"prompt": "add 17 and 25 ="}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """On a busy machine torch's threads spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    done = moelight("generate", EXAMPLES, "--token-ids")
+    assert (done.returncode, done.stderr) == (0, "")
+    return read_rows(done.stdout)
+
+
+def asked() -> list[dict[str, Any]]:
+    return read_rows(EXAMPLES.read_text())
+
+
+def test_rows_answer_the_lines_in_order(plain: list[dict[str, Any]]) -> None:
+    assert [row["custom_id"] for row in plain] == [line["custom_id"] for line in asked()]
+    for row in plain:
+        assert list(row) == ["custom_id", "text", "finish_reason", "usage", "token_ids"]
+        assert row["finish_reason"] == "stop"
+        assert row["usage"]["completion_tokens"] == len(row["token_ids"]) > 0
+        assert row["usage"]["prompt_tokens"] > 0
+    assert plain[0]["text"].strip() == "42"
+
+
+def test_the_output_file_holds_the_same(plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    out, stats, trace = tmp_path / "out.jsonl", tmp_path / "stats.json", tmp_path / "trace.json"
+    done = moelight(
+        "generate", EXAMPLES, "-o", out, "--token-ids", "--stats", stats, "--trace", trace, "--schedule", "serial"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert read_rows(out.read_text()) == plain
+    check_stats(json.loads(stats.read_text()), plain)
+    check_trace(json.loads(trace.read_text()), json.loads(stats.read_text()))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "stats.json", "trace.json"]
+
+
+def check_stats(stats: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    assert set(stats) == {
+        "wall_s",
+        "load_s",
+        "prompt_tokens",
+        "completion_tokens",
+        "tokens_per_s",
+        "passes",
+        "peak_rss_bytes",
+        "lanes",
+    }
+    assert stats["completion_tokens"] == sum(row["usage"]["completion_tokens"] for row in rows)
+    assert stats["prompt_tokens"] == sum(row["usage"]["prompt_tokens"] for row in rows)
+    assert stats["tokens_per_s"] == pytest.approx(stats["completion_tokens"] / stats["wall_s"])
+    assert stats["passes"] >= max(row["usage"]["completion_tokens"] for row in rows)
+    assert stats["wall_s"] > 0 and stats["load_s"] > 0 and stats["peak_rss_bytes"] > 1 << 20
+    assert set(stats["lanes"]) <= {str(lane) for lane in Lane}
+    for lane in stats["lanes"].values():
+        assert set(lane) == {"busy_s", "bytes", "tasks"}
+        assert 0 <= lane["busy_s"] <= stats["wall_s"]
+
+
+def check_trace(trace: dict[str, Any], stats: dict[str, Any]) -> None:
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(bars) == sum(lane["tasks"] for lane in stats["lanes"].values())
+    assert {bar["args"]["pass"] for bar in bars} == set(range(stats["passes"]))
+    rows = {event["tid"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {bar["tid"] for bar in bars} == rows
+
+
+def test_the_same_tokens_from_a_crowded_machine(plain: list[dict[str, Any]]) -> None:
+    done = run("generate", EXAMPLES, "--token-ids", "--batch-size", "3", "--micro-batch-size", "2")
+    assert read_rows(done.stdout) == plain
+
+
+def test_the_same_tokens_under_the_least_memory(plain: list[dict[str, Any]]) -> None:
+    refused = run("generate", EXAMPLES, "--host-memory", "1MiB", "--batch-size", "4")
+    assert refused.returncode == 2
+    least = refused.stderr.split("at least ")[1].split()[0]
+    done = run("generate", EXAMPLES, "--token-ids", "--host-memory", least, "--batch-size", "4")
+    assert done.returncode == 0, done.stderr
+    assert read_rows(done.stdout) == plain
+
+
+def test_sampling_follows_the_seed_alone(tmp_path: Path) -> None:
+    free = {"prompt": "sort window =", "temperature": 5.0, "max_tokens": 12, "ignore_eos": True}
+    path = write_prompts(tmp_path / "p.jsonl", {**free, "seed": 7}, free, ADD, {**free, "seed": 7})
+    alone = write_prompts(tmp_path / "alone.jsonl", {**free, "seed": 7})
+    first, default, _, last = read_rows(run("generate", path).stdout)
+    assert first == last != default
+    assert read_rows(run("generate", alone).stdout) == [first]
+    again, other, *_ = read_rows(run("generate", path, "--seed", "1", "--batch-size", "2").stdout)
+    assert again == first and other != default
+
+
+def test_stop_strings_and_limits(tmp_path: Path) -> None:
+    path = write_prompts(
+        tmp_path / "p.jsonl",
+        {"prompt": "upper lemon ="},
+        {"prompt": "upper lemon =", "stop": "MO"},
+        {"prompt": "upper lemon =", "stop": ["zz", "N"]},
+        {"prompt": "upper lemon =", "max_tokens": 2},
+        {"prompt": "upper lemon =", "ignore_eos": True, "max_tokens": 20},
+    )
+    whole, cut, late, short, on = read_rows(run("generate", path, "--stop", "Q").stdout)
+    assert whole["text"].strip() == "LEMON"
+    assert (cut["text"].strip(), cut["finish_reason"]) == ("LE", "stop")
+    assert (late["text"].strip(), late["finish_reason"]) == ("LEMO", "stop")
+    assert (short["usage"]["completion_tokens"], short["finish_reason"]) == (2, "length")
+    assert whole["text"].startswith(short["text"])
+    assert (on["usage"]["completion_tokens"], on["finish_reason"]) == (20, "length")
+    for_all = read_rows(run("generate", path, "--stop", "MO", "--stop", "L").stdout)
+    assert [row["text"].strip() for row in for_all[:2]] == ["", "LE"]
+
+
+def test_bad_lines_are_rows_and_the_exit_code_is_1(tmp_path: Path) -> None:
+    path = write_prompts(
+        tmp_path / "p.jsonl",
+        ADD,
+        "{",
+        {"custom_id": "long", "prompt": "add " * 400},
+        {"custom_id": "limit", "prompt": "add 17 and 25 =", "max_tokens": 10_000},
+        {"custom_id": "strange", "prompt": "Ω 世 🦊"},
+    )
+    done = run("generate", path)
+    assert done.returncode == 1
+    good, torn, long, limit, strange = read_rows(done.stdout)
+    assert good["text"] == limit["text"] and "text" in strange
+    assert (torn["line"], torn["error"]["code"]) == (2, "invalid_json")
+    assert (long["line"], long["custom_id"], long["error"]["code"]) == (3, "long", "context_length_exceeded")
+    assert "2 of 5 lines" in done.stderr and "line 2" in done.stderr
+
+
+def test_prompts_from_standard_input(tmp_path: Path) -> None:
+    with write_prompts(tmp_path / "p.jsonl", ADD).open() as stdin:
+        done = moelight("generate", "-", stdin=stdin)
+    assert read_rows(done.stdout)[0]["text"].strip() == "42"
+
+
+def test_a_table_when_asked_for(tmp_path: Path) -> None:
+    talk = {"messages": [{"role": "user", "content": "upper lemon ="}]}
+    path = write_prompts(tmp_path / "p.jsonl", ADD, talk, {"prompt": ""})
+    out = tmp_path / "out.jsonl"
+    done = run("generate", path, "--show", "-o", out)
+    assert done.returncode == 1
+    for shown in ("prompt", "completion", "add 17 and 25 =", "42", "upper lemon =", "LEMON", "error: "):
+        assert shown in done.stdout
+    assert len(read_rows(out.read_text())) == 3
+
+
+def test_rows_on_stdout_stay_rows_beside_a_table(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", ADD)
+    done = run("generate", path, "--show", "-o", "-")
+    assert read_rows(done.stdout)[0]["text"].strip() == "42"
+    assert "completion" in done.stderr
+
+
+def test_on_a_terminal_a_bar_a_reason_and_a_table(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", ADD)
+    shown = on_a_terminal("generate", path)
+    for said in ("N = 1", "tokens", "tok/s", "completion", "42"):
+        assert said in shown
+    assert '{"text"' not in shown
+
+
+def test_no_show_on_a_terminal_is_rows_without_a_bar(tmp_path: Path) -> None:
+    shown = on_a_terminal("generate", write_prompts(tmp_path / "p.jsonl", ADD), "--no-show")
+    assert read_rows(shown)[0]["text"].strip() == "42"
+
+
+def on_a_terminal(*arguments: str | Path) -> str:
+    """Everything a terminal of 100 columns receives."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    received = bytearray()
+
+    def drain() -> None:
+        try:
+            while piece := os.read(ours, 65536):
+                received.extend(piece)
+        except (BlockingIOError, OSError):
+            return
+
+    try:
+        done = moelight(*arguments, stdout=theirs, stderr=theirs)
+        drain()
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert done.returncode == 0
+    return received.decode()

@@ -1,0 +1,175 @@
+"""Every mistake of a user's is one clear line on stderr, nothing on stdout, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moelight.cli import main as program
+from moelight.core.errors import InputError
+from tests.cli.program import DEMO, ROOT, moelight, write_prompts
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of prompts and models, most of them wrong; every test must leave it as it is."""
+    directory = tmp_path_factory.mktemp("refusals")
+    write_prompts(directory / "good.jsonl", {"prompt": "add 1 and 2 ="})
+    (directory / "empty.jsonl").write_text("\n  \n")
+    (directory / "dense").mkdir()
+    (directory / "dense" / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    (directory / "hollow").mkdir()
+    (directory / "file").write_text("x")
+    for name in ("torn", "wordless"):
+        shutil.copytree(DEMO, directory / name)
+    weights = (directory / "torn" / "model.safetensors").read_bytes()
+    (directory / "torn" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (directory / "wordless" / "tokenizer.json").unlink()
+    return directory
+
+
+# What is wrong: the arguments after `generate`, where @ is that directory, and words the line must hold.
+REFUSED = {
+    "no such prompts": ("@/none.jsonl", ["@/none.jsonl", "No such file"]),
+    "prompts are a directory": ("@", ["@", "directory"]),
+    "empty prompts": ("@/empty.jsonl", ["@/empty.jsonl", "no prompts"]),
+    "no such model": ("@/good.jsonl --model @/none", ["@/none"]),
+    "no such model on the hub": ("@/good.jsonl --model nobody/nothing", ["nobody/nothing"]),
+    "a file for a model": ("@/good.jsonl --model @/file", ["@/file", "directory"]),
+    "a directory without a model": ("@/good.jsonl --model @/hollow", ["@/hollow", "config.json"]),
+    "a dense model": ("@/good.jsonl --model @/dense", ["llama", "mixtral", "qwen3_moe", "olmoe"]),
+    "a torn checkpoint": ("@/good.jsonl --model @/torn", ["model.safetensors"]),
+    "no tokenizer": ("@/good.jsonl --model @/wordless", ["tokenizer.json"]),
+    "output is a directory": ("@/good.jsonl -o @", ["output", "@", "directory"]),
+    "output in no directory": ("@/good.jsonl -o @/none/out.jsonl", ["output", "@/none"]),
+    "output below a file": ("@/good.jsonl -o @/file/out.jsonl", ["output", "@/file", "not a directory"]),
+    "output over the prompts": ("@/good.jsonl -o @/good.jsonl", ["same file"]),
+    "stats in no directory": ("@/good.jsonl --stats @/none/s.json", ["stats", "@/none"]),
+    "trace is a directory": ("@/good.jsonl --trace @", ["trace", "@"]),
+    "unknown option": ("@/good.jsonl --max-token 5", ["--max-token", "--max-tokens"]),
+    "unknown schedule": ("@/good.jsonl --schedule cgopip", ["cgopip", "cgopipe", "serial"]),
+    "unknown device": ("@/good.jsonl --device tpu", ["tpu", "cpu", "cuda"]),
+    "a device that is not here": ("@/good.jsonl --device xpu", ["xpu"]),
+    "not a size": ("@/good.jsonl --host-memory lots", ["--host-memory", "lots"]),
+    "a size of nothing": ("@/good.jsonl --host-memory 0", ["--host-memory"]),
+    "not a size either": ("@/good.jsonl --device-memory 3XB", ["--device-memory", "3XB"]),
+    "a budget too small": ("@/good.jsonl --host-memory 64KiB", ["64.0KiB", "at least"]),
+    "tokens below 1": ("@/good.jsonl --max-tokens -4", ["--max-tokens"]),
+    "tokens are a word": ("@/good.jsonl --max-tokens many", ["--max-tokens"]),
+    "temperature below 0": ("@/good.jsonl --temperature -1", ["--temperature"]),
+    "temperature is no number": ("@/good.jsonl --temperature nan", ["temperature"]),
+    "top-p above 1": ("@/good.jsonl --top-p 1.5", ["top_p"]),
+    "seed too large": ("@/good.jsonl --seed 18446744073709551616", ["seed"]),
+    "an empty stop": ("@/good.jsonl --stop=", ["stop"]),
+    "batch size 0": ("@/good.jsonl --batch-size 0", ["--batch-size"]),
+    "no prompts named": ("", ["PROMPTS.jsonl"]),
+    "one argument too many": ("@/good.jsonl @/empty.jsonl", ["argument"]),
+    "an option without its value": ("@/good.jsonl --model", ["--model"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_in_one_clear_line(kind: str, there: Path) -> None:
+    before = sorted(there.rglob("*"))
+    arguments, words = REFUSED[kind]
+    done = moelight("generate", *arguments.replace("@", str(there)).split())
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert 1 <= done.stderr.count("\n") <= 3
+    assert done.stderr.startswith("moelight: error: ")
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word.replace("@", str(there)) in done.stderr
+    assert sorted(there.rglob("*")) == before
+
+
+def test_unknown_command() -> None:
+    done = moelight("generat")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "generat" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line(there: Path) -> None:
+    done = moelight("generate", there / "good.jsonl", "-o", "/dev/full")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no space left" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """The program with a command that raises what it is told to."""
+
+    def fail(error: BaseException) -> None:
+        def invoke(context: object) -> None:
+            raise error
+
+        class Context(SimpleNamespace):
+            def __enter__(self) -> Context:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                return None
+
+        command = SimpleNamespace(make_context=lambda name, given: Context(), invoke=invoke)
+        monkeypatch.setattr(program.typer.main, "get_command", lambda app: command)
+
+    return fail
+
+
+def test_a_fault_of_ours_says_so(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    failing(ZeroDivisionError("division\nby zero"))
+    assert program.main([]) == 70
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("moelight: internal error: ZeroDivisionError: division by zero (")
+    assert "--traceback" in said.err and said.err.count("\n") == 1
+    assert program.main(["--traceback"]) == 70
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_what_an_error_quotes_cannot_steer_the_terminal(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    failing(InputError("evil \x1b[2J\x07 name\u202e"))
+    assert program.main([]) == 2
+    said = capsys.readouterr().err
+    assert said == "moelight: error: evil \\x1b[2J\\x07 name\\u202e\n"
+
+
+def test_interrupted(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    failing(KeyboardInterrupt())
+    assert program.main([]) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", *({"prompt": "add 1 and 2 ="} for _ in range(30)))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "moelight.cli.main", "generate", str(path), "--max-tokens", "2"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    said = child.stderr.read().decode()
+    child.stderr.close()
+    assert child.wait(timeout=120) == 141
+    assert said == ""
+
+
+def test_error_rows_are_exit_code_1(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", "{", {"custom_id": "x", "prompt": 3})
+    done = moelight("generate", path)
+    assert done.returncode == 1
+    assert [json.loads(line)["error"]["code"] for line in done.stdout.splitlines()] == [
+        "invalid_json",
+        "invalid_request",
+    ]
+    assert "2 of 2 lines" in done.stderr and done.stderr.count("\n") == 1

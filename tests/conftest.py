@@ -1,0 +1,34 @@
+"""What every test shares: markers with teeth, and a closing line about the tests that could not run here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Tensors are tiny here. Two threads a product would wait for each other far longer than they work (50 times slower
+# where the cores are busy). Set before torch is imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_GPU_MISSED = pytest.StashKey[int]()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu") is not None]
+    missed = 0 if not gpu_tests or _has_gpu() else len(gpu_tests)
+    config.stash[_GPU_MISSED] = missed
+    if missed:
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="no device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    missed = config.stash.get(_GPU_MISSED, 0)
+    reason = "no device" if missed else "none was left out"
+    terminalreporter.write_line(f"gpu tests not run: {missed} ({reason})")

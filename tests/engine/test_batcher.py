@@ -1,0 +1,263 @@
+"""The batcher under any load: nothing lost, no limit exceeded, every sequence's tokens in order, all of it finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.core.policy import Policy
+from moelight.core.request import Request, SamplingParams
+from moelight.engine.batcher import Batcher, Generation, Load, Piece, partition
+from moelight.hrm.footprint import pass_tokens
+from moelight.memory.kv import BlockPool
+from tests.shapes import examples
+
+BLOCK = 16
+
+
+def generation(index: int, prompt: int, answer: int) -> Generation:
+    request = Request(index=index, token_ids=tuple(range(prompt)), sampling=SamplingParams(max_tokens=answer))
+    return Generation(request=request, seed=0, max_tokens=answer)
+
+
+@dataclass
+class Run:
+    """A batcher driven to the end, checked after every pass."""
+
+    policy: Policy
+    discrete: bool
+    generations: list[Generation]
+    blocks: int
+    random: Random
+    passes: list[list[Load]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.blocks)
+        self.batcher = Batcher(self.policy, self.pool, discrete=self.discrete)
+        self.finished: list[Generation] = []
+
+    def drive(self, *, early: bool = True) -> None:
+        self.batcher.add(self.generations)
+        while self.batcher.busy:
+            before = {id(g): (g.computed, bool(g.generated)) for g in self.generations}
+            loads = self.batcher.next_pass()
+            assert loads, "a pass without work would never end"
+            self.passes.append(loads)
+            self.check(loads, before)
+            for load in loads:
+                for piece in load.pieces:
+                    completes = piece.completes
+                    self.batcher.advance(piece, 7 if completes else None)
+                    owner = piece.generation
+                    done = len(owner.generated) == owner.max_tokens or (early and self.random.random() < 0.1)
+                    if completes and done:
+                        self.batcher.retire(owner)
+                        self.finished.append(owner)
+
+    def check(self, loads: list[Load], before: dict[int, tuple[int, bool]]) -> None:
+        self.check_limits(loads)
+        self.check_blocks()
+        pieces = [piece for load in loads for piece in load.pieces]
+        alive = {id(g) for g in self.batcher.alive}
+        assert {id(piece.generation) for piece in pieces} <= alive
+        places: dict[int, int] = {}
+        for piece in pieces:
+            computed, decodes = before[id(piece.generation)]
+            start = places.get(id(piece.generation), computed)
+            assert piece.start == start, "chunks of a prompt come in order and without gaps"
+            places[id(piece.generation)] = start + piece.count
+            assert piece.count == 1 or not decodes
+        for g in self.batcher.alive:
+            if before[id(g)][1]:
+                assert places.get(id(g)) == g.length, "whoever decodes rides in every pass"
+
+    def check_limits(self, loads: list[Load]) -> None:
+        policy = self.policy
+        assert len(self.batcher.alive) <= policy.batch_size
+        assert sum(load.tokens for load in loads) <= pass_tokens(policy)
+        for load in loads:
+            assert 1 <= len(load.pieces) <= policy.micro_batch_size
+            assert 1 <= load.tokens <= policy.micro_batch_tokens
+            assert all(piece.count >= 1 for piece in load.pieces)
+            singles = [piece.count == 1 for piece in load.pieces]
+            assert singles == sorted(singles, reverse=True), "single tokens come first"
+            assert load.fresh == (self.discrete and all(piece.start == 0 for piece in load.pieces))
+
+    def check_blocks(self) -> None:
+        held = [block for g in self.batcher.alive for block in g.blocks]
+        assert len(held) == len(set(held)), "a block has one owner"
+        assert len(held) + self.pool.free == self.blocks, "no block is lost"
+        for g in self.batcher.alive:
+            assert len(g.blocks) * BLOCK >= len(g.request.token_ids) + g.max_tokens
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Any policy, any requests that can be served at all under it."""
+    mu = draw(st.integers(1, 6))
+    policy = Policy(
+        model="m",
+        batch_size=draw(st.integers(1, 9)),
+        micro_batch_size=mu,
+        micro_batch_tokens=draw(st.integers(mu, 24)),
+        kv_tokens=BLOCK,
+        kv_block_size=BLOCK,
+    )
+    sizes = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 20)), min_size=1, max_size=20))
+    generations = [generation(index, prompt, answer) for index, (prompt, answer) in enumerate(sizes)]
+    largest = max(-(-(prompt + answer) // BLOCK) for prompt, answer in sizes)
+    blocks = largest + draw(st.integers(0, 40))
+    random = draw(st.randoms(use_true_random=False))
+    return Run(policy, draw(st.booleans()), generations, blocks, random)
+
+
+@examples(150)
+@given(run=runs())
+def test_every_request_is_served_once_within_all_limits(run: Run) -> None:
+    run.drive()
+    assert sorted(g.request.index for g in run.finished) == list(range(len(run.generations)))
+    assert run.pool.free == run.blocks
+    assert not run.batcher.alive
+    assert not run.batcher.waiting
+
+
+@examples(80)
+@given(run=runs())
+def test_every_token_is_computed_exactly_once(run: Run) -> None:
+    """Prompt and answer, but for the last token, whose keys nobody will need."""
+    run.drive(early=False)
+    seen: dict[int, list[int]] = {}
+    for loads in run.passes:
+        for load in loads:
+            for piece in load.pieces:
+                at = seen.setdefault(piece.generation.request.index, [])
+                at.extend(range(piece.start, piece.start + piece.count))
+    for g in run.generations:
+        assert seen[g.request.index] == list(range(len(g.request.token_ids) + g.max_tokens - 1))
+
+
+@examples(60)
+@given(run=runs())
+def test_requests_are_admitted_in_their_order(run: Run) -> None:
+    run.drive()
+    first_seen: dict[int, int] = {}
+    for number, loads in enumerate(run.passes):
+        for load in loads:
+            for piece in load.pieces:
+                first_seen.setdefault(piece.generation.request.index, number)
+    assert [first_seen[index] for index in sorted(first_seen)] == sorted(first_seen.values())
+
+
+def small(n: int = 4, *, tokens: int = 8, mu: int = 4, blocks: int = 100, discrete: bool = False) -> Batcher:
+    policy = Policy(model="m", batch_size=n, micro_batch_size=mu, micro_batch_tokens=tokens, kv_block_size=BLOCK)
+    return Batcher(policy, BlockPool(blocks), discrete=discrete)
+
+
+def test_a_long_prompt_is_cut_in_order_and_its_end_comes_last() -> None:
+    batcher = small()
+    batcher.add([generation(0, 21, 1), generation(1, 3, 1)])
+    loads = batcher.next_pass()
+    mine = [
+        (piece.start, piece.count) for load in loads for piece in load.pieces if piece.generation.request.index == 0
+    ]
+    assert mine == [(0, 8), (8, 8), (16, 5)]
+    assert [load.tokens for load in loads] == [8, 8, 8]
+    assert [piece.completes for load in loads for piece in load.pieces].count(True) == 2
+
+
+def test_a_prompt_longer_than_a_pass_goes_on_in_the_next() -> None:
+    batcher = small(n=2, tokens=4)
+    first = generation(0, 50, 2)
+    batcher.add([first, generation(1, 3, 2)])
+    room = 2 + 8 * 4
+    loads = batcher.next_pass()
+    assert sum(load.tokens for load in loads) == room
+    assert len(batcher.alive) == 1, "there was no room for the second"
+    for load in loads:
+        for piece in load.pieces:
+            assert not piece.completes
+            batcher.advance(piece, None)
+    assert first.computed == room
+    loads = batcher.next_pass()
+    assert sum(load.tokens for load in loads) == 50 - room + 3
+    assert len(batcher.alive) == 2
+
+
+def test_beside_a_link_fresh_prompts_have_micro_batches_of_their_own() -> None:
+    """They attend on the device; whoever needs the cache attends on the host."""
+    batcher = small(discrete=True)
+    batcher.add([generation(0, 2, 5), generation(1, 3, 5)])
+    for load in batcher.next_pass():
+        assert load.fresh
+        for piece in load.pieces:
+            batcher.advance(piece, 1)
+    batcher.add([generation(2, 12, 5), generation(3, 1, 5)])
+    kinds = [
+        (load.fresh, sorted(piece.generation.request.index for piece in load.pieces)) for load in batcher.next_pass()
+    ]
+    assert kinds == [(True, [2]), (True, [3]), (False, [0, 1, 2])]
+
+
+def test_a_finished_sequence_is_replaced_in_the_next_pass() -> None:
+    batcher = small(n=1)
+    one, two = generation(0, 3, 1), generation(1, 4, 1)
+    batcher.add([one, two])
+    (load,) = batcher.next_pass()
+    batcher.advance(load.pieces[0], 5)
+    batcher.retire(one)
+    (load,) = batcher.next_pass()
+    assert load.pieces[0].generation is two
+
+
+def test_a_request_waits_until_its_longest_answer_fits_the_cache() -> None:
+    """Blocks are reserved at admission, so nothing alive is ever pushed out; and nobody overtakes."""
+    batcher = small(blocks=5)
+    batcher.add([generation(0, 30, 18), generation(1, 30, 18), generation(2, 1, 1)])
+    batcher.next_pass()
+    assert [g.request.index for g in batcher.alive] == [0]
+    batcher.retire(batcher.alive[0])
+    batcher.next_pass()
+    assert [g.request.index for g in batcher.alive] == [1, 2]
+
+
+def test_clearing_frees_everything() -> None:
+    batcher = small(n=2, blocks=10)
+    batcher.add([generation(index, 5, 5) for index in range(5)])
+    batcher.next_pass()
+    batcher.clear()
+    assert not batcher.busy
+    assert batcher.blocks_for(160) == 10
+    batcher.add([generation(9, 150, 10)])
+    assert batcher.next_pass()
+
+
+pieces = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 500)), min_size=1, max_size=40)
+
+
+@examples(150)
+@given(sizes=pieces, max_items=st.integers(1, 8), max_tokens=st.integers(10, 30))
+def test_partition_puts_each_piece_in_exactly_one_part(
+    sizes: list[tuple[int, int]], max_items: int, max_tokens: int
+) -> None:
+    given_pieces = [Piece(generation=generation(i, 1, 1), start=s, count=c) for i, (c, s) in enumerate(sizes)]
+    parts = partition(given_pieces, max_items=max_items, max_tokens=max_tokens)
+    assert sorted(id(p) for part in parts for p in part) == sorted(id(p) for p in given_pieces)
+    assert all(1 <= len(part) <= max_items and sum(p.count for p in part) <= max_tokens for part in parts)
+    least = max(-(-len(sizes) // max_items), -(-sum(c for c, _ in sizes) // max_tokens))
+    assert len(parts) <= 2 * least + 1
+
+
+def test_partition_balances_tokens_then_context() -> None:
+    """Equal token counts, as when all decode, are spread by what attention will cost."""
+    decoding = [
+        Piece(generation=generation(i, 1, 1), start=s, count=1) for i, s in enumerate([900, 10, 20, 890, 30, 40])
+    ]
+    parts = partition(decoding, max_items=3, max_tokens=100)
+    assert sorted(sum(p.start for p in part) for part in parts) == pytest.approx([945, 945], abs=10)
+    mixed = [Piece(generation=generation(i, 1, 1), start=0, count=c) for i, c in enumerate([9, 1, 8, 2, 7, 3])]
+    parts = partition(mixed, max_items=3, max_tokens=20)
+    assert sorted(sum(p.count for p in part) for part in parts) == [14, 16]

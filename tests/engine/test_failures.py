@@ -1,0 +1,133 @@
+"""When the disk or the machine fails: the error comes out as itself, the engine can be closed, nothing leaks."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import shutil
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moelight.core.errors import BudgetError, CheckpointError, ConfigError, MoelightError
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import SamplingParams
+from moelight.engine.engine import Engine
+from moelight.runtime.machine import LANE_KINDS
+from moelight.weights.load import PageReader
+from tests.engines import Tiny
+
+HOW = SamplingParams(max_tokens=6, ignore_eos=True)
+PROMPTS = [[65, 66, 67], [70, 71]]
+
+
+def policy(model: Path, processor: str = "cpu") -> Policy:
+    return Policy(model=str(model), batch_size=4, ffn_device=processor, weights=Shares(disk=1.0))
+
+
+def moelight_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("moelight-")}
+
+
+def open_files() -> list[str]:
+    targets = (str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists())
+    return sorted(target for target in targets if target.endswith(".safetensors"))
+
+
+@pytest.fixture
+def model(tiny: Tiny, tmp_path: Path) -> Path:
+    """A copy of its own, to be damaged."""
+    return shutil.copytree(tiny("mixtral"), tmp_path / "model")
+
+
+@pytest.mark.parametrize("lanes", LANE_KINDS)
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_a_file_that_ends_early_while_running(model: Path, device: str, lanes: str) -> None:
+    engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device, lanes=lanes)
+    assert engine.generate(PROMPTS, HOW)
+    os.truncate(model / "model.safetensors", 1000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .* ends early"):
+        engine.generate(PROMPTS, HOW)
+    with pytest.raises(MoelightError, match="open it anew"):
+        engine.generate(PROMPTS, HOW)
+    engine.close()
+    assert not moelight_threads()
+    assert not open_files()
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_a_disk_that_fails_while_running(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device)
+
+    def broken(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(CheckpointError, match=r"cannot be read at byte .*Input/output error"):
+        engine.generate(PROMPTS, HOW)
+    engine.close()
+    assert not moelight_threads()
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_any_error_of_a_lane_comes_out_as_itself(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a run, after passes that went well."""
+    calls, error = [0], OSError(errno.ENOMEM, "Cannot allocate memory")
+    read = PageReader.read
+
+    def sometimes(self: PageReader, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 50:
+            raise error
+        read(self, *args)
+
+    monkeypatch.setattr(PageReader, "read", sometimes)
+    engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device)
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        engine.generate(PROMPTS, HOW)
+    assert caught.value is error
+    assert engine.stats.passes >= 1
+    engine.close()
+
+
+def test_what_fails_to_open_leaves_nothing_behind(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, files = moelight_threads(), open_files()
+    with pytest.raises(ConfigError, match="lanes 'many' is not one of"):
+        Engine(policy(model), device="cpu", lanes="many")
+
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(BudgetError, match="the machine has no"):
+            Engine(policy(model, "gpu"), device="twin", lanes="threads")
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 8)
+    with pytest.raises(CheckpointError):
+        Engine(policy(model), device="cpu", lanes="threads")
+    assert (moelight_threads(), open_files()) == (threads, files)
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_closing_frees_the_model(model: Path, device: str) -> None:
+    with Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device) as engine:
+        engine.generate(PROMPTS, HOW)
+        passes = engine._passes
+        assert passes is not None
+        embed = weakref.ref(passes.decoder.weights.embed)
+        runner = weakref.ref(passes)
+        assert moelight_threads()
+        assert open_files()
+        del passes
+    gc.collect()
+    assert runner() is None
+    assert embed() is None
+    assert not moelight_threads()
+    assert not open_files()
+    assert engine.stats.passes > 0

@@ -1,0 +1,169 @@
+"""What a run says of itself: tokens, passes, lanes, bytes; in the figures, the timelines and the ledger alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import Request, SamplingParams
+from moelight.core.schedule import Lane, TaskKind
+from moelight.core.timeline import Timeline
+from moelight.engine.engine import Engine
+from moelight.hrm.costs import page_bytes, qkv_bytes
+from moelight.hrm.placement import place
+from moelight.profiles.workload import Workload
+from tests.engines import Tiny, least_memory
+
+PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
+HOW = SamplingParams(max_tokens=5, ignore_eos=True)
+LANES = {"cpu": {Lane.DISK, Lane.CPU}, "twin": set(Lane)}
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Tiny) -> Path:
+    return tiny("mixtral", num_hidden_layers=4)
+
+
+def requests(how: SamplingParams = HOW) -> list[Request]:
+    return [Request(index=index, token_ids=tuple(ids), sampling=how) for index, ids in enumerate(PROMPTS)]
+
+
+def traced(engine: Engine, how: SamplingParams = HOW) -> list[Timeline]:
+    trace: list[Timeline] = []
+    assert len(list(engine.run(requests(how), trace=trace))) == len(PROMPTS)
+    return trace
+
+
+def page_traffic(timeline: Timeline, kind: TaskKind) -> int:
+    return sum(span.task.bytes for span in timeline.spans if span.task.kind is kind)
+
+
+def test_the_figures_add_up(model: Path) -> None:
+    calls: list[int] = []
+    with Engine(Policy(model=str(model), batch_size=4, weights=Shares(disk=1.0)), device="cpu") as engine:
+        found = engine.generate(PROMPTS, HOW)
+        found += list(engine.run(requests(), on_pass=lambda: calls.append(engine.progress_tokens)))
+        stats = engine.stats
+    assert stats.completion_tokens == sum(completion.completion_tokens for completion in found) == 2 * 5 * len(PROMPTS)
+    assert stats.prompt_tokens == sum(completion.prompt_tokens for completion in found)
+    assert calls == sorted(calls)
+    assert calls[-1] == stats.completion_tokens
+    assert stats.passes == 2 * len(calls)
+    assert stats.wall_s > 0
+    assert stats.load_s > 0
+    assert 0 < stats.python_s < stats.wall_s
+    assert stats.tokens_per_s == pytest.approx(stats.completion_tokens / stats.wall_s)
+    assert stats.peak_rss_bytes > 10 << 20
+    assert list(stats.as_dict()) == [
+        "wall_s",
+        "load_s",
+        "prompt_tokens",
+        "completion_tokens",
+        "tokens_per_s",
+        "passes",
+        "peak_rss_bytes",
+        "lanes",
+    ]
+
+
+@pytest.mark.parametrize("device", LANES)
+@pytest.mark.parametrize("lanes", ["auto", "inline", "threads"])
+def test_every_lane_of_the_machine_has_its_figures(model: Path, device: str, lanes: str) -> None:
+    policy = Policy(
+        model=str(model),
+        batch_size=4,
+        ffn_device="cpu" if device == "cpu" else "gpu",
+        weights=Shares(host=0.5, disk=0.5),
+    )
+    with Engine(policy, device=device, lanes=lanes) as engine:
+        trace = traced(engine)
+        stats = engine.stats
+    assert set(stats.lanes) == LANES[device]
+    assert set(stats.as_dict()["lanes"]) == {str(lane) for lane in LANES[device]}
+    for lane, figures in stats.lanes.items():
+        spans = [span for timeline in trace for span in timeline.spans if span.task.lane is lane]
+        assert figures.tasks == len(spans) > 0
+        assert figures.bytes == sum(span.task.bytes for span in spans)
+        assert figures.busy_s == pytest.approx(sum(span.end_s - span.start_s for span in spans))
+        assert figures.busy_s <= stats.wall_s + 0.01
+    assert len(trace) == stats.passes
+    assert engine.timeline is trace[-1]
+
+
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial"])
+def test_without_a_link_a_pass_reads_the_streamed_pages_once(model: Path, schedule: str) -> None:
+    """However many micro-batches ride in it; and the whole run reads no page more."""
+    policy = Policy(model=str(model), batch_size=6, weights=Shares(host=0.4, disk=0.6), schedule=schedule)
+    for mu in (1, 6):
+        with Engine(Policy(**{**_fields(policy), "micro_batch_size": mu}), device="cpu") as engine:
+            trace = traced(engine)
+            streamed = len(place(engine.profile, policy).streamed) * page_bytes(engine.profile, FLOAT32)
+            assert streamed > 0
+            assert [page_traffic(timeline, TaskKind.READ_PAGE) for timeline in trace] == [streamed] * len(trace)
+            assert engine.stats.lanes[Lane.DISK].bytes == streamed * len(trace)
+
+
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial"])
+def test_across_a_link_a_pass_sends_the_streamed_pages_once(model: Path, schedule: str) -> None:
+    policy = Policy(
+        model=str(model),
+        batch_size=6,
+        micro_batch_size=2,
+        ffn_device="gpu",
+        weights=Shares(device=0.25, host=0.5, disk=0.25),
+        schedule=schedule,
+    )
+    with Engine(policy, device="twin") as engine:
+        trace = traced(engine)
+        placement, page = place(engine.profile, policy), page_bytes(engine.profile, FLOAT32)
+        lanes = engine.stats.lanes
+    passes, streamed = len(trace), len(placement.streamed) * page
+    assert [page_traffic(timeline, TaskKind.SEND_PAGE) for timeline in trace] == [streamed] * passes
+    assert lanes[Lane.DISK].bytes == len(placement.on("disk")) * page * passes
+    assert lanes[Lane.STAGE].bytes == len(placement.on("host")) * page * passes
+    hidden = sum(page_traffic(timeline, TaskKind.LOAD_HIDDEN) for timeline in trace)
+    assert lanes[Lane.H2D].bytes == streamed * passes + hidden
+
+
+def test_queries_keys_and_values_of_every_token_cross_once_a_layer(model: Path) -> None:
+    """Fresh prompts send keys and values only; all other tokens send queries too, and get their output back."""
+    policy = Policy(model=str(model), batch_size=20, ffn_device="gpu", weights=Shares(device=1.0))
+    with Engine(policy, device="twin") as engine:
+        traced(engine)
+        profile, lanes = engine.profile, engine.stats.lanes
+    prompt, decode = sum(map(len, PROMPTS)), 4 * len(PROMPTS)
+    q, kv, layers = profile.attention.q_dim * 4, 2 * profile.attention.kv_dim * 4, profile.num_layers
+    assert lanes[Lane.D2H].bytes == layers * (decode * (q + kv) + prompt * kv)
+    assert lanes[Lane.D2H].bytes == layers * (qkv_bytes(profile, FLOAT32, decode) + prompt * kv)
+    assert lanes[Lane.H2D].bytes == layers * decode * q
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_in_the_least_memory_every_pass_moves_what_the_plan_says(model: Path, device: str) -> None:
+    work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
+    least = least_memory(model, device, work)
+    with Engine.from_pretrained(model, device=device, workload=work, **least) as engine:  # type: ignore[arg-type]
+        trace = traced(engine)
+        placement = place(engine.profile, engine.policy)
+        page = page_bytes(engine.profile, FLOAT32)
+        assert engine.plan is not None
+        assert {tier: engine.plan.footprint.total(tier.removesuffix("_memory")) for tier in least} == least
+    kind = TaskKind.READ_PAGE if device == "cpu" else TaskKind.SEND_PAGE
+    assert placement.streamed
+    assert {page_traffic(timeline, kind) for timeline in trace} == {len(placement.streamed) * page}
+
+
+def test_the_last_pass_fetches_nothing_for_another(model: Path) -> None:
+    """One token each: one pass, and the stream is not read on for passes that never come."""
+    with Engine(Policy(model=str(model), batch_size=20, weights=Shares(disk=1.0)), device="cpu") as engine:
+        engine.generate(PROMPTS, SamplingParams(max_tokens=1, ignore_eos=True))
+        assert engine.stats.passes == 1
+        pages = len(place(engine.profile, engine.policy).streamed)
+        assert engine.stats.lanes[Lane.DISK].tasks == pages
+
+
+def _fields(policy: Policy) -> dict[str, object]:
+    return {name: getattr(policy, name) for name in Policy.__dataclass_fields__}

@@ -1,0 +1,200 @@
+"""The same tokens whatever the budget, the schedule, the lanes, the batch, the cuts and the order of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.policy import KV_BLOCK_SIZES, Policy, Shares
+from moelight.core.request import Completion, SamplingParams
+from moelight.engine.engine import Engine
+from moelight.hrm.costs import page_slot_bytes
+from moelight.profiles.families import profile_from_dir
+from moelight.profiles.stored import pages
+from moelight.profiles.workload import Workload
+from moelight.runtime.machine import LANE_KINDS
+from moelight.scheduler import SCHEDULES
+from tests.engines import Tiny, least_memory
+from tests.shapes import examples
+
+WORK = Workload(num_requests=28, prompt_len=24, max_prompt_len=150, gen_len=6)
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 4, "sliding_window": 20},
+    "qwen3_moe": {"num_hidden_layers": 5, "decoder_sparse_step": 1, "mlp_only_layers": [0], "tie": True},
+    "olmoe": {},
+}
+Answers = list[tuple[int, tuple[int, ...], str]]
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """28 prompts of 1 to 150 tokens; answers of 1 to 6; two of three greedy, the others sampled with seeds."""
+    random = Random(7)
+    lengths = [1, 2, 3, 15, 16, 17, 32, 33, 64, 150] + [random.randint(1, 30) for _ in range(18)]
+    prompts = [[random.randrange(256) for _ in range(length)] for length in lengths]
+    sampling = [
+        SamplingParams(
+            max_tokens=random.randint(1, 6),
+            ignore_eos=random.random() < 0.5,
+            temperature=0.8 if index % 3 == 0 else 0.0,
+            top_p=0.9,
+            seed=index,
+        )
+        for index in range(len(prompts))
+    ]
+    return prompts, sampling
+
+
+PROMPTS, SAMPLING = requests()
+
+
+def answers(completions: Sequence[Completion]) -> Answers:
+    return [(completion.index, completion.token_ids, completion.finish_reason) for completion in completions]
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def model(request: pytest.FixtureRequest, tiny: Tiny) -> Path:
+    return tiny(request.param, **MODELS[request.param])
+
+
+_TRUTH: dict[Path, Answers] = {}
+
+
+def truth(model: Path) -> Answers:
+    """Everything in memory, one task after another, one sequence per pass, prompts uncut."""
+    if model not in _TRUTH:
+        policy = Policy(model=str(model), batch_size=1, micro_batch_size=1, micro_batch_tokens=256, schedule="serial")
+        with Engine(policy, device="cpu", lanes="inline") as engine:
+            _TRUTH[model] = answers(engine.generate(PROMPTS, SAMPLING))
+    return _TRUTH[model]
+
+
+def run(policy: Policy, *, lanes: str = "auto") -> Answers:
+    device = "twin" if policy.ffn_device == "gpu" else "cpu"
+    with Engine(policy, device=device, lanes=lanes) as engine:
+        return answers(engine.generate(PROMPTS, SAMPLING))
+
+
+def test_answers_are_worth_comparing(model: Path) -> None:
+    found = truth(model)
+    assert len({tokens for _, tokens, _ in found}) > 24
+    assert all(len(tokens) <= how.max_tokens for (_, tokens, _), how in zip(found, SAMPLING, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_every_budget_gives_the_same_tokens(model: Path, device: str) -> None:
+    """From the least that is accepted to all resident, planned as a user would have it planned."""
+    least = least_memory(model, device, WORK)
+    profile, shares = profile_from_dir(model), set()
+    for extra in (0, len(pages(profile)) // 2 * page_slot_bytes(profile, FLOAT32), 1 << 30):
+        budgets = {tier: size + extra for tier, size in least.items()}
+        with Engine.from_pretrained(model, device=device, workload=WORK, **budgets) as engine:  # type: ignore[arg-type]
+            shares.add(engine.policy.weights)
+            assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
+    disk = sorted(share.disk for share in shares)
+    assert disk[0] == 0
+    assert disk[-1] > 0.7
+
+
+@pytest.mark.parametrize("lanes", LANE_KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+@pytest.mark.parametrize("processor", ["cpu", "gpu"])
+def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
+    tiny: Tiny, schedule: str, lanes: str, processor: str
+) -> None:
+    model = tiny("mixtral", **MODELS["mixtral"])
+    weights = Shares(device=0.25, host=0.5, disk=0.25) if processor == "gpu" else Shares(host=0.3, disk=0.7)
+    policy = Policy(model=str(model), ffn_device=processor, weights=weights, schedule=schedule, micro_batch_size=5)
+    assert run(policy, lanes=lanes) == truth(model)
+
+
+@pytest.mark.parametrize(("n", "processor"), [(1, "gpu"), (2, "cpu"), (7, "gpu"), (64, "cpu"), (64, "gpu")])
+def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, processor: str) -> None:
+    """Every request three times over, so that 64 of them can be alive at once."""
+    model = tiny("mixtral", **MODELS["mixtral"])
+    times = 3 if n == 64 else 1
+    policy = Policy(model=str(model), batch_size=n, micro_batch_size=9, ffn_device=processor, weights=Shares(disk=1.0))
+    with Engine(policy, device="twin" if processor == "gpu" else "cpu") as engine:
+        found = engine.generate(PROMPTS * times, SAMPLING * times)
+    wanted = truth(model)
+    for start in range(0, len(found), len(wanted)):
+        assert answers([replace(c, index=c.index - start) for c in found[start : start + len(wanted)]]) == wanted
+
+
+@pytest.mark.parametrize("processor", ["cpu", "gpu"])
+def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(model: Path, processor: str) -> None:
+    """Four tokens a micro-batch: a prompt of 150 is cut in 38 chunks, and takes several passes."""
+    policy = Policy(model=str(model), batch_size=3, micro_batch_size=2, micro_batch_tokens=4, ffn_device=processor)
+    passes = 0
+    with Engine(policy, device="twin" if processor == "gpu" else "cpu") as engine:
+        assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
+        passes = engine.stats.passes
+    assert passes > sum(map(len, PROMPTS)) // (3 + 8 * 4)
+
+
+def test_the_order_of_requests_does_not_matter(model: Path) -> None:
+    order = list(range(len(PROMPTS)))
+    Random(3).shuffle(order)
+    policy = Policy(model=str(model), batch_size=6, micro_batch_size=4, weights=Shares(host=0.4, disk=0.6))
+    with Engine(policy, device="cpu") as engine:
+        shuffled = engine.generate([PROMPTS[at] for at in order], [SAMPLING[at] for at in order])
+    back = {order[completion.index]: completion for completion in shuffled}
+    assert answers([replace(back[at], index=at) for at in sorted(back)]) == truth(model)
+
+
+@st.composite
+def policies(draw: st.DrawFn, model: Path) -> Policy:
+    """Any policy a user may write for this model."""
+    profile = profile_from_dir(model)
+    gpu, total, mu = draw(st.booleans()), len(pages(profile)), draw(st.integers(1, 12))
+    device = draw(st.integers(0, total)) if gpu else 0
+    host = draw(st.integers(0, total - device))
+    return Policy(
+        model=str(model),
+        batch_size=draw(st.integers(1, 48)),
+        micro_batch_size=mu,
+        micro_batch_tokens=draw(st.integers(mu, 80)),
+        kv_tokens=draw(st.integers(256, 4000)),
+        ffn_device="gpu" if gpu else "cpu",
+        weights=Shares(device=device / total, host=host / total, disk=(total - device - host) / total),
+        schedule=draw(st.sampled_from(SCHEDULES.names())),
+        kv_block_size=draw(st.sampled_from(KV_BLOCK_SIZES)),
+    )
+
+
+@examples(6)
+@given(data=st.data())
+def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> None:
+    policy, lanes = data.draw(policies(model)), data.draw(st.sampled_from(LANE_KINDS))
+    assert run(policy, lanes=lanes) == truth(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+def test_a_real_device_gives_the_same_tokens(model: Path, schedule: str) -> None:
+    """Streams and events of the accelerator that is here; prompts attend there, weights cross its link."""
+    weights = Shares(device=0.25, host=0.5, disk=0.25)
+    policy = Policy(model=str(model), micro_batch_size=5, ffn_device="gpu", weights=weights, schedule=schedule)
+    with Engine(policy, device="auto") as engine:
+        assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
+
+
+def test_sampled_tokens_depend_on_the_seed_only(tiny: Tiny) -> None:
+    """The same prompt under one seed says the same anywhere in any batch; other seeds, or none, say other things."""
+    model = tiny("mixtral", **MODELS["mixtral"])
+    how = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    prompt = list(b"once upon a time")
+    seeds = [1, 2, 1, None, 3, None, 1]
+    with Engine(Policy(model=str(model), batch_size=3, micro_batch_size=2), device="cpu") as engine:
+        found = [c.token_ids for c in engine.generate([prompt] * 7, [replace(how, seed=seed) for seed in seeds])]
+        alone = engine.generate([prompt], replace(how, seed=1))[0].token_ids
+        again = engine.generate([prompt], how)[0].token_ids
+    assert found[0] == found[2] == found[6] == alone
+    assert len({found[0], found[1], found[3], found[4], found[5], again}) == 6

@@ -1,0 +1,229 @@
+"""Ids and text against transformers' AutoTokenizer; eos ids; damaged and missing files; stop strings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Inner
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from moelight.core.errors import CheckpointError, InputError
+from moelight.engine.tokenizer import StopMatcher, Tokenizer, cut_at_stop
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "def add(a, b):\n    return a + b\n",
+    "数える 一 二 三",
+]
+UNK = {"__type": "AddedToken", "content": "<unk>", "lstrip": False, "rstrip": False, "normalized": False}
+TEXTS = [
+    "The fox sleeps.",
+    "  leading and trailing  ",
+    "",
+    " ",
+    "\n\n\tindented\n",
+    "Grüße, 世界! 🦊🦊",
+    "special <|im_start|>user inside<|im_end|>",
+    "</s> and <s>",
+    "a" * 300,
+    "e\u0301 \u200d \x00 \x7f",
+]
+
+
+def byte_level(directory: Path, **settings: Any) -> Path:
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    inner.train_from_iterator(CORPUS, trainer)
+    inner.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return save(directory, inner, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **settings})
+
+
+def sentence_piece_like(directory: Path, **settings: Any) -> Path:
+    """Llama's and Mixtral's kind: spaces as ▁, bytes for what is unknown, <s> put in front."""
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    vocabulary += sorted({character for text in CORPUS for character in text if character not in " \n"})
+    inner = Inner(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(vocabulary)},
+            merges=[],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return save(directory, inner, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": UNK, **settings})
+
+
+def save(directory: Path, inner: Inner, settings: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    inner.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+KINDS = {
+    "byte level": byte_level,
+    "byte level, bos named and wanted": lambda d: byte_level(d, bos_token="<|endoftext|>", add_bos_token=True),
+    "an eos that tokenizer.json calls a plain token": lambda d: byte_level(d, eos_token="fox"),
+    "more special tokens": lambda d: byte_level(d, additional_special_tokens=["<|im_start|>", "<a>"]),
+    "sentence piece": sentence_piece_like,
+    "sentence piece, the config against tokenizer.json": lambda d: sentence_piece_like(
+        d, add_bos_token=False, add_eos_token=True
+    ),
+    "a token only the config knows": lambda d: byte_level(
+        d,
+        added_tokens_decoder={"403": {"content": "<think>", "special": False, "normalized": False}},
+        sep_token="<|sep|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_text_are_transformers(kind: str, tmp_path: Path) -> None:
+    directory = KINDS[kind](tmp_path)
+    ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+    for text in [*CORPUS, *TEXTS, "<think>x</think><|sep|><a>"]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    inner = Inner.from_file(str(tmp_path / "tokenizer.json"))
+    inner.enable_truncation(max_length=4)
+    inner.enable_padding(length=64)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = CORPUS[0]
+    assert Tokenizer.from_dir(tmp_path).decode(Tokenizer.from_dir(tmp_path).encode(text)) == text
+
+
+def test_special_tokens_of_the_older_file_count(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "lazy"}}', encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a lazy dog")) == "a  dog"
+
+
+def test_half_a_surrogate_pair_is_the_inputs_fault(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="surrogate") as refusal:
+        Tokenizer.from_dir(byte_level(tmp_path)).encode("a\ud800b")
+    assert refusal.value.code == "invalid_text"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ('{"eos_token_id": [7, 9]}', '{"eos_token_id": 3}', {7, 9}),
+        ('{"eos_token_id": 7}', '{"eos_token_id": 3}', {7}),
+        ('{"eos_token_id": 0}', '{"eos_token_id": 3}', {0}),
+        ('{"eos_token_id": null}', '{"eos_token_id": [3]}', {3}),
+        ("{}", '{"eos_token_id": 3}', {3}),
+        (None, '{"eos_token_id": 3}', {3}),
+        (None, "{}", set()),
+        (None, None, set()),
+    ],
+)
+def test_eos_ids(generation: str | None, config: str | None, expected: set[int], tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    for name, text in (("generation_config.json", generation), ("config.json", config)):
+        if text is not None:
+            (tmp_path / name).write_text(text, encoding="utf-8")
+    assert Tokenizer.from_dir(tmp_path).eos_token_ids == expected
+
+
+DAMAGE = {
+    "no tokenizer.json": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+    "half a tokenizer.json": (lambda d: (d / "tokenizer.json").write_text('{"version": '), "tokenizer.json"),
+    "not a tokenizer": (lambda d: (d / "tokenizer.json").write_text('{"model": 1}'), "tokenizer.json"),
+    "not text": (lambda d: (d / "tokenizer.json").write_bytes(b"\xff\xfe\x00"), "tokenizer.json"),
+    "config is no JSON": (lambda d: (d / "tokenizer_config.json").write_text("{"), "tokenizer_config.json"),
+    "config is a list": (lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json"),
+    "eos is a word": (lambda d: (d / "config.json").write_text('{"eos_token_id": "</s>"}'), "config.json"),
+    "template is a number": (
+        lambda d: (d / "tokenizer_config.json").write_text('{"chat_template": 5}'),
+        "tokenizer_config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_one_clear_line(kind: str, tmp_path: Path) -> None:
+    damage, named = DAMAGE[kind]
+    damage(byte_level(tmp_path))
+    with pytest.raises(CheckpointError) as refusal:
+        Tokenizer.from_dir(tmp_path)
+    assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_sentence_piece_file_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model.*SentencePiece"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", ["two"], ("one ", True)),
+        ("one two three", ["three", "two"], ("one ", True)),
+        ("aaa", ["aa"], ("", True)),
+        ("one", ["two"], ("one", False)),
+        ("one", [], ("one", False)),
+        ("", ["x"], ("", False)),
+        ("x\n\ny", ["\n\n", "\n"], ("x", True)),
+    ],
+)
+def test_cut_at_stop(text: str, stops: list[str], expected: tuple[str, bool]) -> None:
+    assert cut_at_stop(text, stops) == expected
+
+
+STOPS = [["fox"], ["x ju"], ["dog,"], ["🦊"], ["界!", "zzz"], ["ß"], ["\n    return"], ["lazy dog, and the d"], ["."]]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece_like])
+@pytest.mark.parametrize("stops", STOPS, ids=repr)
+def test_the_matcher_finds_a_stop_at_the_token_that_completes_it(make: Any, stops: list[str], tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(make(tmp_path))
+    for text in [*CORPUS, *TEXTS]:
+        ids = tokenizer.encode(text)
+        matcher = StopMatcher(tokenizer.decode, stops)
+        for count in range(1, len(ids) + 1):
+            expected = cut_at_stop(tokenizer.decode(ids[:count]), stops)[1]
+            assert matcher.found(ids[:count]) == expected, (text, count)
+            if expected:
+                break
+
+
+def test_the_matcher_decodes_a_few_tokens_at_a_time(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(byte_level(tmp_path))
+    longest = 0
+
+    def decode(ids: Any) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids)
+
+    matcher = StopMatcher(decode, ["never"])
+    ids = tokenizer.encode(CORPUS[0] * 20) + [tokenizer.encode("世")[0]] * 50
+    for count in range(1, len(ids) + 1):
+        assert not matcher.found(ids[:count])
+    assert longest <= 8

@@ -1,0 +1,107 @@
+"""Engines as tests need them: told every next token, to compare logits; and in the least memory that will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moelight.core.errors import BudgetError
+from moelight.core.policy import Policy
+from moelight.core.request import Request, SamplingParams
+from moelight.engine.batcher import Batcher, Generation, Piece
+from moelight.engine.passes import PassRunner
+from moelight.engine.planning import plan_for, resolve
+from moelight.engine.source import open_source
+from moelight.optimizer.plan import Wishes
+from moelight.profiles.workload import Workload
+from moelight.runtime.machine import find_machine
+
+Tiny = Callable[..., Path]
+
+
+def least_memory(model: Path, device: str, workload: Workload, **wishes: int) -> dict[str, int]:
+    """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
+    source, machine = open_source(str(model)), find_machine(device)
+    budgets = {"host_memory": 1, "device_memory": 1} if machine.discrete else {"host_memory": 1}
+    for _ in range(len(budgets)):
+        try:
+            limits = {"host_memory": 1, "device_memory": None, **budgets}
+            plan_for(str(model), source, machine, hw="auto", wishes=Wishes(**wishes), workload=workload, **limits)  # type: ignore[arg-type]
+        except BudgetError as error:
+            budgets[f"{error.tier}_memory"] = error.needed_bytes
+    return budgets
+
+
+class Forced:
+    """An engine without choice: it is told every next token and keeps the logits that would have chosen it."""
+
+    def __init__(self, policy: Policy, *, device: str, lanes: str = "inline") -> None:
+        source, machine = open_source(policy.model), find_machine(device)
+        self._policy = resolve(policy, source.profile, discrete=machine.discrete)
+        self._discrete = machine.discrete
+        self._passes = PassRunner(source, self._policy, machine, lanes)
+
+    def close(self) -> None:
+        self._passes.close()
+
+    def logits(self, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> list[Tensor]:
+        """For each sequence its logits float32 [len - prompt_len + 1, V] after the prompt and after every later token.
+
+        The first ``prompt_len`` tokens arrive as a prompt, the others one by one.
+        """
+        batcher = Batcher(self._policy, self._passes.pool, discrete=self._discrete)
+        kept: list[list[Tensor]] = [[] for _ in sequences]
+        batcher.add(
+            Generation(
+                request=Request(index=index, token_ids=tuple(ids[:first]), sampling=SamplingParams()),
+                seed=0,
+                max_tokens=len(ids) - first + 1,
+            )
+            for index, (ids, first) in enumerate(zip(sequences, prompt_lens, strict=True))
+        )
+
+        def choose(pieces: Sequence[Piece], logits: Tensor) -> list[int]:
+            tokens = []
+            for piece, row in zip(pieces, logits, strict=True):
+                index = piece.generation.request.index
+                kept[index].append(row.clone())
+                place = prompt_lens[index] + len(piece.generation.generated)
+                tokens.append(sequences[index][place] if place < len(sequences[index]) else 0)
+            return tokens
+
+        while batcher.busy:
+            loads = batcher.next_pass()
+            _, tokens = self._passes.run(loads, choose, follows=batcher.waiting)
+            for load, new in zip(loads, tokens, strict=True):
+                arriving = iter(new)
+                for piece in load.pieces:
+                    batcher.advance(piece, next(arriving) if piece.completes else None)
+                    if len(piece.generation.generated) == piece.generation.max_tokens:
+                        batcher.retire(piece.generation)
+        return [torch.stack(rows) for rows in kept]
+
+    def by_prefixes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits [len, V] of every position, each computed from a whole prompt that ends there."""
+        prefixes = [ids[:end] for ids in sequences for end in range(1, len(ids) + 1)]
+        rows = iter(self.logits(prefixes, [len(prefix) for prefix in prefixes]))
+        return [torch.cat([next(rows) for _ in ids]) for ids in sequences]
+
+
+@contextmanager
+def forced(model: Path, *, device: str = "cpu", lanes: str = "inline", **policy: object) -> Iterator[Forced]:
+    """A `Forced` engine of the checkpoint in ``model``, closed at the end."""
+    processor = "cpu" if device == "cpu" else "gpu"
+    made = Forced(Policy(model=str(model), ffn_device=processor, **policy), device=device, lanes=lanes)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of any logit, over the largest logit of its own position; both [T, V]."""
+    return float(((ours - theirs).abs().amax(-1) / theirs.abs().amax(-1)).max())

@@ -1,0 +1,60 @@
+"""The extension: loaded once and lazily, honest about what runs, and its absence explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moelight.kernels import native
+from moelight.kernels.serving import NATIVE_OPERATIONS, serving
+
+
+@pytest.fixture
+def forgetful():
+    native._load.cache_clear()
+    yield
+    native._load.cache_clear()
+
+
+def test_asking_does_not_import_torch():
+    code = (
+        "import sys; from moelight.kernels import native, serving;"
+        "native.cpu_features(); serving.serving(); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_the_extension_torch_serves_and_the_reason_is_told(forgetful, monkeypatch):
+    monkeypatch.setitem(sys.modules, "moelight.kernels._native", None)
+    assert not native.available()
+    assert native.isa() is None
+    assert native.cpu_features() == {}
+    assert "not built" in native.reason()
+    assert {row.implementation for row in serving()} == {"torch"}
+
+
+def test_serving_names_every_operation_once():
+    operations = [row.operation for row in serving()]
+    assert len(set(operations)) == len(operations)
+    assert set(NATIVE_OPERATIONS) < set(operations)
+    assert all(row.reason for row in serving())
+
+
+def test_forcing_an_instruction_set(isa):
+    assert native.isa() == isa
+    assert f"native {isa}" in {row.implementation for row in serving()}
+
+
+def test_unknown_instruction_set_is_refused(isa):
+    with pytest.raises(ValueError, match="must be auto, scalar"):
+        native.module().set_isa("sse9")
+    assert native.isa() == isa
+
+
+def test_features_cover_every_kernel_to_come():
+    if not native.available():
+        pytest.skip("the extension is not built")
+    wanted = {"avx2", "f16c", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+    assert wanted <= native.cpu_features().keys()

@@ -1,0 +1,163 @@
+"""The torch twins against formulas written another way, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from moelight.kernels import reference
+from tests.kernels.paged import paged, relative_error
+
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+EVERY_DTYPE = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
+
+
+def spread(k: torch.Tensor, q_heads: int) -> torch.Tensor:
+    """[n, Hkv, D] -> [Hq, n, D]: every query head with a copy of its key head."""
+    return k.repeat_interleave(q_heads // k.shape[1], dim=1).transpose(0, 1)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("window", [None, 1, 30])
+def test_gqa_decode(dtype, tolerance, window):
+    call = paged([1, 45, 0, 100], q_heads=6, kv_heads=2, head_dim=40, block_size=7, dtype=dtype)
+    found = reference.gqa_decode(*call.arguments, window=window)
+    assert found.dtype == dtype
+    for b, length in enumerate(call.seq_lens.tolist()):
+        positions = range(max(0, length - window) if window else 0, length)
+        if not positions:
+            assert not found[b].any()
+            continue
+        rows = [(call.block_tables[b, p // 7], p % 7) for p in positions]
+        k, v = (torch.stack([c[block, :, at] for block, at in rows]).double() for c in (call.k_cache, call.v_cache))
+        weights = (spread(k, 6) @ call.q[b].double().unsqueeze(-1)).squeeze(-1).mul(call.scale).softmax(-1)
+        assert relative_error(found[b], (weights.unsqueeze(1) @ spread(v, 6)).squeeze(1)) <= tolerance
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, window):
+    bounds = [0, 1, 1, 20, 33]
+    q, k, v = (torch.randn(33, heads, 24).to(dtype) for heads in (4, 2, 2))
+    found = reference.prefill_attention(q, k, v, bounds, 0.2, window=window)
+    for first, last in itertools.pairwise(bounds):
+        n = last - first
+        mask = torch.ones(n, n, dtype=torch.bool).tril()
+        if window is not None:
+            mask = mask.triu(1 - window)
+        expected = functional.scaled_dot_product_attention(
+            q[first:last].double().transpose(0, 1),
+            spread(k[first:last].double(), 4),
+            spread(v[first:last].double(), 4),
+            attn_mask=mask,
+            scale=0.2,
+        ).transpose(0, 1)
+        if n:
+            assert relative_error(found[first:last], expected) <= tolerance
+
+
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_a_prompt_in_chunks_is_the_prompt(window):
+    tokens, cuts, block_size = 40, [0, 13, 14, 40], 8
+    q, k, v = torch.randn(tokens, 4, 16), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
+    whole = reference.prefill_attention(q, k, v, [0, tokens], 0.25, window=window)
+    k_cache, v_cache = (
+        torch.full((9, 2, block_size, 16), float("nan")),
+        torch.full((9, 2, block_size, 16), float("nan")),
+    )
+    table = torch.tensor([[4, 0, 7, 2, 8]], dtype=torch.int32)
+    for first, last in itertools.pairwise(cuts):
+        part = reference.prefill_attention(
+            q[first:last],
+            k[first:last],
+            v[first:last],
+            [0, last - first],
+            0.25,
+            window=window,
+            context_lens=[first],
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_tables=table,
+        )
+        torch.testing.assert_close(part, whole[first:last])
+        slots = torch.tensor([int(table[0, p // block_size]) * block_size + p % block_size for p in range(first, last)])
+        reference.kv_append(k_cache, v_cache, k[first:last], v[first:last], slots)
+    decoded = reference.gqa_decode(
+        q[-1:], k_cache, v_cache, table, torch.tensor([tokens], dtype=torch.int32), 0.25, window=window
+    )
+    torch.testing.assert_close(decoded, whole[-1:])
+
+
+def test_context_without_a_cache_is_refused():
+    x = torch.randn(2, 1, 8)
+    with pytest.raises(ValueError, match=r"^context_lens: "):
+        reference.prefill_attention(x, x, x, [0, 2], 1.0, context_lens=[3])
+
+
+@EVERY_DTYPE
+def test_rms_norm(dtype, tolerance):
+    x, weight = (100 * torch.randn(5, 48)).to(dtype), torch.randn(48).to(dtype)
+    expected = functional.rms_norm(x.double(), (48,), weight.double(), 1e-6)
+    found = reference.rms_norm(x, weight, 1e-6)
+    assert found.dtype == dtype
+    assert relative_error(found, expected) <= tolerance
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("rotary_dim", [8, 24])
+def test_rotary_turns_pairs_by_their_angle(dtype, tolerance, rotary_dim):
+    x, angle = torch.randn(6, 3, 24).to(dtype), 100 * torch.rand(6, rotary_dim // 2)
+    found = reference.rotary(x, angle.cos(), angle.sin())
+    half = rotary_dim // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
+    turned = pairs * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
+    expected = torch.cat((turned.real, turned.imag, x[..., rotary_dim:].double()), dim=-1)
+    assert found.dtype == dtype
+    assert relative_error(found, expected) <= tolerance
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_route_topk(normalize):
+    logits = torch.randn(50, 9)
+    weights, ids = reference.route_topk(logits, 3, normalize)
+    probabilities = logits.double().softmax(-1)
+    assert weights.dtype == torch.float32
+    for token in range(50):
+        chosen = sorted(range(9), key=lambda e: -probabilities[token, e].item())[:3]
+        assert ids[token].tolist() == chosen
+        expected = probabilities[token, chosen]
+        expected = expected / expected.sum() if normalize else expected
+        torch.testing.assert_close(weights[token].double(), expected)
+
+
+def test_of_equal_experts_the_lowest_wins():
+    logits = torch.zeros(4, 64)
+    logits[:, 40] = 1.0
+    _, ids = reference.route_topk(logits.bfloat16(), 5, normalize=True)
+    assert ids.tolist() == [[40, 0, 1, 2, 3]] * 4
+
+
+@EVERY_DTYPE
+def test_expert_ffn(dtype, tolerance):
+    offsets = [0, 3, 3, 4, 10]
+    x = torch.randn(10, 32).to(dtype)
+    gate_up = [torch.randn(48, 32).to(dtype) / 6 for _ in range(4)]
+    down = [torch.randn(32, 24).to(dtype) / 5 for _ in range(4)]
+    found = reference.expert_ffn(x, [gate_up[0], None, *gate_up[2:]], [down[0], None, *down[2:]], offsets)
+    assert found.dtype == dtype
+    expert_of = [0, 0, 0, 2, 3, 3, 3, 3, 3, 3]
+    for token, e in enumerate(expert_of):
+        gate, up = (gate_up[e].double() @ x[token].double()).chunk(2)
+        assert relative_error(found[token], down[e].double() @ (gate / (1 + (-gate).exp()) * up)) <= tolerance
+
+
+def test_an_expert_with_rows_needs_weights():
+    with pytest.raises(ValueError, match="expert 0 has 2 rows and no weights"):
+        reference.expert_ffn(torch.randn(2, 8), [None], [None], [0, 2])
+
+
+def test_expert_ffn_without_tokens():
+    assert reference.expert_ffn(torch.randn(0, 8), [None], [None], [0, 0]).shape == (0, 8)

@@ -1,0 +1,79 @@
+"""Regions of memory: as large as announced, aligned, cut into slots that do not overlap."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.errors import BudgetError
+from moelight.core.policy import Policy
+from moelight.hrm.footprint import ArenaSize, Footprint, footprint
+from moelight.memory.arena import allocate, slots, typed
+from moelight.profiles.model import ModelProfile
+from tests.shapes import examples, placed
+
+CPU = torch.device("cpu")
+BOUNDS = {"transient", "runtime"}
+
+
+@examples(25)
+@given(case=placed())
+def test_regions_are_aligned_and_of_announced_size(case: tuple[ModelProfile, Policy]) -> None:
+    model, policy = case
+    announced = footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+    arenas = allocate(announced, CPU)
+    assert set(arenas) == {arena.purpose for arena in announced.arenas} - BOUNDS
+    for purpose, arena in arenas.items():
+        assert arena.numel() == announced.bytes_of(purpose)
+        assert arena.dtype is torch.uint8
+        assert arena.data_ptr() % 4096 == 0 or not arena.numel()
+
+
+def test_regions_do_not_overlap() -> None:
+    sizes = [ArenaSize(purpose=f"p{n}", tier="host", bytes=4096 * n + 17) for n in range(1, 6)]
+    spans = sorted(
+        (a.data_ptr(), a.data_ptr() + a.numel()) for a in allocate(Footprint(arenas=tuple(sizes)), CPU).values()
+    )
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def test_a_refusal_of_the_machine_names_tier_and_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("not enough memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    arena = ArenaSize(purpose="kv", tier="host", bytes=3 << 20)
+    with pytest.raises(BudgetError, match=r"no 3.0MiB left on tier host for kv.*--host-memory") as caught:
+        allocate(Footprint(arenas=(arena,)), CPU)
+    assert caught.value.tier == "host"
+    assert caught.value.needed_bytes == 3 << 20
+
+
+@given(count=st.integers(0, 5), size=st.integers(1, 50))
+@examples(30)
+def test_slots_cover_the_arena_in_order(count: int, size: int) -> None:
+    arena = torch.arange(count * size, dtype=torch.int64).to(torch.uint8)
+    cut = list(slots(arena, size))
+    assert len(cut) == count
+    assert all(slot.numel() == size for slot in cut)
+    assert torch.equal(torch.cat([*cut, arena[:0]]), arena)
+    for slot in cut:
+        slot.fill_(7)
+    assert arena.eq(7).all()
+
+
+def test_a_typed_view_is_the_arena_itself() -> None:
+    arena = torch.zeros(100, dtype=torch.uint8)
+    view = typed(arena, torch.float32, (2, 3))
+    view.fill_(1.0)
+    assert view.shape == (2, 3)
+    assert arena[:24].view(torch.float32).eq(1).all()
+    assert arena[24:].eq(0).all()
+    rows = typed(arena[:96], torch.bfloat16, (6, 8))
+    assert rows.shape == (6, 8)

@@ -1,0 +1,142 @@
+"""The page store: every page's bytes where its home or its place in the stream says, whatever the position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.policy import Policy
+from moelight.core.schedule import Buffer, Page
+from moelight.hrm import costs
+from moelight.hrm.footprint import footprint
+from moelight.hrm.placement import Placement, place
+from moelight.memory.arena import allocate
+from moelight.memory.pages import PageStore
+from moelight.profiles.model import ModelProfile
+from moelight.weights.load import page_views
+from tests.shapes import examples, placed, small_model, small_policy
+
+CPU = torch.device("cpu")
+
+
+def mark(page: Page) -> float:
+    """A number that only this page is filled with."""
+    return 1.0 + page.layer * 100 + page.expert
+
+
+def fill(page: Page, slot: Tensor) -> None:
+    slot.view(torch.float32).fill_(mark(page))
+
+
+def open_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Placement, dict[str, Tensor]]:
+    placement = place(model, policy)
+    arenas = allocate(footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32), CPU)
+    store = PageStore(
+        placement,
+        arenas,
+        page_bytes=costs.page_bytes(model, FLOAT32),
+        slot_bytes=costs.page_slot_bytes(model, FLOAT32),
+        view=lambda slot: page_views(slot, model, torch.float32),
+    )
+    return store, placement, arenas
+
+
+@examples(60)
+@given(case=placed(), data=st.data())
+def test_experts_are_found_wherever_they_are(case: tuple[ModelProfile, Policy], data: st.DataObject) -> None:
+    """Stream pages through the ring for several passes: at each layer every expert's view holds that expert."""
+    model, policy = case
+    store, placement, _ = open_store(model, policy)
+    store.load(fill)
+    position = data.draw(st.integers(0, 50)) * len(placement.streamed)
+    experts = model.experts.num_experts
+    for _ in range(3):
+        k = 0
+        for layer in range(model.num_layers):
+            while k < len(placement.streamed) and placement.streamed[k].layer == layer:
+                fill(placement.streamed[k], store.slot(Buffer(space="ring", index=k), position))
+                k += 1
+            if model.moe_layers[layer]:
+                for expert, weights in enumerate(store.layer_experts(layer, experts, position)):
+                    assert all(part.eq(mark(Page(layer=layer, expert=expert))).all() for part in weights)
+        position += len(placement.streamed)
+
+
+@examples(40)
+@given(case=placed())
+def test_only_homes_in_memory_are_loaded(case: tuple[ModelProfile, Policy]) -> None:
+    model, policy = case
+    store, placement, arenas = open_store(model, policy)
+    read: list[Page] = []
+    store.load(lambda page, slot: (read.append(page), fill(page, slot))[0])
+    assert sorted(read) == sorted((*placement.on("device"), *placement.on("host")))
+    if policy.ffn_device == "gpu":
+        for page in placement.on("host"):
+            assert store.far_home(page).view(torch.float32).eq(mark(page)).all()
+            assert (
+                store.far_home(page).untyped_storage().data_ptr() == arenas["host_experts"].untyped_storage().data_ptr()
+            )
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+def test_slots_are_pages_long_and_named_relative_to_the_position(discrete: bool) -> None:
+    model = small_model((True, True), experts=3)
+    store, _, arenas = open_store(model, small_policy(model, discrete=discrete, near=2))
+    spaces = {"ring": "ring", "pinned": "pinned_ring"} if discrete else {"ring": "ring"}
+    stride = costs.page_slot_bytes(model, FLOAT32)
+    for space, purpose in spaces.items():
+        count = arenas[purpose].numel() // stride
+        for position in (0, 1, 7):
+            for index in range(2 * count):
+                slot = store.slot(Buffer(space=space, index=index), position)
+                assert slot.numel() == costs.page_bytes(model, FLOAT32)
+                assert slot.data_ptr() == arenas[purpose].data_ptr() + (position + index) % count * stride
+
+
+def test_equal_phases_find_the_same_pages_in_the_same_slots() -> None:
+    model = small_model((True, True, True), experts=3)
+    store, _, _ = open_store(model, small_policy(model, discrete=True, near=2))
+    positions = range(0, 70, 7)
+    by_phase: dict[int, list[int]] = {}
+    for position in positions:
+        where = [gate.data_ptr() for gate, _ in store.layer_experts(1, 3, position)]
+        assert by_phase.setdefault(store.phase(position), where) == where
+    assert len(by_phase) > 1
+
+
+def test_nothing_streams_where_everything_stays() -> None:
+    model = small_model()
+    store, placement, arenas = open_store(model, small_policy(model, discrete=False, near=8))
+    assert arenas["ring"].numel() == 0
+    assert store.phase(12345) == 0
+    assert not placement.streamed
+
+
+def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
+    """Files are read into host memory; what lives on another device is copied there."""
+    model = small_model()
+    policy = small_policy(model, discrete=True, near=5, host=3)
+    placement = place(model, policy)
+    size, slot = costs.page_bytes(model, FLOAT32), costs.page_slot_bytes(model, FLOAT32)
+    arenas = {
+        "experts": torch.empty(5 * slot, dtype=torch.uint8, device="meta"),
+        "ring": torch.empty(0, dtype=torch.uint8, device="meta"),
+        "host_experts": torch.empty(3 * slot, dtype=torch.uint8),
+        "pinned_ring": torch.empty(0, dtype=torch.uint8),
+    }
+    store = PageStore(placement, arenas, page_bytes=size, slot_bytes=slot, view=lambda s: (s, s))
+    targets: list[int] = []
+
+    def read(page: Page, into: Tensor) -> None:
+        assert into.device.type == "cpu"
+        assert into.numel() == size
+        if placement.homes[page] == "device":
+            targets.append(into.data_ptr())
+
+    store.load(read)
+    assert len(targets) == 5
+    assert len(set(targets)) == 1

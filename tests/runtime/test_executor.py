@@ -1,0 +1,195 @@
+"""The one loop: every task once, after what it waits for, on any lanes; carried pages; failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from moelight.core.errors import CheckpointError, MoelightError
+from moelight.core.schedule import Lane, Schedule, Task, TaskKind
+from moelight.core.timeline import Span, Timeline
+from moelight.runtime.executor import Executor, idle_s
+from moelight.runtime.machine import find_machine, open_lanes
+from moelight.scheduler import SCHEDULES
+from moelight.scheduler.layout import MicroBatchShape, PassShape
+from tests.shapes import small_layout
+
+PATIENCE_S = 10.0
+LAYOUT = small_layout((True, True, True), experts=3, near=1, host=4)
+MIXED = (MicroBatchShape(tokens=4), MicroBatchShape(tokens=3, fresh=True), MicroBatchShape(tokens=1))
+
+
+def build(*, carried: int = 0, wraps: bool = False, builder: str = "cgopipe") -> Schedule:
+    return SCHEDULES.get(builder)(LAYOUT, PassShape(micro_batches=MIXED, carried=carried, wraps=wraps))
+
+
+def nothing() -> None:
+    """Work that is no work."""
+
+
+@pytest.fixture(params=["auto", "inline", "threads"])
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    made = Executor(open_lanes(find_machine("twin"), request.param))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[Executor]:
+    made = Executor(open_lanes(find_machine("twin"), "threads"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("builder", SCHEDULES.names())
+def test_every_task_is_done_once_after_what_it_waits_for(executor: Executor, builder: str) -> None:
+    schedule = build(builder=builder)
+    ended: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def perform(task: Task) -> Callable[[], None]:
+        def work() -> None:
+            with lock:
+                assert all(id(schedule.tasks[dep]) in ended for dep in task.deps)
+                assert id(task) not in ended
+                ended[id(task)] = len(ended)
+
+        return work
+
+    timeline = executor.run(schedule, perform)
+    assert len(ended) == len(schedule.tasks)
+    assert [span.task for span in timeline.spans] == list(schedule.tasks)
+    for lane in schedule.lanes():
+        mine = [task for task in schedule.tasks if task.lane is lane]
+        assert [ended[id(task)] for task in mine] == sorted(ended[id(task)] for task in mine)
+
+
+def test_spans_lie_in_the_order_of_dependencies(executor: Executor) -> None:
+    schedule = build()
+    began = time.perf_counter()
+    timeline = executor.run(schedule, lambda task: lambda: time.sleep(0.0002))
+    spans = timeline.spans
+    for position, task in enumerate(schedule.tasks):
+        for dep in task.deps:
+            assert spans[dep].end_s <= spans[position].start_s
+    assert began <= timeline.start_s <= timeline.end_s <= time.perf_counter()
+    busy = timeline.busy_s()
+    assert set(busy) == set(schedule.lanes())
+    assert sum(busy.values()) >= 0.0002 * len(schedule.tasks)
+
+
+def test_carried_pages_are_fetched_once_and_counted_where_they_are_used(executor: Executor) -> None:
+    """Three passes: what a pass carries out belongs to the next one's timeline, and is never performed again."""
+    performed: list[str] = []
+    sent: list[int] = []
+    for number, wraps in enumerate((True, True, False)):
+        schedule = build(carried=executor.carried, wraps=wraps)
+        timeline = executor.run(schedule, lambda task: lambda: performed.append(task.name))
+        assert executor.carried == (len(LAYOUT.layer_pages[0]) if wraps else 0)
+        assert not any(span.task.kind is TaskKind.CARRIED_PAGE for span in timeline.spans)
+        sends = [span.task for span in timeline.spans if span.task.kind is TaskKind.SEND_PAGE]
+        sent.append(len(sends))
+        assert {task.page for task in sends} == set(LAYOUT.streamed), f"pass {number}"
+    assert sent == [len(LAYOUT.streamed)] * 3
+    assert performed.count("send_page(0:e1)") == 3
+    assert not any(name.startswith("carried") for name in performed)
+
+
+def test_a_pass_ends_while_its_carried_pages_are_still_on_their_way(threads: Executor) -> None:
+    """The next pass's experts wait for them; the pass that sent them does not wait for the last of them."""
+    gate, order = threading.Event(), list[str]()
+    first = build(wraps=True)
+    slow = first.tasks[first.carried_out[-1]]
+
+    def perform(task: Task) -> Callable[[], None]:
+        def work() -> None:
+            if task is slow:
+                assert gate.wait(PATIENCE_S)
+                order.append("sent")
+            if task.kind is TaskKind.POST_ATTENTION and task.layer == 0 and "pass" in order:
+                order.append("experts")
+
+        return work
+
+    threads.run(first, perform)
+    assert "sent" not in order
+    order.append("pass")
+    threading.Timer(0.02, gate.set).start()
+    threads.run(build(carried=threads.carried), perform)
+    assert order[:3] == ["pass", "sent", "experts"]
+
+
+def test_reading_goes_on_while_experts_run(threads: Executor) -> None:
+    """Pages of the next layer are on their way while this layer's experts are at work."""
+    schedule, reading = build(), threading.Event()
+
+    def perform(task: Task) -> Callable[[], None]:
+        if task.page is not None and task.page.layer == 1 and task.lane is not Lane.H2D:
+            return reading.set
+        if task.kind is TaskKind.POST_ATTENTION and (task.layer, task.micro_batch) == (0, 0):
+            return lambda: reading.wait(PATIENCE_S) or pytest.fail("nothing was read")  # type: ignore[return-value]
+        return nothing
+
+    threads.run(schedule, perform)
+
+
+@pytest.mark.parametrize("kind", [TaskKind.READ_PAGE, TaskKind.SEND_PAGE, TaskKind.CPU_ATTENTION, TaskKind.SAMPLE])
+def test_a_failure_comes_out_as_itself_and_no_pass_follows(executor: Executor, kind: TaskKind) -> None:
+    error, done = CheckpointError("model.safetensors: tensor 'x' ends early"), list[str]()
+
+    def perform(task: Task) -> Callable[[], None]:
+        def work() -> None:
+            if task.kind is kind:
+                raise error
+            done.append(task.name)
+
+        return work
+
+    with pytest.raises(CheckpointError) as caught:
+        executor.run(build(wraps=True), perform)
+    assert caught.value is error
+    count = len(done)
+    with pytest.raises(MoelightError, match="open it anew"):
+        executor.run(build(), lambda task: lambda: done.append("again"))
+    executor.close()
+    assert "again" not in done[count:]
+
+
+def test_nothing_that_depends_on_a_failed_read_runs(executor: Executor) -> None:
+    done: list[str] = []
+
+    def perform(task: Task) -> Callable[[], None]:
+        def work() -> None:
+            if task.page is not None and task.page.layer == 1:
+                raise OSError("disk")
+            done.append(task.name)
+
+        return work
+
+    with pytest.raises(OSError, match="disk"):
+        executor.run(build(), perform)
+    executor.close()
+    assert not any(name.startswith(("post_attention(1", "post_attention(2", "sample")) for name in done)
+
+
+def test_after_an_interruption_the_rings_are_not_trusted(threads: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller waits: no lane failed, but the position in the page stream is lost."""
+    schedule = build(wraps=True)
+    broken = replace(schedule, carried_out=(len(schedule.tasks),))
+    with pytest.raises(IndexError):
+        threads.run(broken, lambda task: nothing)
+    with pytest.raises(MoelightError, match="open it anew"):
+        threads.run(build(), lambda task: nothing)
+
+
+def test_idle_time_is_what_no_lane_worked() -> None:
+    task = Task(kind=TaskKind.EMBED, lane=Lane.CPU)
+    now = time.perf_counter()
+    spans = ((now - 0.9, now - 0.7), (now - 0.8, now - 0.6), (now - 0.3, now - 0.2), (now - 0.75, now - 0.72))
+    timeline = Timeline(spans=tuple(Span(task=task, start_s=start, end_s=end) for start, end in spans))
+    assert idle_s(timeline, now - 1.0) == pytest.approx(1.0 - 0.3 - 0.1, abs=0.05)
+    assert idle_s(Timeline(spans=()), now - 1.0) == pytest.approx(1.0, abs=0.05)

@@ -1,0 +1,284 @@
+"""Lanes of every kind: one thing at a time, in order; nothing before what it waits for; failures reach everyone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from moelight.core.errors import CheckpointError, ConfigError, MoelightError
+from moelight.core.schedule import Lane
+from moelight.runtime.lanes import InlineLane, LaneRunner, StreamLane, StreamTicket, ThreadLane
+from moelight.runtime.machine import Machine, find_machine, open_lanes
+from moelight.runtime.twin import TwinEvent, TwinStream
+
+PATIENCE_S = 10.0
+KINDS: dict[str, Callable[[], LaneRunner]] = {
+    "inline": InlineLane,
+    "thread": lambda: ThreadLane("test"),
+    "stream": lambda: StreamLane(TwinStream(), TwinEvent),
+}
+TWIN = Machine(device=torch.device("cpu"), discrete=True, twin=True)
+PLAIN = Machine(device=torch.device("cpu"), discrete=False)
+
+
+@pytest.fixture(params=KINDS)
+def lane(request: pytest.FixtureRequest) -> Iterator[LaneRunner]:
+    made = KINDS[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadLane]:
+    made = ThreadLane("other")
+    yield made
+    made.close()
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_work_is_done_in_the_order_given(lane: LaneRunner) -> None:
+    done: list[int] = []
+    tickets = [lane.submit(lambda n=n: done.append(n), ()) for n in range(200)]  # type: ignore[misc]
+    tickets[-1].wait()
+    assert done == list(range(200))
+    spans = [ticket.span() for ticket in tickets]
+    assert all(start <= end for start, end in spans)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_work_waits_for_other_lanes(first: str, second: str) -> None:
+    one, two = KINDS[first](), KINDS[second]()
+    seen: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.02)
+        seen.append("first")
+
+    earlier = one.submit(slow, ())
+    later = two.submit(lambda: seen.append("second"), (earlier,))
+    later.wait()
+    assert seen == ["first", "second"]
+    assert earlier.span()[1] <= later.span()[0]
+    one.close()
+    two.close()
+
+
+def test_thread_lanes_work_at_the_same_time(thread: ThreadLane) -> None:
+    other, meeting = ThreadLane("second"), threading.Barrier(3)
+    tickets = [lane.submit(lambda: meeting.wait(PATIENCE_S), ()) for lane in (thread, other)]  # type: ignore[func-returns-value]
+    meeting.wait(PATIENCE_S)
+    for ticket in tickets:
+        ticket.wait()
+    other.close()
+
+
+def test_submitting_to_a_thread_does_not_wait(thread: ThreadLane) -> None:
+    gate = threading.Event()
+    ticket = thread.submit(lambda: (gate.wait(PATIENCE_S), None)[1], ())
+    gate.set()
+    ticket.wait()
+
+
+@pytest.mark.parametrize("error", [CheckpointError("a.safetensors: gone"), OSError(5, "I/O"), KeyboardInterrupt()])
+def test_a_failure_reaches_whoever_waits_as_itself(lane: LaneRunner, error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        lane.submit(fail(error), ()).wait()
+    assert caught.value is error
+
+
+def test_a_lane_that_failed_refuses_all_later_work(lane: LaneRunner) -> None:
+    done: list[int] = []
+    lane.submit(lambda: done.append(1), ()).wait()
+    for work in (fail(OSError("first")), lambda: done.append(2), fail(OSError("second"))):
+        with pytest.raises(OSError, match="first"):
+            lane.submit(work, ()).wait()
+    assert done == [1]
+
+
+@pytest.mark.parametrize("second", KINDS)
+def test_a_failure_spreads_to_the_lanes_that_wait_for_it(second: str, thread: ThreadLane) -> None:
+    """What would read the failed work's result is never done; what does not wait for it is."""
+    done: list[str] = []
+    reader, bystander = KINDS[second](), ThreadLane("bystander")
+    failed = thread.submit(fail(OSError("disk")), ())
+    with pytest.raises(OSError, match="disk"):
+        reader.submit(lambda: done.append("reader"), (failed,)).wait()
+    with pytest.raises(OSError, match="disk"):
+        reader.submit(lambda: done.append("later"), ()).wait()
+    bystander.submit(lambda: done.append("bystander"), ()).wait()
+    assert done == ["bystander"]
+    reader.close()
+    bystander.close()
+
+
+def test_closing_finishes_what_was_submitted(lane: LaneRunner) -> None:
+    done: list[int] = []
+    for n in range(5):
+        lane.submit(lambda n=n: (time.sleep(0.002), done.append(n))[1], ())  # type: ignore[misc]
+    lane.close()
+    assert done == [0, 1, 2, 3, 4]
+    lane.close()
+
+
+def test_a_closed_thread_refuses_work_instead_of_never_doing_it() -> None:
+    lane = ThreadLane("short")
+    lane.close()
+    assert not any(thread.name == "moelight-short" for thread in threading.enumerate())
+    with pytest.raises(MoelightError, match="moelight-short is closed"):
+        lane.submit(lambda: None, ())
+
+
+class LoggedStream(TwinStream):
+    """Notes what happens to it, in order."""
+
+    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
+        self.name, self.log = name, log
+
+    def __enter__(self) -> TwinStream:
+        self.log.append(("enter", self.name))
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        self.log.append(("exit", self.name))
+
+    def wait_event(self, event: TwinEvent) -> None:
+        self.log.append(("wait", self.name, event))
+        super().wait_event(event)
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", self.name))
+
+
+class LoggedEvent(TwinEvent):
+    """Notes on which stream it was recorded."""
+
+    def record(self, stream: TwinStream) -> None:
+        assert isinstance(stream, LoggedStream)
+        stream.log.append(("record", stream.name, self))
+        super().record(stream)
+
+
+def logged() -> tuple[StreamLane, StreamLane, list[tuple[Any, ...]]]:
+    log: list[tuple[Any, ...]] = []
+    lanes = [StreamLane(LoggedStream(name, log), LoggedEvent) for name in ("load", "compute")]
+    log.clear()
+    return lanes[0], lanes[1], log
+
+
+def test_events_are_recorded_on_the_stream_that_carries_the_work() -> None:
+    """Inside the stream's context: the start, the work, the end; an event of another stream would prove nothing."""
+    load, _, log = logged()
+    ticket = load.submit(lambda: log.append(("work",)), ())
+    assert isinstance(ticket, StreamTicket)
+    assert [step[:2] for step in log] == [
+        ("enter", "load"),
+        ("record", "load"),
+        ("work",),
+        ("record", "load"),
+        ("exit", "load"),
+    ]
+    assert log[3][2] is ticket.done
+    assert log[1][2] is not ticket.done
+
+
+def test_streams_wait_for_streams_on_the_device() -> None:
+    """The launching thread does not block: the other stream is told to wait, before its own work."""
+    load, compute, log = logged()
+    copied = load.submit(lambda: log.append(("copy",)), ())
+    compute.submit(lambda: log.append(("use",)), (copied,))
+    waits = [step for step in log if step[0] == "wait"]
+    assert isinstance(copied, StreamTicket)
+    assert waits == [("wait", "compute", copied.done)]
+    assert log.index(("copy",)) < log.index(waits[0]) < log.index(("use",))
+    assert ("synchronize", "load") not in log
+
+
+def test_a_stream_that_waits_for_nothing_recorded_fails() -> None:
+    """A real device would not wait at all, or for ever."""
+    stream, event = TwinStream(), TwinEvent()
+    with pytest.raises(RuntimeError, match="never recorded"):
+        stream.wait_event(event)
+    with pytest.raises(RuntimeError, match="never recorded"):
+        event.synchronize()
+    event.record(stream)
+    stream.wait_event(event)
+    with pytest.raises(RuntimeError, match="never recorded"):
+        event.elapsed_time(TwinEvent())
+
+
+def test_work_that_fails_on_a_stream_leaves_no_end_behind() -> None:
+    load, _, log = logged()
+    with pytest.raises(OSError, match="copy"):
+        load.submit(fail(OSError("copy")), ())
+    assert [step[0] for step in log] == ["enter", "record", "exit"]
+
+
+def test_spans_of_streams_are_on_the_hosts_clock() -> None:
+    lane = StreamLane(TwinStream(), TwinEvent)
+    before = time.perf_counter()
+    ticket = lane.submit(lambda: time.sleep(0.01), ())
+    start, end = ticket.span()
+    assert before - 1e-4 <= start <= end - 0.01
+    assert end <= time.perf_counter() + 1e-4
+
+
+@pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
+def test_a_machine_has_the_lanes_it_needs(kind: str) -> None:
+    for machine, wanted in ((PLAIN, {Lane.DISK, Lane.CPU}), (TWIN, set(Lane))):
+        lanes = open_lanes(machine, kind)
+        assert set(lanes) == wanted
+        if kind == "inline":
+            assert all(isinstance(runner, InlineLane) for runner in lanes.values())
+        if kind == "threads":
+            assert all(isinstance(runner, ThreadLane) for runner in lanes.values())
+        if kind == "auto":
+            assert isinstance(lanes[Lane.DISK], ThreadLane)
+            assert isinstance(lanes[Lane.CPU], ThreadLane if machine.discrete else InlineLane)
+            assert all(isinstance(lanes[each], StreamLane) for each in wanted & {Lane.H2D, Lane.D2H, Lane.DEVICE})
+        for runner in lanes.values():
+            runner.close()
+
+
+@pytest.mark.gpu
+def test_streams_of_a_real_device_keep_the_order() -> None:
+    """One stream fills, another doubles what it finds, over and over; a missed event would show."""
+    device = find_machine("auto").device
+    fill, double = StreamLane.on(device), StreamLane.on(device)
+    here, there = (torch.zeros(1 << 22, device=device) for _ in range(2))
+    torch.accelerator.synchronize()
+    used: list[Any] = []
+    for n in range(1, 30):
+        filled = fill.submit(lambda n=n: here.fill_(n), used[-1:])  # type: ignore[misc]
+        used.append(double.submit(lambda: torch.add(here, here, out=there), (filled,)))
+        assert isinstance(used[-1], StreamTicket)
+    used[-1].wait()
+    assert there.eq(58).all()
+    spans = [ticket.span() for ticket in used]
+    assert all(start <= end for start, end in spans)
+    fill.close()
+    double.close()
+
+
+def test_what_a_machine_is_not_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="lanes 'fibres' is not one of auto, inline, threads"):
+        open_lanes(PLAIN, "fibres")
+    with pytest.raises(ConfigError, match="--device 'tpu' is not one of auto, cpu, cuda, xpu, twin"):
+        find_machine("tpu")
+    assert find_machine("twin") == TWIN
+    assert find_machine("cpu") == PLAIN
+    with pytest.raises(ConfigError, match="--device-memory is needed for a twin"):
+        TWIN.device_memory_bytes()

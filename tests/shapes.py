@@ -1,0 +1,103 @@
+"""Small models, policies and pass shapes: by hand, and as Hypothesis strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.policy import Policy, Shares
+from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
+from moelight.profiles.names import MIXTRAL_STYLE
+from moelight.profiles.stored import pages
+from moelight.scheduler.layout import Layout, MicroBatchShape, layout_of
+
+
+def examples(count: int) -> settings:
+    """Hypothesis settings of these tests: repeatable, and patient with a busy machine."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=slow)
+
+
+def small_model(moe_layers: Sequence[bool] = (True, True), *, experts: int = 4, tie: bool = False) -> ModelProfile:
+    """A model of a few hundred numbers, with experts where ``moe_layers`` says so."""
+    return ModelProfile(
+        name="small",
+        model_type="mixtral",
+        num_layers=len(moe_layers),
+        hidden_size=8,
+        vocab_size=32,
+        max_positions=64,
+        norm_eps=1e-5,
+        tie_embeddings=tie,
+        dtype="float32",
+        attention=AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8),
+        router=RouterSpec(top_k=1, normalize=True, weights_in_model_dtype=False),
+        experts=ExpertSpec(num_experts=experts, intermediate_size=12),
+        moe_layers=tuple(moe_layers),
+        dense_intermediate_size=0 if all(moe_layers) else 16,
+        names=MIXTRAL_STYLE,
+    )
+
+
+def small_policy(model: ModelProfile, *, discrete: bool, near: int = 0, host: int = 0) -> Policy:
+    """``near`` pages beside the compute unit, ``host`` more in host memory across a link, the others on disk."""
+    total = len(pages(model))
+    if discrete:
+        shares = Shares(device=near / total, host=host / total, disk=(total - near - host) / total)
+    else:
+        shares = Shares(host=near / total, disk=(total - near) / total)
+    return Policy(
+        model="small",
+        batch_size=8,
+        micro_batch_size=4,
+        micro_batch_tokens=16,
+        kv_tokens=512,
+        ffn_device="gpu" if discrete else "cpu",
+        weights=shares,
+    )
+
+
+def small_layout(
+    moe_layers: Sequence[bool] = (True, True), *, experts: int = 4, discrete: bool = True, near: int = 0, host: int = 0
+) -> Layout:
+    """The pipeline of such a model and policy."""
+    model = small_model(moe_layers, experts=experts)
+    return layout_of(model, small_policy(model, discrete=discrete, near=near, host=host), FLOAT32)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelProfile:
+    """One to four layers, at least one of them with one to five experts."""
+    moe_layers = draw(st.lists(st.booleans(), min_size=1, max_size=4).filter(any))
+    return small_model(moe_layers, experts=draw(st.integers(1, 5)), tie=draw(st.booleans()))
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[ModelProfile, Policy]:
+    """A model and a policy that gives each of its pages any home."""
+    model = draw(models())
+    total, discrete = len(pages(model)), draw(st.booleans())
+    near = draw(st.integers(0, total))
+    host = draw(st.integers(0, total - near)) if discrete else 0
+    return model, small_policy(model, discrete=discrete, near=near, host=host)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """The pipeline of any small model under any placement."""
+    model, policy = draw(placed())
+    return layout_of(model, policy, FLOAT32)
+
+
+def micro_batches(*, discrete: bool) -> st.SearchStrategy[tuple[MicroBatchShape, ...]]:
+    """The micro-batches of one pass; fresh ones only where a link makes a difference."""
+    one = st.builds(
+        MicroBatchShape,
+        tokens=st.integers(1, 40),
+        fresh=st.booleans() if discrete else st.just(False),
+        samples=st.booleans(),
+    )
+    return st.lists(one, min_size=1, max_size=5).map(tuple)
