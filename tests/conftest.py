@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 
 import pytest
 
@@ -11,6 +13,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _GPU_MISSED = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    """A test that draws numbers draws the same ones in every run. Tests below the waterline have no torch to seed."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def _has_gpu() -> bool:

@@ -15,7 +15,8 @@ from moelight.weights.torch_dtypes import to_torch
 from tests.tiny import tiny_config
 
 ROWS = (1, 3, 5, 11, 12, 13, 48, 49, 63, 64, 65, 130, 257)
-LIMITS = {FLOAT32: 1e-5, BFLOAT16: 1e-2, FLOAT16: 2e-3}
+# Of the largest number: two products and an activation in a row, each rounded to the dtype (bfloat16 keeps 8 bits).
+LIMITS = {FLOAT32: 1e-5, BFLOAT16: 2e-2, FLOAT16: 3e-3}
 
 
 @pytest.fixture(params=[False, True], ids=["no tiles", "tiles"], autouse=True)
