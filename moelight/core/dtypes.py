@@ -9,19 +9,43 @@ from moelight.core.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DType:
-    """A number format a weight or a KV cache may have."""
+    """A number format a weight or a KV cache may have.
+
+    ``group`` numbers in a row share one scale of ``scale_bytes`` (0: there are no scales). ``safetensors`` is how
+    checkpoints spell it, where they can hold it.
+    """
 
     name: str
-    itemsize: int
-    safetensors: str
+    bits: int
+    safetensors: str = ""
+    group: int = 0
+    scale_bytes: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number, scales aside.
+
+        Raises:
+            ConfigError: two numbers share a byte; ask `bytes_for`.
+        """
+        if self.bits % 8:
+            raise ConfigError(f"{self.name} has no whole number of bytes each")
+        return self.bits // 8
+
+    def bytes_for(self, elements: int) -> int:
+        """Bytes of ``elements`` numbers and their scales."""
+        scales = -(-elements // self.group) * self.scale_bytes if self.group else 0
+        return -(-elements * self.bits // 8) + scales
 
 
-FLOAT32 = DType(name="float32", itemsize=4, safetensors="F32")
-BFLOAT16 = DType(name="bfloat16", itemsize=2, safetensors="BF16")
-FLOAT16 = DType(name="float16", itemsize=2, safetensors="F16")
+FLOAT32 = DType(name="float32", bits=32, safetensors="F32")
+BFLOAT16 = DType(name="bfloat16", bits=16, safetensors="BF16")
+FLOAT16 = DType(name="float16", bits=16, safetensors="F16")
+INT8 = DType(name="int8", bits=8, group=128, scale_bytes=2)
+INT4 = DType(name="int4", bits=4, group=128, scale_bytes=2)
 
-DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16)}
-BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values()}
+DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT4)}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 
 
 def dtype_named(name: str) -> DType:

@@ -9,6 +9,7 @@ from moelight.core.errors import ConfigError
 
 TIERS = ("device", "host", "disk")
 PROCESSORS = ("cpu", "gpu")
+FFN_DEVICES = ("cpu", "gpu", "split")
 KV_BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -36,8 +37,10 @@ class Policy:
         micro_batch_size: μ, the most sequences in one micro-batch.
         micro_batch_tokens: the most tokens in one micro-batch; longer prompts are cut into chunks.
         kv_tokens: tokens the KV cache can hold (0: ``batch_size`` x 1024, or the context if that is shorter).
-        attention_device, ffn_device: ``cpu`` or ``gpu``.
+        attention_device: ``cpu`` or ``gpu``: where decoding sequences attend.
+        ffn_device: ``cpu``, ``gpu``, or ``split``: the CPU computes ``cpu_experts`` where they lie, the GPU the others.
         weights: r_w, shares of the *expert* weights per tier; everything else lives on the compute device.
+        cpu_experts: the share of the expert weights that the CPU computes from host memory (``split`` only).
         kv: r_c, shares of the KV cache per tier.
         weight_dtype, kv_dtype: ``auto`` keeps the checkpoint's.
         schedule: the builder of the order of work.
@@ -52,6 +55,7 @@ class Policy:
     attention_device: str = "cpu"
     ffn_device: str = "cpu"
     weights: Shares = Shares(host=1.0)
+    cpu_experts: float = 0.0
     kv: Shares = Shares(host=1.0)
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -69,11 +73,21 @@ class Policy:
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "
                 f"({self.micro_batch_size}): a decoding sequence brings one token"
             )
-        for name in ("attention_device", "ffn_device"):
-            if getattr(self, name) not in PROCESSORS:
-                raise ConfigError(f"{name} must be cpu or gpu, not {getattr(self, name)!r}")
+        if self.attention_device not in PROCESSORS:
+            raise ConfigError(f"attention_device must be cpu or gpu, not {self.attention_device!r}")
+        if self.ffn_device not in FFN_DEVICES:
+            raise ConfigError(f"ffn_device must be cpu, gpu or split, not {self.ffn_device!r}")
+        if not 0 <= self.cpu_experts <= self.weights.host + 1e-9 or (self.cpu_experts and self.ffn_device != "split"):
+            raise ConfigError(
+                f"cpu_experts ({self.cpu_experts}) needs ffn_device split, and at most the share of weights on host"
+            )
         for name in ("weight_dtype", "kv_dtype"):
             if getattr(self, name) != "auto":
                 dtype_named(getattr(self, name))
         if self.kv_block_size not in KV_BLOCK_SIZES:
             raise ConfigError(f"kv_block_size must be one of {KV_BLOCK_SIZES}, not {self.kv_block_size}")
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a pass in which every sequence decodes."""
+        return -(-self.batch_size // self.micro_batch_size)

@@ -12,11 +12,33 @@ from typing import TypeVar
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import PROCESSORS, TIERS
+from moelight.profiles.efficiency import Surface
 from moelight.profiles.files import Node, find_profile, read_yaml
 from moelight.profiles.quantities import bandwidth_bytes_per_s, capacity_bytes, flops_per_s
 
 T = TypeVar("T")
 _TO = "_to_"
+
+# Single measured figures: bytes per second, seconds, or a share of full speed.
+MEASURED = {
+    "host_copy": "bytes/s that one copy inside host memory moves (each byte is read and written)",
+    "host_to_device_pageable": "bytes/s of a transfer from memory that is not pinned",
+    "host_to_device_under_attention": "bytes/s of a pinned transfer while the CPU attends",
+    "disk_cached": "bytes/s of a read that the page cache serves",
+    "cpu_elementwise": "bytes/s that norms and activations touch",
+    "gpu_elementwise": "bytes/s that norms and activations touch",
+    "cpu_task": "seconds one act of a micro-batch takes on the CPU beside its arithmetic",
+    "gpu_launch": "seconds one kernel launch takes",
+    "transfer": "seconds one transfer takes beside its bytes",
+    "cpu_under_disk": "share of its speed the CPU keeps while the disk lane reads at full rate",
+}
+# Measured speeds by size of work. linear, experts: flop/s by rows, for weights of some bytes; attention: bytes/s of
+# keys and values read by context; prefill: flop/s by prompt tokens (4 x head_dim flop per head and attended pair).
+EFFICIENCY = {
+    f"{unit}_{work}": "bytes/s" if work == "attention" else "flop/s"
+    for unit in PROCESSORS
+    for work in ("linear", "experts", "attention", "prefill")
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +70,10 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """One machine. ``source`` says where its figures come from; ``sources`` does so for single ones, by dotted key."""
+    """One machine. ``source`` says where its figures come from; ``sources`` does so for single ones, by dotted key.
+
+    ``measured`` (see `MEASURED`) and ``efficiency`` (see `EFFICIENCY`) are there where somebody measured them.
+    """
 
     name: str
     tiers: tuple[Tier, ...]
@@ -56,6 +81,8 @@ class HardwareProfile:
     processors: tuple[Processor, ...]
     source: str = ""
     sources: tuple[tuple[str, str], ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
+    efficiency: tuple[Surface, ...] = ()
 
     def tier(self, name: str) -> Tier | None:
         """The tier called ``name``, where the machine has it."""
@@ -68,6 +95,14 @@ class HardwareProfile:
     def processor(self, name: str) -> Processor | None:
         """The units called ``name``, where the machine has them."""
         return next((unit for unit in self.processors if unit.name == name), None)
+
+    def figure(self, name: str) -> float | None:
+        """The figure of `MEASURED` called ``name``, where it was measured."""
+        return dict(self.measured).get(name)
+
+    def surface(self, name: str) -> Surface | None:
+        """The speeds of `EFFICIENCY` called ``name``, where they were measured."""
+        return next((surface for surface in self.efficiency if surface.name == name), None)
 
     def source_of(self, key: str) -> str:
         """Where the figure at the dotted ``key`` (``tiers.device.capacity``) comes from."""

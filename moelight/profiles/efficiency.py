@@ -1,0 +1,48 @@
+"""Measured speeds that depend on the size of the work: curves and families of curves, with interpolation.
+
+Knows arithmetic only; what is on the axes is said by whoever asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+Number = TypeVar("Number", float, np.ndarray)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """``y`` at each ``x``, both above 0, ``x`` ascending; straight between points on double-logarithmic paper, and
+    level beyond the ends."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def at(self, x: Number) -> Number:
+        """The speed at ``x`` (a number or an array of any shape)."""
+        found = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.x), np.log(self.y)))
+        return found if isinstance(x, np.ndarray) else float(found)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surface:
+    """Curves measured at several sizes of one operand; interpolated between sizes on a logarithmic scale, and level
+    beyond them. A single curve has the size 0."""
+
+    name: str
+    sizes: tuple[float, ...]
+    curves: tuple[Curve, ...]
+
+    def at(self, x: Number, size: float = 0.0) -> Number:
+        """The speed at ``x`` for an operand of ``size``."""
+        if len(self.sizes) == 1 or size <= self.sizes[0]:
+            return self.curves[0].at(x)
+        if size >= self.sizes[-1]:
+            return self.curves[-1].at(x)
+        above = next(i for i, known in enumerate(self.sizes) if known >= size)
+        low, high = self.sizes[above - 1], self.sizes[above]
+        share = float(np.log(size / low) / np.log(high / low))
+        return self.curves[above - 1].at(x) ** (1 - share) * self.curves[above].at(x) ** share
