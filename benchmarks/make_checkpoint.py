@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from moelight.core.dtypes import DTYPES, DType, dtype_named
 from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import format_bytes, parse_bytes
+from moelight.models.features import require_computable
 from moelight.profiles.families import FAMILIES, profile_from_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
@@ -137,9 +138,11 @@ def scaled_config(model: str, **changes: int | bool | None) -> dict[str, Any]:
     Known changes: ``layers hidden intermediate experts top_k heads kv_heads head_dim vocab tie``.
 
     Raises:
-        ConfigError: no such model, or the hidden size is not divisible by the heads and no head size is given.
+        ConfigError: no such model, or one the engine cannot run; or the hidden size is not divisible by the heads and
+            no head size is given.
     """
     config = model_config(FAMILY_PROFILES.get(model, model))
+    require_computable(profile_from_config(HFConfig(config, where=model), name=model), where=model)
     family = FAMILIES.get(config["model_type"])
     keys = {
         "layers": "num_hidden_layers",

@@ -237,6 +237,7 @@ NB_MODULE(_native, module) {
   module.def("isa_available", isa_available);
   module.def("set_isa", set_isa, "name"_a);
   module.def("cpu_features", cpu_features);
+  module.def("cpu_vendor", moelight::cpu_vendor);
   module.def("gqa_decode", gqa_decode, "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "seq_lens"_a, "scale"_a,
              "window"_a, "out"_a, "threads"_a);
   module.def("kv_append", kv_append, "k_cache"_a, "v_cache"_a, "k_new"_a, "v_new"_a, "slots"_a, "threads"_a);

@@ -80,6 +80,16 @@ const char* isa_name(Isa isa) {
   return "scalar";
 }
 
+std::string cpu_vendor() {
+#if MOELIGHT_X86
+  uint32_t a = 0, letters[3] = {0, 0, 0};
+  if (!__get_cpuid(0, &a, &letters[0], &letters[2], &letters[1])) return "";
+  return std::string(reinterpret_cast<const char*>(letters), sizeof(letters));
+#else
+  return "";
+#endif
+}
+
 std::vector<std::pair<std::string, bool>> cpu_features() {
   const Features& f = features();
   return {{"avx2", f.avx2},

@@ -12,11 +12,23 @@ if TYPE_CHECKING:
     from moelight.core.policy import Policy
     from moelight.core.request import Completion, SamplingParams
     from moelight.engine.engine import Engine
+    from moelight.optimizer.face import optimize, simulate
     from moelight.optimizer.plan import Plan
+    from moelight.profiles.policy_files import load_policy
     from moelight.profiles.workload import Workload
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "Plan", "Policy", "SamplingParams", "Workload"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "Plan",
+    "Policy",
+    "SamplingParams",
+    "Workload",
+    "load_policy",
+    "optimize",
+    "simulate",
+]
 
 _HOMES = {
     "Completion": "moelight.core.request",
@@ -25,6 +37,9 @@ _HOMES = {
     "Policy": "moelight.core.policy",
     "SamplingParams": "moelight.core.request",
     "Workload": "moelight.profiles.workload",
+    "load_policy": "moelight.profiles.policy_files",
+    "optimize": "moelight.optimizer.face",
+    "simulate": "moelight.optimizer.face",
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,9 +15,8 @@ from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, Generation, Piece
 from moelight.engine.passes import PassRunner
-from moelight.engine.planning import plan_for, resolve
+from moelight.engine.planning import Wishes, plan_for, resolve
 from moelight.engine.source import open_source
-from moelight.optimizer.plan import Wishes
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
 
@@ -26,13 +26,13 @@ Tiny = Callable[..., Path]
 def least_memory(model: Path, device: str, workload: Workload, **wishes: int) -> dict[str, int]:
     """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
     source, machine = open_source(str(model)), find_machine(device)
-    budgets = {"host_memory": 1, "device_memory": 1} if machine.discrete else {"host_memory": 1}
-    for _ in range(len(budgets)):
-        try:
-            limits = {"host_memory": 1, "device_memory": None, **budgets}
+    budgets: dict[str, int] = {}
+    for tier in ("device", "host") if machine.discrete else ("host",):  # each beside plenty, or the least, of the other
+        limits = {"host_memory": 1 << 50, "device_memory": None, **budgets, f"{tier}_memory": 1}
+        with pytest.raises(BudgetError) as refused:
             plan_for(str(model), source, machine, hw="auto", wishes=Wishes(**wishes), workload=workload, **limits)  # type: ignore[arg-type]
-        except BudgetError as error:
-            budgets[f"{error.tier}_memory"] = error.needed_bytes
+        assert refused.value.tier == tier
+        budgets[f"{tier}_memory"] = refused.value.needed_bytes
     return budgets
 
 
@@ -94,8 +94,8 @@ class Forced:
 @contextmanager
 def forced(model: Path, *, device: str = "cpu", lanes: str = "inline", **policy: object) -> Iterator[Forced]:
     """A `Forced` engine of the checkpoint in ``model``, closed at the end."""
-    processor = "cpu" if device == "cpu" else "gpu"
-    made = Forced(Policy(model=str(model), ffn_device=processor, **policy), device=device, lanes=lanes)  # type: ignore[arg-type]
+    devices = {"ffn_device": "cpu" if device == "cpu" else "gpu"}
+    made = Forced(Policy(model=str(model), **{**devices, **policy}), device=device, lanes=lanes)  # type: ignore[arg-type]
     try:
         yield made
     finally:

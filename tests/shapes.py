@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, Rou
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.profiles.stored import pages
 from moelight.scheduler.layout import Layout, MicroBatchShape, layout_of
+from moelight.scheduler.needs import misfit
 
 
 def examples(count: int) -> settings:
@@ -61,11 +64,22 @@ def small_policy(model: ModelProfile, *, discrete: bool, near: int = 0, host: in
 
 
 def small_layout(
-    moe_layers: Sequence[bool] = (True, True), *, experts: int = 4, discrete: bool = True, near: int = 0, host: int = 0
+    moe_layers: Sequence[bool] = (True, True),
+    *,
+    experts: int = 4,
+    discrete: bool = True,
+    near: int = 0,
+    host: int = 0,
+    **changes: Any,
 ) -> Layout:
-    """The pipeline of such a model and policy."""
+    """The pipeline of such a model and policy; ``changes`` are further fields of the policy.
+
+    With ``ffn_device="cpu"`` beside a GPU the experts are near the CPU, so ``near`` pages are in host memory.
+    """
     model = small_model(moe_layers, experts=experts)
-    return layout_of(model, small_policy(model, discrete=discrete, near=near, host=host), FLOAT32)
+    beside = discrete and changes.get("ffn_device", "gpu") != "cpu"
+    policy = replace(small_policy(model, discrete=beside, near=near, host=host), **changes)
+    return layout_of(model, policy, FLOAT32, discrete=discrete)
 
 
 @st.composite
@@ -86,18 +100,42 @@ def placed(draw: st.DrawFn) -> tuple[ModelProfile, Policy]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """The pipeline of any small model under any placement."""
-    model, policy = draw(placed())
-    return layout_of(model, policy, FLOAT32)
+def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
+    """The pipeline of any small model under any placement and choice of devices that ``schedule`` can serve."""
+    model = draw(models())
+    total = len(pages(model))
+    places = [("cpu", "gpu", True), ("gpu", "gpu", True), ("cpu", "split", True), ("gpu", "split", True)]
+    places += [("cpu", "cpu", True), ("gpu", "cpu", True), ("cpu", "cpu", False)]
+    named = {"gpu": "device", "split": "split", "cpu": "host"}
+    fitting = [
+        (attention, ffn, discrete)
+        for attention, ffn, discrete in places
+        if misfit(schedule, discrete=discrete, attention=attention, experts=named[ffn]) is None
+    ]
+    attention, ffn, discrete = draw(st.sampled_from(fitting))
+    near = draw(st.integers(0, total))
+    host = draw(st.integers(0, total - near)) if ffn != "cpu" else 0
+    policy = replace(
+        small_policy(model, discrete=ffn != "cpu", near=near, host=host),
+        attention_device=attention,
+        ffn_device=ffn,
+        cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
+    )
+    if attention == "gpu":
+        on_device = draw(st.sampled_from([0.0, 0.3, 1.0]))
+        policy = replace(policy, kv=Shares(device=on_device, host=1 - on_device))
+    return layout_of(model, policy, FLOAT32, discrete=discrete)
 
 
-def micro_batches(*, discrete: bool) -> st.SearchStrategy[tuple[MicroBatchShape, ...]]:
-    """The micro-batches of one pass; fresh ones only where a link makes a difference."""
+def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ...]]:
+    """The micro-batches of one pass; fresh ones only where a link makes a difference, contexts where they cross."""
+    crosses = layout.context_crosses
     one = st.builds(
         MicroBatchShape,
         tokens=st.integers(1, 40),
-        fresh=st.booleans() if discrete else st.just(False),
+        fresh=st.booleans() if layout.discrete else st.just(False),
         samples=st.booleans(),
+        context=st.integers(0, 90) if crosses else st.just(0),
+        continues=st.booleans() if crosses else st.just(False),
     )
     return st.lists(one, min_size=1, max_size=5).map(tuple)

@@ -13,7 +13,17 @@ import pytest
 import moelight
 import moelight.core
 
-NAMES = ["Completion", "Engine", "Plan", "Policy", "SamplingParams", "Workload"]
+NAMES = [
+    "Completion",
+    "Engine",
+    "Plan",
+    "Policy",
+    "SamplingParams",
+    "Workload",
+    "load_policy",
+    "optimize",
+    "simulate",
+]
 
 
 def test_the_face_is_closed() -> None:

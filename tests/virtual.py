@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
+from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
 
 
@@ -26,10 +26,14 @@ class Errand:
 
 @dataclass
 class PassState:
-    """What the micro-batches of one pass hold, as the layer each value belongs to; who is in which layer's cache."""
+    """What the micro-batches of one pass hold, as the layer each value belongs to; who is in which layer's cache; and
+    whose context is in which of the device's two buffers."""
 
+    shape: PassShape
     holds: dict[tuple[str, int], int] = field(default_factory=dict)
     cached: set[tuple[int, int]] = field(default_factory=set)
+    context: dict[Buffer, tuple[int, int]] = field(default_factory=dict)
+    computed: set[tuple[int, int]] = field(default_factory=set)
 
 
 class VirtualMachine:
@@ -49,7 +53,7 @@ class VirtualMachine:
 
     def run(self, schedule: Schedule, shape: PassShape) -> None:
         """One pass in a random order of events; AssertionError where a task finds what it must not."""
-        state, errands = PassState(), list[Errand]()
+        state, errands = PassState(shape), list[Errand]()
         for task in schedule.tasks:
             if task.kind is TaskKind.CARRIED_PAGE:
                 assert task.page is not None
@@ -68,6 +72,8 @@ class VirtualMachine:
         for j in range(len(shape.micro_batches)):
             assert state.holds["hidden", j] == layers, f"micro-batch {j} did not get through"
             assert {layer for layer, i in state.cached if i == j} == set(range(layers))
+            on_cpu = {layer for layer, crosses in enumerate(self._layout.cpu_layers) if crosses}
+            assert {layer for layer, i in state.computed if i == j} == on_cpu
 
     def _step(self) -> None:
         ready = [lane for lane, queue in self._lanes.items() if queue and all(e.done for e in queue[0].after)]
@@ -86,19 +92,56 @@ class VirtualMachine:
         if task.kind is TaskKind.EMBED:
             state.holds["hidden", j] = 0
             return
+        if task.kind is TaskKind.LOAD_KV:
+            self._load_context(task, state)
+            return
+        self._append(task, state)
+        if task.kind in (TaskKind.POST_ATTENTION, TaskKind.EXPERTS):
+            self._read_experts(errand)
+        if task.kind is TaskKind.CPU_EXPERTS:
+            state.computed.add((layer, j))
+            if self._layout.experts == "host":
+                self._read_experts(errand)
+        for i in range(len(state.shape.micro_batches)) if j < 0 else (j,):
+            self._pass_on(task, state, i)
+
+    def _pass_on(self, task: Task, state: PassState, j: int) -> None:
+        """Take the value that micro-batch ``j`` brings to this act, and leave the one it makes."""
         needs, gives = _FLOW[task.kind]
         if task.kind is TaskKind.CPU_ATTENTION and not self._layout.discrete:
             needs, gives = "qkv", "attn"
-        wanted = self._layout.model.num_layers if task.kind is TaskKind.SAMPLE else layer
+        layers = self._layout.model.num_layers
+        wanted = layers if task.kind is TaskKind.SAMPLE else task.layer
         assert state.holds.get((needs, j)) == wanted, f"{task.name} finds {state.holds.get((needs, j))} in {needs}"
-        if task.kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV):
+        alone = not self._layout.cpu_layers[task.layer]
+        if task.kind is TaskKind.POST_ATTENTION or (task.kind is TaskKind.EXPERTS and alone):
+            state.holds["hidden", j] = wanted + 1
+        elif task.kind is TaskKind.COMBINE:
+            if self._layout.experts == "split":
+                assert state.holds["device_part", j] == wanted, f"{task.name} comes before the device's experts"
+            state.holds["hidden", j] = wanted + 1
+        elif task.kind is TaskKind.EXPERTS:
+            state.holds["device_part", j] = wanted
+        elif gives is not None:
+            state.holds[gives, j] = wanted
+
+    def _append(self, task: Task, state: PassState) -> None:
+        """Keys and values enter the cache in order, after the context that the device attends over was brought up."""
+        layer, j, mine = task.layer, task.micro_batch, state.shape.micro_batches[task.micro_batch]
+        if task.kind is TaskKind.ATTENTION and self._layout.context_crosses and not mine.fresh and mine.context:
+            (buffer,) = (each for each in task.reads if each.space == "context")
+            assert state.context[buffer] == (layer, j), f"{task.name} finds the context of {state.context[buffer]}"
+        on_device = self._layout.attention == "gpu" and not self._layout.context_crosses
+        if task.kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV) or (task.kind is TaskKind.ATTENTION and on_device):
             assert all((layer, i) in state.cached for i in range(j)), f"{task.name} misses earlier keys and values"
             state.cached.add((layer, j))
-        if task.kind is TaskKind.POST_ATTENTION:
-            self._read_experts(errand)
-            layer += 1
-        if gives is not None:
-            state.holds[gives, j] = layer
+
+    def _load_context(self, task: Task, state: PassState) -> None:
+        layer, j = task.layer, task.micro_batch
+        if state.shape.micro_batches[j].continues:
+            assert all((layer, i) in state.cached for i in range(j)), f"{task.name} comes before what it brings"
+        (into,) = task.writes
+        state.context[into] = (layer, j)
 
     def _move_page(self, errand: Errand, page: Page) -> None:
         (into,) = errand.task.writes
@@ -124,6 +167,12 @@ _FLOW: dict[TaskKind, tuple[str, str | None]] = {
     TaskKind.STORE_KV: ("qkv_host", None),
     TaskKind.CPU_ATTENTION: ("qkv_host", "attn_host"),
     TaskKind.LOAD_HIDDEN: ("attn_host", "attn"),
-    TaskKind.POST_ATTENTION: ("attn", "hidden"),
+    TaskKind.POST_ATTENTION: ("attn", None),
+    TaskKind.ROUTE: ("attn", "routed"),
+    TaskKind.EXPERTS: ("routed", None),
+    TaskKind.OFFLOAD_HIDDEN: ("routed", "routed_host"),
+    TaskKind.CPU_EXPERTS: ("routed_host", "experts_host"),
+    TaskKind.LOAD_EXPERTS: ("experts_host", "experts"),
+    TaskKind.COMBINE: ("experts", None),
     TaskKind.SAMPLE: ("hidden", None),
 }

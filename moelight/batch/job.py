@@ -10,10 +10,11 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moelight.batch.forecast import about
 from moelight.batch.format import (
     BadLine,
     InputLine,
@@ -25,10 +26,12 @@ from moelight.batch.format import (
 )
 from moelight.batch.output import check_writable, whole_file
 from moelight.core.errors import InputError, MoelightError
+from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import Stats
-from moelight.observe.trace import trace_text
+from moelight.observe.trace import About, trace_text
+from moelight.optimizer.rehearse import Stage
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
 from moelight.runtime.measure import peak_rss_bytes
@@ -45,7 +48,8 @@ LONGEST_SHOWN = 400
 class JobOptions:
     """What a job is asked to do. None leaves the choice to the planner; a path of None is not written.
 
-    Memory is in bytes. ``sampling`` holds where a line does not say otherwise.
+    A ``policy`` is run as it stands, on ``model``; otherwise the planner chooses one for the machine ``hw``. Memory is
+    in bytes. ``sampling`` holds where a line does not say otherwise.
     """
 
     prompts: Path
@@ -58,6 +62,8 @@ class JobOptions:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
+    policy: Policy | None = None
+    hw: str = "auto"
     token_ids: bool = False
     stats: Path | None = None
     trace: Path | None = None
@@ -147,10 +153,10 @@ def run_job(options: JobOptions, *, progress: Progress | None = None) -> JobResu
     directory = resolve_model(options.model)
     context = profile_from_dir(directory).max_positions
     batch = _encode(itertools.chain([first], lines), Tokenizer.from_dir(directory), context=context)
-    timelines: list[Timeline] = []
+    trace = None if options.trace is None else _Trace()
     with _open_output(options.output) as write:
-        stats = _answer(batch, options, told, write, timelines if options.trace is not None else None)
-    _write_reports(options, stats, timelines)
+        stats = _answer(batch, options, told, write, trace)
+    _write_reports(options, stats, trace)
     failed = len(batch.refused)
     return JobResult(
         completed=len(batch.lines) - failed,
@@ -164,8 +170,11 @@ def open_engine(options: JobOptions, workload: Workload) -> Engine:
     """Plan and load. Torch is imported here and not before, so that refusals come at once."""
     from moelight.engine.engine import Engine
 
+    if options.policy is not None:
+        return Engine(replace(options.policy, model=options.model), device=options.device)
     return Engine.from_pretrained(
         options.model,
+        hw=options.hw,
         device=options.device,
         host_memory=options.host_memory,
         device_memory=options.device_memory,
@@ -225,7 +234,7 @@ def _answer(
     options: JobOptions,
     told: Progress,
     write: Callable[[bytes], None],
-    trace: list[Timeline] | None,
+    trace: _Trace | None,
 ) -> Stats:
     """Write every row of ``batch`` through ``write``, each as soon as those before it are written."""
     rows = _Rows(batch.lines, told, write)
@@ -233,7 +242,7 @@ def _answer(
         rows.put_all(batch.refused)
         return _nothing_ran()
     with open_engine(options, batch.workload()) as engine:
-        told.planned(engine.plan.why if engine.plan is not None else "")
+        told.planned(engine.plan.why if engine.plan is not None else _told(engine.policy))
         accepted, requests = _accept(batch, engine)
         rows.put_all(batch.refused)
         expected = sum(batch.room(asked) for asked in accepted)
@@ -241,14 +250,33 @@ def _answer(
         def on_pass() -> None:
             told.tokens(engine.progress_tokens, expected)
 
-        for completion in engine.run(requests, on_pass=on_pass, trace=trace):
+        for completion in engine.run(requests, on_pass=on_pass, trace=None if trace is None else trace.timelines):
             asked = accepted[completion.index]
             expected -= batch.room(asked) - completion.completion_tokens
             custom_id = batch.lines[asked.number].custom_id
             rows.put(asked.number, completion_row(completion, custom_id=custom_id, token_ids=options.token_ids))
         stats = engine.stats
+        if trace is not None:
+            trace.about = _predicted(engine, options, batch.workload())
     rows.check_complete()
     return stats
+
+
+def _told(policy: Policy) -> str:
+    """The one line on a policy that was given."""
+    return (
+        f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
+        f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}"
+    )
+
+
+def _predicted(engine: Engine, options: JobOptions, workload: Workload) -> About:
+    """What the ledger says of this policy, on the machine that was planned for."""
+    from moelight.engine.planning import hardware_for
+
+    hardware = hardware_for(options.hw, discrete=engine.policy.discrete)
+    stage = Stage(engine.policy, engine.profile, hardware, workload)
+    return about(stage, engine.policy.schedule, source="measured")
 
 
 def _accept(batch: _Batch, engine: Engine) -> tuple[list[_Asked], list[Request]]:
@@ -265,6 +293,14 @@ def _accept(batch: _Batch, engine: Engine) -> tuple[list[_Asked], list[Request]]
         accepted.append(asked)
         requests.append(request)
     return accepted, requests
+
+
+@dataclass(kw_only=True, slots=True)
+class _Trace:
+    """The timeline of every pass, and what the trace will say of the run."""
+
+    timelines: list[Timeline] = field(default_factory=list)
+    about: About | None = None
 
 
 class _Rows:
@@ -309,11 +345,11 @@ def _nothing_ran() -> Stats:
     )
 
 
-def _write_reports(options: JobOptions, stats: Stats, timelines: list[Timeline]) -> None:
+def _write_reports(options: JobOptions, stats: Stats, trace: _Trace | None) -> None:
     if options.stats is not None:
         with whole_file(options.stats, what="stats") as write:
             write(json.dumps(stats.as_dict(), indent=2).encode() + b"\n")
-    if options.trace is not None:
+    if options.trace is not None and trace is not None:
         with whole_file(options.trace, what="trace") as write:
-            for piece in trace_text(timelines):
+            for piece in trace_text(trace.timelines, trace.about):
                 write(piece.encode())

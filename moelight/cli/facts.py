@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -104,21 +103,12 @@ def _version(name: str) -> str | None:
 def _processor() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "name": _processor_name(),
+        "name": measure.processor_name(),
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
         "usable": usable,
         "instructions": native.cpu_features(),
     }
-
-
-def _processor_name() -> str:
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _torch() -> dict[str, Any]:

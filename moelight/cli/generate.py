@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
 from moelight.core.units import parse_bytes
 
 _Prompts = Annotated[Path, typer.Argument(metavar="PROMPTS.jsonl", help="One JSON object a line; - reads stdin.")]
-_Model = Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="A directory, a hub id, or demo, the bundled model; the policy's if it has one."
+    ),
+]
 _Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the rows go; - is stdout.")
 ]
@@ -26,7 +34,14 @@ _HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most 
 _DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory, e.g. 10GiB.")]
 _BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a pass; planned if not given.")]
 _MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a micro-batch; planned if not given.")]
-_Schedule = Annotated[str | None, typer.Option(help="The order of work: cgopipe or serial.")]
+_Schedule = Annotated[
+    str | None,
+    typer.Option(help="The order of work: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."),
+]
+_Policy = Annotated[
+    Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
+]
+_Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for; auto is this one.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU played by the CPU).")]
 _TokenIds = Annotated[bool, typer.Option("--token-ids", help="Add token_ids to every row.")]
 _Stats = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's figures here.")]
@@ -34,11 +49,12 @@ _Trace = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a 
 _Show = Annotated[
     bool | None, typer.Option("--show/--no-show", help="Prompts beside completions; default on a terminal.")
 ]
+_PLANNED = ("--batch-size", "--micro-batch-size", "--schedule", "--host-memory", "--device-memory")
 
 
 def generate(
     prompts: _Prompts,
-    model: _Model = "demo",
+    model: _Model = None,
     output: _Output = None,
     max_tokens: _MaxTokens = 256,
     temperature: _Temperature = 0.0,
@@ -51,6 +67,8 @@ def generate(
     batch_size: _BatchSize = None,
     micro_batch_size: _MicroBatchSize = None,
     schedule: _Schedule = None,
+    policy: _Policy = None,
+    hw: _Hw = "auto",
     device: _Device = "auto",
     token_ids: _TokenIds = False,
     stats: _Stats = None,
@@ -64,15 +82,19 @@ def generate(
     """
     from moelight.batch.job import JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
-    from moelight.cli.report import run_and_report
+    from moelight.cli.job_view import run_and_report
     from moelight.scheduler import SCHEDULES
 
     if schedule is not None:
         SCHEDULES.get(schedule)
+    planned = (batch_size, micro_batch_size, schedule, host_memory, device_memory)
+    chosen = None if policy is None else read_policy(policy, planned)
     as_table = show if show is not None else output is None and sys.stdout.isatty()
     options = JobOptions(
         prompts=prompts,
-        model=model,
+        model=model if model is not None else "demo" if chosen is None else chosen.model,
+        policy=chosen,
+        hw=hw,
         output=STANDARD_OUTPUT if output is None and not as_table else output,
         sampling=SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
@@ -89,3 +111,17 @@ def generate(
     )
     if run_and_report(options, as_table=as_table):
         raise typer.Exit(1)
+
+
+def read_policy(path: Path, planned: Sequence[object]) -> Policy:
+    """The policy in the file ``path``, beside which none of the options `_PLANNED` may be given.
+
+    Raises:
+        ConfigError: one of them is given, or the file is no policy.
+    """
+    from moelight.profiles.policy_files import load_policy
+
+    for option, value in zip(_PLANNED, planned, strict=True):
+        if value is not None:
+            raise ConfigError(f"--policy {path} and {option} {value} contradict each other: the policy says how to run")
+    return load_policy(path)

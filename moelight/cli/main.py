@@ -18,6 +18,12 @@ import typer.main
 from moelight import __version__
 from moelight.cli.doctor import doctor
 from moelight.cli.generate import generate
+from moelight.cli.inspect import inspect
+from moelight.cli.optimize import optimize
+from moelight.cli.profile import profile
+from moelight.cli.report import report
+from moelight.cli.roofline import roofline
+from moelight.cli.simulate import simulate
 from moelight.core.errors import UserError
 
 REFUSED, INTERNAL, INTERRUPTED, PIPE_CLOSED = 2, 70, 130, 141
@@ -26,6 +32,12 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="moelight", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(generate)
+app.command()(optimize)
+app.command()(simulate)
+app.command()(roofline)
+app.command()(report)
+app.command()(inspect)
+app.command()(profile)
 app.command()(doctor)
 
 

@@ -1,138 +1,103 @@
-"""What a person sees of a job: a bar on stderr while it runs, a table afterwards, one line on rows that failed.
-
-Knows rich and terminals. Refuses to know how a job is done.
-"""
+"""``moelight report``: a trace in figures on the terminal, and as one page to look around in."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from moelight.batch import job
-from moelight.batch.output import STANDARD_OUTPUT
-from moelight.core.units import format_bytes
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
-_KEPT_CONTROLS = "\n\t"
+    from moelight.observe.report import LaneReport, Report
 
-
-def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
-    """Run the job and return how many of its lines became error rows."""
-    table = TableOfRows() if as_table else None
-    rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
-    bar = Bar(Console(stderr=True), table) if sys.stderr.isatty() and not rows_on_screen else None
-    with bar if bar is not None else contextlib.nullcontext():
-        result = job.run_job(options, progress=bar if bar is not None else table)
-    if table is not None:
-        # Rows on stdout are for programs: the table keeps out of their way.
-        Console(stderr=options.output == STANDARD_OUTPUT).print(table.table)
-    if bar is not None:
-        bar.summarize(result, options.output)
-    if result.first_error is not None:
-        first = result.first_error
-        total = result.completed + result.failed
-        print(
-            printable(
-                f"moelight: {result.failed} of {total} lines were not served; the first is line {first.line}: "
-                f"{first.message}"
-            ),
-            file=sys.stderr,
-        )
-    return result.failed
+_Trace = Annotated[Path, typer.Argument(metavar="TRACE", help="What generate --trace or simulate --trace wrote.")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE.html", help="The page; TRACE with .html if not given.")
+]
+_FAR_OFF = 0.25
 
 
-class TableOfRows(job.Progress):
-    """Collects the rows of a job as a table of prompts beside completions."""
+def report(trace: _Trace, output: _Output = None) -> None:
+    """Hold a trace against its prediction, lane by lane.
 
-    def __init__(self) -> None:
-        self.table = Table(show_lines=True, header_style="bold", expand=False)
-        self.table.add_column("prompt", overflow="fold", ratio=1)
-        self.table.add_column("completion", overflow="fold", ratio=1)
+    Prints a table, and writes a page with the same figures and a Gantt chart to look around in.
+    """
+    from moelight.batch.output import check_writable, whole_file
+    from moelight.core.errors import InputError
+    from moelight.observe.report import report_of
+    from moelight.observe.report_page import page_text
+    from moelight.observe.trace_reading import read_trace
 
-    def row(self, shown: str, row: dict[str, Any]) -> None:
-        """Add one row; a failed one shows its error."""
-        if "error" in row:
-            answer = Text(f"error: {printable(row['error']['message'])}", style="red")
-        else:
-            answer = Text(printable(row["text"]))
-            if row["finish_reason"] == "length":
-                answer.append(" …", style="dim")
-        self.table.add_row(Text(printable(shown)), answer)
-
-
-class Bar(job.Progress):
-    """The progress bar. Rows are passed on to ``table``."""
-
-    def __init__(self, console: Console, table: TableOfRows | None) -> None:
-        self._table = table
-        self._console = console
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            _Tokens(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("loading", total=None)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._progress.stop()
-
-    def planned(self, why: str) -> None:
-        """Say how the model will be run, and start counting."""
-        self._progress.console.print(Text(printable(why), style="dim"), soft_wrap=True)
-        self._progress.reset(self._task, description="generating")
-
-    def tokens(self, done: int, expected: int) -> None:
-        """Move the bar."""
-        self._progress.update(self._task, completed=done, total=max(done, expected))
-
-    def row(self, shown: str, row: dict[str, Any]) -> None:
-        """Pass the row on."""
-        if self._table is not None:
-            self._table.row(shown, row)
-
-    def summarize(self, result: job.JobResult, output: Path | None) -> None:
-        """One line when all is done."""
-        stats = result.stats
-        where = "" if output in (None, STANDARD_OUTPUT) else f" -> {output}"
-        self._console.print(
-            Text(
-                printable(
-                    f"{result.completed} completions, {stats.completion_tokens:,} tokens in {stats.wall_s:.1f} s "
-                    f"({stats.tokens_per_s:,.0f} tok/s), load {stats.load_s:.1f} s, "
-                    f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"
-                ),
-                style="dim",
-            ),
-            soft_wrap=True,
-        )
+    page = trace.with_suffix(".html") if output is None else output
+    if page.resolve() == trace.resolve():
+        raise InputError(f"output {page}: is the same file as the trace", code="output_path")
+    if trace.is_file():
+        check_writable(page, what="output")
+    recording = read_trace(trace)
+    found = report_of(recording)
+    with whole_file(page, what="output") as write:
+        for piece in page_text(found, recording, title=trace.name):
+            write(piece.encode())
+    if str(page) != "-":
+        _print(found, page)
 
 
-class _Tokens(ProgressColumn):
-    """``1,234/16,384 tokens  56 tok/s``"""
+def _print(found: Report, page: Path) -> None:
+    from moelight.cli.tables import open_console
 
-    def render(self, task: Task) -> Text:
-        """The column's text; empty until the first pass."""
-        if task.total is None:
-            return Text("")
-        speed = "" if not task.speed else f"  {task.speed:,.0f} tok/s"
-        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{speed}")
+    console = open_console()
+    for part in _parts(found, page):
+        console.print(part)
 
 
-def printable(text: str) -> str:
-    """``text`` without what could steer a terminal: control characters are shown, not obeyed."""
-    return "".join(c if c.isprintable() or c in _KEPT_CONTROLS else c.encode("unicode_escape").decode() for c in text)
+def _parts(found: Report, page: Path) -> list[RenderableType]:
+    from rich.text import Text
+
+    from moelight.cli.tables import machine_words, printable
+    from moelight.observe.figures import seconds_text, share_text
+
+    about = found.about
+    name = str(about.policy.get("model", "")) if about is not None else ""
+    where = f" on {machine_words(about.hardware)}" if about is not None and about.hardware else ""
+    passes = f"{len(found.passes):,} {'pass' if len(found.passes) == 1 else 'passes'}"
+    head = Text(f"{printable(name)}{where} · " if name else "", style="bold")
+    head.append(f"{passes} {found.source}, {seconds_text(found.wall_s)}", style="not bold")
+    says = f"The median pass took {seconds_text(found.pass_s)}"
+    if found.predicted_pass_s is not None and found.error is not None:
+        says += f"; {seconds_text(found.predicted_pass_s)} were predicted ({share_text(found.error, signed=True)})"
+    busiest = found.busiest
+    says += f". {busiest.lane} was the busiest lane, at work for {share_text(busiest.share_of_pass)} of it."
+    return [head, Text(says), Text(), _table(found), Text(), Text(f"page: {printable(str(page))}", style="dim")]
+
+
+def _table(found: Report) -> RenderableType:
+    from moelight.cli.tables import plain_table
+
+    heads = ("lane", "predicted", found.source, "off by", "of pass", "bytes", "rate", "of roof")
+    table = plain_table(*heads, numbers=heads[1:])
+    for lane in found.lanes:
+        table.add_row(*_cells(lane))
+    return table
+
+
+def _cells(lane: LaneReport) -> list[RenderableType]:
+    from rich.text import Text
+
+    from moelight.core.units import format_bytes
+    from moelight.observe.figures import rate_text, seconds_text, share_text
+
+    none = Text("–", style="dim")
+    error = lane.error
+    far = error is not None and abs(error) > _FAR_OFF
+    return [
+        Text(lane.lane, style="bold"),
+        none if lane.predicted_s is None else seconds_text(lane.predicted_s),
+        seconds_text(lane.busy_s),
+        none if error is None else Text(share_text(error, signed=True), style="red" if far else ""),
+        share_text(lane.share_of_pass),
+        format_bytes(round(lane.bytes)) if lane.bytes else none,
+        none if lane.bytes_per_s is None else rate_text(lane.bytes_per_s),
+        none if lane.share_of_roof is None else share_text(lane.share_of_roof),
+    ]

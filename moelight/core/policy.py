@@ -91,3 +91,8 @@ class Policy:
     def num_micro_batches(self) -> int:
         """Micro-batches of a pass in which every sequence decodes."""
         return -(-self.batch_size // self.micro_batch_size)
+
+    @property
+    def discrete(self) -> bool:
+        """Whether a GPU takes part, so that a link lies between two memories."""
+        return self.ffn_device != "cpu" or self.attention_device == "gpu"

@@ -41,6 +41,8 @@ class TaskKind(str, enum.Enum):
     LOAD_EXPERTS = "load_experts"
     COMBINE = "combine"
     POST_ATTENTION = "post_attention"
+    ROUTE = "route"  # the first part of post_attention, up to the router, where experts run apart from it
+    EXPERTS = "experts"  # the second part: experts on the compute unit, of one micro-batch or (-1) of all of them
     SAMPLE = "sample"
     READ_PAGE = "read_page"
     STAGE_PAGE = "stage_page"

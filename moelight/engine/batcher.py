@@ -7,12 +7,13 @@ one place: waiting, alive, or finished.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request
-from moelight.hrm.footprint import pass_tokens
+from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 
 
@@ -74,8 +75,10 @@ class Batcher:
     """Admits, packs and retires. A request holds KV blocks for its longest possible answer from its admission on, so
     nothing alive is ever pushed out."""
 
-    def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool) -> None:
-        self._policy, self._pool, self._discrete = policy, pool, discrete
+    def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool, window: int | None = None) -> None:
+        """``window``: the positions that the model's attention sees, if not all."""
+        self._policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
+        self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._waiting: deque[Generation] = deque()
         self._alive: list[Generation] = []
 
@@ -102,6 +105,25 @@ class Batcher:
         """KV blocks a request holds while it is alive, if it may reach ``tokens``."""
         return -(-tokens // self._policy.kv_block_size)
 
+    def check_buffer(self, tokens: int) -> None:
+        """Refuse a request that may reach ``tokens`` where the device attends, and its buffer for the contexts of one
+        micro-batch is too small for this one alone.
+
+        Raises:
+            InputError: says how much there is, and what would do.
+        """
+        policy, room = self._policy, self._buffer_tokens
+        need = tokens if self._window is None else min(tokens, self._window - 1 + policy.micro_batch_tokens)
+        if room is None or need <= room:
+            return
+        least = -(-4 * need * policy.batch_size // (5 * policy.kv_tokens))
+        more = f"a micro_batch_size of {least}" if need <= policy.kv_tokens else f"kv_tokens of {need}"
+        raise InputError(
+            f"prompt and completion may reach {tokens} tokens, a buffer for the contexts of one micro-batch holds "
+            f"{room}; lower max_tokens, or take {more} or more",
+            code="kv_capacity_exceeded",
+        )
+
     def next_pass(self) -> list[Load]:
         """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow."""
         room = pass_tokens(self._policy)
@@ -120,7 +142,8 @@ class Batcher:
         if not self._discrete:
             return loads + self._pack(decoding + rest)
         fresh = [piece for piece in rest if piece.start == 0]
-        return loads + self._pack(fresh) + self._pack(decoding + [piece for piece in rest if piece.start])
+        cached = decoding + [piece for piece in rest if piece.start]
+        return loads + self._pack(fresh) + self._pack(cached, in_buffer=True)
 
     def advance(self, piece: Piece, token: int | None) -> None:
         """``piece`` is in the cache now, and ``token`` follows if the piece completed its sequence."""
@@ -161,36 +184,60 @@ class Batcher:
             rest.append(Piece(generation=piece.generation, start=start, count=left))
         return whole, rest
 
-    def _pack(self, pieces: list[Piece]) -> list[Load]:
-        parts = partition(pieces, max_items=self._policy.micro_batch_size, max_tokens=self._policy.micro_batch_tokens)
+    def _pack(self, pieces: list[Piece], *, in_buffer: bool = False) -> list[Load]:
+        """``in_buffer``: where the device attends, all that these pieces see must fit its buffer together."""
+        parts = partition(
+            pieces,
+            max_items=self._policy.micro_batch_size,
+            max_tokens=self._policy.micro_batch_tokens,
+            max_seen=self._buffer_tokens if in_buffer else None,
+            seen=lambda piece: self._buffered(piece.start, piece.count),
+        )
         return [self._load(part) for part in parts]
+
+    def _buffered(self, start: int, count: int) -> int:
+        """Places in the buffer for ``count`` tokens after ``start`` earlier ones."""
+        return count + (start if self._window is None else min(start, self._window - 1))
 
     def _load(self, pieces: list[Piece]) -> Load:
         fresh = self._discrete and all(piece.start == 0 for piece in pieces)
         return Load(pieces=tuple(sorted(pieces, key=lambda piece: piece.count > 1)), fresh=fresh)
 
 
-def partition(pieces: Sequence[Piece], *, max_items: int, max_tokens: int) -> list[list[Piece]]:
+def partition(
+    pieces: Sequence[Piece],
+    *,
+    max_items: int,
+    max_tokens: int,
+    max_seen: int | None = None,
+    seen: Callable[[Piece], int] = lambda piece: piece.start + piece.count,
+) -> list[list[Piece]]:
     """Algorithm 2 (appendix A.2), mended: longest first, each into the lightest partition that has room.
 
     The published form tries one partition and drops what does not fit; here every partition is tried, then a new one
-    is opened, so each piece lands in exactly one. Equal token counts are balanced by context length.
+    is opened, so each piece lands in exactly one. Equal token counts are balanced by context length. With
+    ``max_seen``, the ``seen`` tokens of a partition are bounded too; a piece above the bound is alone.
     """
     tokens = sum(piece.count for piece in pieces)
     least = max(-(-len(pieces) // max_items), -(-tokens // max_tokens))
+    if max_seen is not None:
+        least = max(least, min(len(pieces), -(-sum(map(seen, pieces)) // max_seen)))
     parts: list[list[Piece]] = [[] for _ in range(least)]
     loads = [(0, 0)] * least
     for piece in sorted(pieces, key=lambda piece: (-piece.count, -piece.start)):
-        by_load = sorted(range(len(parts)), key=loads.__getitem__)
-        fits = (p for p in by_load if len(parts[p]) < max_items and loads[p][0] + piece.count <= max_tokens)
-        chosen = next(fits, None)
-        if chosen is None:
-            chosen = len(parts)
+
+        def fits(at: int, piece: Piece = piece) -> bool:
+            if len(parts[at]) >= max_items or loads[at][0] + piece.count > max_tokens:
+                return False
+            return max_seen is None or not parts[at] or seen(piece) + sum(map(seen, parts[at])) <= max_seen
+
+        chosen = next(filter(fits, sorted(range(len(parts)), key=loads.__getitem__)), len(parts))
+        if chosen == len(parts):
             parts.append([])
             loads.append((0, 0))
         parts[chosen].append(piece)
         loads[chosen] = (loads[chosen][0] + piece.count, loads[chosen][1] + piece.start)
-    return parts
+    return [part for part in parts if part]
 
 
 def _piece(generation: Generation, count: int) -> Piece:

@@ -19,12 +19,12 @@ from moelight.core.units import parse_bytes
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
 from moelight.engine.passes import PassRunner
-from moelight.engine.planning import plan_for, resolve
+from moelight.engine.planning import Wishes, plan_for, resolve
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import LaneTotals, Stats
-from moelight.optimizer.plan import Plan, Wishes
+from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import idle_s
 from moelight.runtime.machine import find_machine
@@ -48,7 +48,7 @@ class Engine:
 
         Args:
             policy: a policy, or a plan that holds one.
-            device: ``auto`` (what the policy's ``ffn_device`` asks for), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a
+            device: ``auto`` (what the policy's devices ask for), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a
                 stand-in for a GPU in host memory).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, where the caller has it already.
@@ -59,13 +59,15 @@ class Engine:
         began = time.perf_counter()
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
-        machine = find_machine("cpu" if device == "auto" and given.ffn_device == "cpu" else device)
+        machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         self._source = source or open_source(given.model)
         self.profile = self._source.profile
         self.policy = resolve(given, self.profile, discrete=machine.discrete)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
         self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes)
-        self._batcher = Batcher(self.policy, self._passes.pool, discrete=machine.discrete)
+        self._batcher = Batcher(
+            self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
+        )
         self._totals = LaneTotals(self._passes.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
@@ -93,7 +95,8 @@ class Engine:
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
-            hw: a hardware profile's name or file, or ``auto`` for typical rates of this kind of machine.
+            hw: a hardware profile's name or file; ``auto`` is this machine as `moelight profile` measured it, or a
+                typical one of its kind.
             host_memory, device_memory: bytes, or a size such as ``"16GiB"``; None takes most of what is free.
         """
         source = open_source(str(model))
@@ -160,6 +163,7 @@ class Engine:
                 "lower max_tokens or allow more host memory",
                 code="kv_capacity_exceeded",
             )
+        self._batcher.check_buffer(longest)
 
     def run(
         self,

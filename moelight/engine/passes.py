@@ -6,7 +6,7 @@ Knows how loads become micro-batches, a schedule and a timeline. Refuses to know
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -14,21 +14,25 @@ from torch import Tensor
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
-from moelight.core.schedule import Lane, Schedule
+from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import Load, Piece
 from moelight.engine.source import Source
 from moelight.hrm import costs
-from moelight.hrm.footprint import footprint, kv_blocks, pass_tokens
+from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_tokens, pass_tokens
 from moelight.hrm.placement import place
 from moelight.kernels.products import Workspace
 from moelight.memory.arena import allocate, typed
-from moelight.memory.kv import BlockPool, KVCache
+from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
+from moelight.runtime.attending import Act, DeviceAttention, HostAttention
+from moelight.runtime.context import Chunk, find_context
+from moelight.runtime.crossing import CrossingArena
 from moelight.runtime.executor import Executor
 from moelight.runtime.machine import Machine, open_lanes
-from moelight.runtime.microbatch import Chunk, Crossing, MicroBatch, pack
+from moelight.runtime.microbatch import MicroBatch, pack
+from moelight.runtime.mixing import KeptArena, Mixing
 from moelight.runtime.ops import Operations
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
@@ -65,8 +69,14 @@ class PassRunner:
     def _load(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
         policy, profile = self._policy, self._profile
         arenas = allocate(footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype), device)
-        self._hidden = typed(arenas["hidden"], dtype, (pass_tokens(policy), profile.hidden_size))
-        self._crossing = arenas.get("crossing")
+        tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
+        self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
+        self._crossing: CrossingArena | None = None
+        if "crossing" in arenas:
+            self._crossing = CrossingArena(arenas["crossing"], profile, policy, self.dtype, tokens)
+        self._kept: KeptArena | None = None
+        if "mixture" in arenas:
+            self._kept = KeptArena(arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
         weights = load_dense(source.weight_map, profile, arenas["dense"], dtype)
         pages = PageStore(
             place(profile, policy),
@@ -76,18 +86,36 @@ class PassRunner:
             view=lambda slot: page_views(slot, profile, dtype),
         )
         pages.load(self._reader.read)
-        cache = KVCache(
-            arenas["kv"],
-            profile.attention,
-            num_layers=profile.num_layers,
-            blocks=self.pool.blocks,
-            block_size=policy.kv_block_size,
-            dtype=dtype,
-        )
         sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype)
-        space = Workspace(arenas["work"], sizes, profile.hidden_size, dtype)
-        self.decoder = Decoder(profile, weights, space)
-        self._operations = Operations(self.decoder, pages, cache, self._reader.read)
+        spaces = {name: Workspace(arenas[name], sizes, hidden, dtype) for name in {"work", "host_work"} & set(arenas)}
+        self.decoder = Decoder(profile, weights, spaces["work"])
+        self._operations = Operations(
+            self.decoder,
+            pages,
+            attention=self._attention(arenas, dtype),
+            mixing=Mixing(
+                self.decoder,
+                pages,
+                host_space=spaces.get("host_work"),
+                kept=self._kept,
+                most_rows=policy.micro_batch_tokens,
+            ),
+            read_page=self._reader.read,
+        )
+
+    def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
+        """What attention does, on the host or on the device, over a cache on the host or on the device."""
+        policy, spec, layers = self._policy, self._profile.attention, self._profile.num_layers
+        blocks, size = self.pool.blocks, policy.kv_block_size
+        if policy.attention_device == "cpu":
+            paged = KVCache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
+            return HostAttention(spec, paged).table
+        there = policy.kv.device > 0
+        cache = TokenCache(
+            arenas["device_kv" if there else "kv"], spec, num_layers=layers, slots=blocks * size, dtype=dtype
+        )
+        shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
+        return DeviceAttention(spec, cache, typed(arenas["kv_buffer"], dtype, shape), cached_there=there).table
 
     def run(self, loads: Sequence[Load], choose: Choose, *, follows: bool) -> tuple[Timeline, list[list[int]]]:
         """One pass. ``choose(pieces, logits)`` picks the new tokens of the pieces that complete their sequences.
@@ -97,10 +125,7 @@ class PassRunner:
         """
         micro_batches = self._pack(loads)
         shape = PassShape(
-            micro_batches=tuple(
-                MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=len(mb.sample_rows) > 0)
-                for load, mb in zip(loads, micro_batches, strict=True)
-            ),
+            micro_batches=tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True)),
             carried=self._executor.carried,
             wraps=follows,
         )
@@ -119,6 +144,13 @@ class PassRunner:
         """Stop the lanes, close the files."""
         self._opened.close()
 
+    def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
+        samples = len(mb.sample_rows) > 0
+        if mb.context is None or not self._layout.context_crosses:
+            return MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples)
+        continues = any(piece.start > piece.generation.computed for piece in load.pieces)
+        return MicroBatchShape(tokens=load.tokens, samples=samples, context=mb.context.tokens, continues=continues)
+
     def _pack(self, loads: Sequence[Load]) -> list[MicroBatch]:
         packed, row = [], 0
         for load in loads:
@@ -131,20 +163,33 @@ class PassRunner:
                 )
                 for piece in load.pieces
             ]
-            hidden, crossing = self._hidden[row : row + load.tokens], self._crossing_share(row, load.tokens)
+            mb = pack(
+                chunks,
+                block_size=self._policy.kv_block_size,
+                hidden=self._hidden[row : row + load.tokens],
+                crossing=self._crossing.share(row, load.tokens) if self._crossing is not None else None,
+                kept=self._kept.rows(row, load.tokens) if self._kept is not None else None,
+                fresh=load.fresh,
+            )
             row += load.tokens
-            size = self._policy.kv_block_size
-            packed.append(pack(chunks, block_size=size, hidden=hidden, crossing=crossing, fresh=load.fresh))
+            if self._policy.attention_device == "gpu":
+                self._find_context(mb, chunks)
+            packed.append(mb)
         return packed
 
-    def _crossing_share(self, row: int, tokens: int) -> Crossing | None:
-        if self._crossing is None:
-            return None
-        up = costs.hidden_bytes(self._profile, self.dtype, 1)
-        each = costs.qkv_bytes(self._profile, self.dtype, 1) + up
-        return Crossing(self._crossing[row * each : (row + tokens) * each], tokens * up, to_torch(self.dtype))
+    def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
+        """Where the device finds what came before, and puts what is new if it holds the cache."""
+        device, there = mb.hidden.device, self._policy.kv.device > 0
+        if there:
+            mb.device_slots = mb.cache_slots.to(device)
+        if not mb.fresh:
+            size, window = self._policy.kv_block_size, self._profile.attention.window
+            mb.context = find_context(chunks, block_size=size, window=window, device=device, cached_there=there)
 
     def _schedule(self, shape: PassShape) -> Schedule:
+        """Kept by shape, but where contexts cross: those differ from pass to pass."""
+        if self._layout.context_crosses:
+            return self._build(self._layout, shape)
         if shape in self._schedules:
             self._schedules.move_to_end(shape)
         else:

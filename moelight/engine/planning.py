@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.engine.source import Source
-from moelight.hrm.estimate import Rates
-from moelight.optimizer.plan import Budgets, Plan, Wishes, fit
-from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
+from moelight.hrm.costs import page_bytes
+from moelight.hrm.speeds import speeds_of
+from moelight.optimizer.optimize import best_plan
+from moelight.optimizer.plan import Plan
+from moelight.optimizer.problem import Fixed, Problem
+from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.stored import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine
+from moelight.runtime.machine_profile import kept_profile
 from moelight.runtime.measure import available_bytes
 from moelight.scheduler import SCHEDULES
+from moelight.scheduler.needs import NEEDS, check_policy, misfit
 
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}
 _DEFAULT_CONTEXT = 1024
-_DISK_BYTES_PER_S = 2e9  # a plain NVMe drive, for profiles that name no disk
+# A plain NVMe drive, for profiles that name no disk: the checkpoint lies on one.
+_PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the user fixed; None leaves the choice to the plan."""
+
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    schedule: str = "cgopipe"
 
 
 def plan_for(
@@ -33,33 +51,78 @@ def plan_for(
     wishes: Wishes,
     workload: Workload,
 ) -> Plan:
-    """The plan for ``source`` on ``machine``; memory limits that are None are 90 % of what is free now.
+    """The plan for ``source`` on ``machine``, of the policies that this engine carries out; memory limits that are None
+    are 90 % of what is free now.
 
     Raises:
-        BudgetError, ConfigError: see `fit`.
+        BudgetError, ConfigError: see `optimize`.
     """
     SCHEDULES.get(wishes.schedule)
-    device = None
+    limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
-        device = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
+        limits["device"] = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
     elif device_memory is not None:
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
-    host = host_memory or int(FREE_SHARE * available_bytes())
-    return fit(
-        name,
-        source.profile,
-        workload,
-        Budgets(host=host, device=device),
+    devices = _devices(wishes.schedule, discrete=machine.discrete)
+    hardware = hardware_for(hw, discrete=machine.discrete)
+    sizes = {"batch_size": wishes.batch_size, "micro_batch_size": wishes.micro_batch_size}
+    problem = Problem(
+        name=name,
+        model=source.profile,
+        speeds=speeds_of(hardware),
+        workload=workload,
+        capacity_bytes={**limits, "disk": checkpoint_bytes(source)},
         dtype=machine.native_dtype(source.weight_map.dtype),
-        rates=rates_of(hw, discrete=machine.discrete),
-        wishes=wishes,
+        fixed={
+            **devices,
+            "schedule": wishes.schedule,
+            **{key: value for key, value in sizes.items() if value is not None},
+        },
+        programme=False,
     )
+    return best_plan(problem, hardware, limits, proof=False)
 
 
-def rates_of(hw: str, *, discrete: bool) -> Rates:
-    """Rates of the hardware profile ``hw``; ``auto`` takes those of a typical machine of this kind."""
-    profile = load_hardware_profile(_TYPICAL[discrete] if hw == "auto" else hw)
-    return _rates(profile, discrete=discrete)
+def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
+    """Where a planned engine attends and computes experts: beside its cache in host memory, and near the pages; on the
+    GPU, with the cache in host memory, for orders that are about that.
+
+    Raises:
+        ConfigError: the order needs a GPU, and there is none.
+    """
+    on_gpu = "cpu" not in NEEDS[schedule].attention
+    reason = misfit(schedule, discrete=discrete, attention="gpu" if on_gpu else "cpu", experts="device")
+    if reason is not None:
+        raise ConfigError(f"schedule {schedule!r} {reason}")
+    if on_gpu:
+        return {"attention_device": "gpu", "ffn_device": "gpu", "kv.host": 1.0}
+    return {"attention_device": "cpu", "ffn_device": "gpu" if discrete else "cpu"}
+
+
+def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
+    """The hardware profile ``hw``, with a disk in any case. ``auto`` is this machine where somebody has measured it
+    (`moelight profile`), else a typical one of its kind.
+
+    Raises:
+        ConfigError: no such profile, or one of a machine of the other kind.
+    """
+    measured = kept_profile() if hw == "auto" else None
+    if measured is not None and (measured.tier("device") is not None) == discrete:
+        profile = measured
+    else:
+        profile = load_hardware_profile(_TYPICAL[discrete] if hw == "auto" else hw)
+    if (profile.tier("device") is not None) != discrete:
+        kind = "with" if discrete else "without"
+        raise ConfigError(f"hardware profile {profile.name!r} does not describe a machine {kind} a GPU")
+    if profile.tier("disk") is None:
+        profile = replace(profile, tiers=(*profile.tiers, _PLAIN_DISK))
+    return profile
+
+
+def checkpoint_bytes(source: Source) -> int:
+    """Every page lies in the checkpoint, so every one may be streamed from there."""
+    model = source.profile
+    return len(pages(model)) * page_bytes(model, FLOAT32)
 
 
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
@@ -71,31 +134,23 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         ConfigError: the policy needs a device that is not there, or something this engine does not do.
     """
     SCHEDULES.get(policy.schedule)
-    if (policy.ffn_device == "gpu") != discrete:
+    if policy.discrete != discrete:
         there = "a GPU" if discrete else "no GPU"
-        raise ConfigError(f"ffn_device is {policy.ffn_device!r}, but the machine has {there}")
-    if policy.attention_device != "cpu" or policy.kv.host != 1.0:
-        raise ConfigError("the KV cache lives in host memory, so attention_device must be 'cpu' and kv host=1")
+        name = "attention_device" if policy.ffn_device == "cpu" != policy.attention_device else "ffn_device"
+        raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {there}")
+    check_policy(policy, discrete=discrete)
+    if policy.attention_device == "gpu" and policy.kv.host not in (0.0, 1.0):
+        raise ConfigError(
+            f"kv host={policy.kv.host:g}: this engine keeps the whole KV cache in one place; take kv host=1 or device=1"
+        )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
     if policy.kv_dtype not in ("auto", policy.weight_dtype):
         raise ConfigError(f"kv_dtype {policy.kv_dtype!r} must be the weights' dtype; leave it at auto")
+    if policy.weight_dtype != "auto" and dtype_named(policy.weight_dtype).group:
+        raise ConfigError(
+            f"this engine does not compute with {policy.weight_dtype} weights; leave weight_dtype at auto"
+        )
     if policy.kv_tokens:
         return policy
     return replace(policy, kv_tokens=policy.batch_size * min(model.max_positions, _DEFAULT_CONTEXT))
-
-
-def _rates(profile: HardwareProfile, *, discrete: bool) -> Rates:
-    near = profile.tier("device" if discrete else "host")
-    unit = profile.processor("gpu" if discrete else "cpu")
-    host, disk, link = profile.tier("host"), profile.tier("disk"), profile.link("host", "device")
-    if near is None or unit is None or host is None or (discrete and link is None):
-        kind = "with" if discrete else "without"
-        raise ConfigError(f"hardware profile {profile.name!r} does not describe a machine {kind} a GPU")
-    return Rates(
-        disk=disk.bandwidth_bytes_per_s if disk else _DISK_BYTES_PER_S,
-        link=link.bandwidth_bytes_per_s if link else host.bandwidth_bytes_per_s,
-        near_memory=near.bandwidth_bytes_per_s * unit.count,
-        host_memory=host.bandwidth_bytes_per_s,
-        flops=unit.peak_flops * unit.count,
-    )

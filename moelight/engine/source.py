@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moelight.models.features import require_computable
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.model import ModelProfile
 from moelight.weights.names import WeightMap, locate
@@ -24,8 +25,9 @@ def open_source(model: str) -> Source:
     """Find ``model`` and audit it: every tensor present, of the right shape, none left over.
 
     Raises:
-        CheckpointError, ConfigError: see `resolve_model`, `profile_from_dir`, `locate`.
+        CheckpointError, ConfigError: see `resolve_model`, `profile_from_dir`, `require_computable`, `locate`.
     """
     directory = resolve_model(model)
     profile = profile_from_dir(directory)
+    require_computable(profile, where=str(directory / "config.json"))
     return Source(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))

@@ -1,8 +1,17 @@
-"""The ledger: bytes of every thing a pass stores or moves, each written once. Floor 3 and above only ask."""
+"""The ledger: bytes and flops of every thing a pass stores, moves or computes, each written once.
+
+Floor 3 and above only ask. Counts of tokens may be numbers or arrays. Symbols of MoE-Lightning (table 1): h1 hidden
+size, h2 expert width, n_e experts, k of them per token, n_q and n_kv heads.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.units import align_up
@@ -12,11 +21,17 @@ from moelight.profiles.stored import dense_tensors, page_shapes
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
+_AFTER_ATTENTION = ("o", "router", "dense", "shared")
+
+
+def page_elements(model: ModelProfile) -> int:
+    """Numbers in one expert: 3 h1 h2."""
+    return sum(rows * columns for rows, columns in page_shapes(model).values())
 
 
 def page_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one expert: gate, up and down."""
-    return sum(rows * columns for rows, columns in page_shapes(model).values()) * dtype.itemsize
+    """Bytes of one expert: gate, up and down. W_i of the paper is n_e of these."""
+    return sum(dtype.bytes_for(rows * columns) for rows, columns in page_shapes(model).values())
 
 
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
@@ -24,29 +39,134 @@ def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)
 
 
+@lru_cache(maxsize=64)
 def dense_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of everything outside the experts, each tensor aligned for vector loads."""
     return sum(align_up(tensor.elements * dtype.itemsize, TENSOR_ALIGNMENT) for tensor in dense_tensors(model))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerElements:
+    """Numbers in the matrices that one layer multiplies every token with, by act; experts aside."""
+
+    before_attention: int
+    after_attention: int
+
+
+@lru_cache(maxsize=64)
+def layer_elements(model: ModelProfile) -> tuple[LayerElements, ...]:
+    """For each layer: projections into attention; and the output projection, router, shared experts or dense layer."""
+    before, after = [0] * model.num_layers, [0] * model.num_layers
+    for tensor in dense_tensors(model):
+        if tensor.layer >= 0 and len(tensor.shape) > 1:
+            (after if tensor.name.startswith(_AFTER_ATTENTION) else before)[tensor.layer] += tensor.elements
+    return tuple(
+        LayerElements(before_attention=first, after_attention=second)
+        for first, second in zip(before, after, strict=True)
+    )
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(model: ModelProfile) -> tuple[tuple[LayerElements, bool, int], ...]:
+    """``(elements, has experts, how many layers)`` for each kind of layer."""
+    kinds = Counter(zip(layer_elements(model), model.moe_layers, strict=True))
+    return tuple((elements, moe, count) for (elements, moe), count in kinds.items())
+
+
+def head_elements(model: ModelProfile) -> int:
+    """Numbers in the matrix that turns a hidden state into logits."""
+    return model.vocab_size * model.hidden_size
+
+
+def product_flops(rows: Any, elements: int) -> Any:
+    """A product of ``rows`` vectors with a matrix: one multiplication and one addition for each number."""
+    return 2.0 * rows * elements
+
+
+def attention_flops(model: ModelProfile, pairs: Any) -> Any:
+    """One layer: scores and values over ``pairs`` of a query token and a position it sees.
+
+    Grouped queries: 4 n_q d a pair (the paper counts the 2 n_q d of the scores alone). Latent attention in absorbed
+    form: scores over the latent and rotary widths, values over the latent.
+    """
+    spec = model.attention
+    if spec.latent is not None:
+        return 2.0 * pairs * spec.num_heads * (2 * spec.latent.kv_lora_rank + spec.latent.rope_head_dim)
+    return 4.0 * pairs * spec.q_dim
+
+
+def seen_positions(model: ModelProfile, context: Any) -> Any:
+    """Positions that a token with ``context`` of them sees, summed over the layers: all, or a window's."""
+    spec = model.attention
+    windowed = 0 if spec.window is None else sum(spec.window_layers) if spec.window_layers else model.num_layers
+    window = context if spec.window is None else np.minimum(context, spec.window)
+    return (model.num_layers - windowed) * context + windowed * window
+
+
+def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
+    """Experts of one layer that at least one of ``tokens`` meets under uniform routing: E (1 - (1 - k/E)^t)."""
+    experts, top_k = model.experts.num_experts, model.router.top_k
+    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+
+
+def kv_layer_bytes(model: ModelProfile, dtype: DType) -> int:
+    """Bytes one token leaves in the cache of one layer: keys and values, or the latent."""
+    return dtype.bytes_for(model.attention.cache_width)
+
+
 def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one token's keys and values over all layers."""
-    return 2 * model.num_layers * model.attention.kv_dim * dtype.itemsize
+    """Bytes of one token's cache over all layers."""
+    return model.num_layers * kv_layer_bytes(model, dtype)
 
 
 def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
     """D1 (section 4.1): queries, keys and values of ``tokens`` tokens of one layer, device to host."""
-    return tokens * (model.attention.q_dim + 2 * model.attention.kv_dim) * dtype.itemsize
+    return tokens * (attention_width(model) + model.attention.cache_width) * dtype.itemsize
 
 
 def kv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
     """Keys and values alone: what a prompt that attended on the device sends down."""
-    return tokens * 2 * model.attention.kv_dim * dtype.itemsize
+    return tokens * model.attention.cache_width * dtype.itemsize
 
 
 def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
     """D2 (section 4.1): the attention output of ``tokens`` tokens of one layer, host to device."""
-    return tokens * model.attention.q_dim * dtype.itemsize
+    return tokens * attention_out_width(model) * dtype.itemsize
+
+
+def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
+    """The hidden states of ``tokens`` tokens: what experts read, and what they give back."""
+    return tokens * model.hidden_size * dtype.itemsize
+
+
+def routed_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
+    """What experts across a link are sent: hidden states, and the ids and weights of the experts of each token."""
+    return residual_bytes(model, dtype, tokens) + tokens * routing_bytes(model)
+
+
+def routing_bytes(model: ModelProfile) -> int:
+    """The experts of one token: an id (int32) and a weight (float32) each."""
+    return 8 * model.router.top_k
+
+
+def attention_width(model: ModelProfile) -> int:
+    """Numbers in the queries of one token; absorbed queries are as wide as the latent and the rotary part."""
+    spec = model.attention
+    if spec.latent is not None:
+        return spec.num_heads * (spec.latent.kv_lora_rank + spec.latent.rope_head_dim)
+    return spec.q_dim
+
+
+def attention_out_width(model: ModelProfile) -> int:
+    """Numbers that attention gives for one token."""
+    spec = model.attention
+    return spec.num_heads * spec.latent.kv_lora_rank if spec.latent is not None else spec.q_dim
+
+
+def staging_passes(*, from_disk: bool) -> int:
+    """How often host memory is touched for one streamed byte: written and read by the link, and read once more where
+    a copy from pageable memory comes first."""
+    return 2 if from_disk else 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,73 +1,153 @@
-"""Seconds of one steady pass under each roof: the link, the memory, the arithmetic. The largest binds.
+"""Seconds of a whole job and of its passes, by lane: what the engine really does, priced by the ledger.
 
-A steady pass carries one decode token of every living sequence and the share of prompts that replaces those that end
-(DESIGN 2.2): with generations of ``gen_len`` tokens, one sequence in ``gen_len`` is new in every pass.
+Passes with prompts riding along and slots refilled (``job``), whole pages, both crossings, contention for host memory,
+the cost of launching (``lanes``, ``acts``). Works on one policy or on arrays of candidates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from moelight.core.dtypes import DType
+import numpy as np
+
+from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.hrm import costs
-from moelight.hrm.placement import place
+from moelight.hrm.acts import Acts
+from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes
+from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of
+from moelight.hrm.lanes import Homes, PassCost, pass_cost
+from moelight.hrm.orders import pass_s
+from moelight.hrm.placement import Placement, place
+from moelight.hrm.speeds import Speeds
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """What a machine sustains: bytes per second from disk, over the link, from the compute unit's and the host's
-    memory; flop per second of the compute unit. ``link`` does not matter on a machine without a GPU."""
+class Phase:
+    """One kind of pass of a job: how many, what each carries, seconds of one, and of work on each lane."""
 
-    disk: float
-    link: float
-    near_memory: float
-    host_memory: float
-    flops: float
+    name: str
+    passes: float
+    decode_tokens: float
+    prompt_tokens: float
+    seconds: float
+    lanes: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Seconds per pass by roof, and end-to-end generated tokens per second."""
+    """What a policy promises.
 
-    roofs_s: dict[str, float]
+    Attributes:
+        layer_s, pass_s: one layer, one pass in which every slot decodes.
+        decode_tokens_per_s: of such passes alone.
+        tokens_per_s: generated tokens over the whole time, prompts included.
+        lanes: seconds of work per lane in one such pass.
+        binding: the lane that is busiest over the whole job.
+        phases: the kinds of passes the job consists of.
+    """
+
+    layer_s: float
+    pass_s: float
+    decode_tokens_per_s: float
     tokens_per_s: float
-
-    @property
-    def binding(self) -> str:
-        """The roof that binds."""
-        return max(self.roofs_s, key=self.roofs_s.__getitem__)
+    lanes: Mapping[str, float]
+    binding: str
+    phases: tuple[Phase, ...] = field(default=())
 
 
-def flops_per_token(model: ModelProfile, dtype: DType) -> float:
-    """Two per weight that a token meets: everything outside the experts, and ``top_k`` experts in each MoE layer."""
-    item = dtype.itemsize
-    dense = costs.dense_bytes(model, dtype) / item - model.vocab_size * model.hidden_size * (not model.tie_embeddings)
-    experts = model.num_moe_layers * model.router.top_k * costs.page_bytes(model, dtype) / item
-    return 2.0 * (dense + experts)
+def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> Acts:
+    """The acts of ``policy``; ``dtype`` is what units work in where it is not the model's own."""
+    own = dtype or dtype_named(model.dtype)
+    return Acts(
+        model=model,
+        speeds=speeds,
+        dtype=own,
+        kv_dtype=own if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype),
+        page_dtype=own if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype),
+        attention_device=policy.attention_device,
+        ffn_device=policy.ffn_device,
+    )
 
 
-def estimate(model: ModelProfile, policy: Policy, workload: Workload, *, dtype: DType, rates: Rates) -> Estimate:
-    """Roofs of a steady pass of ``policy``."""
-    placement = place(model, policy)
-    page = costs.page_bytes(model, dtype)
-    context = workload.prompt_len + workload.gen_len / 2
-    alive = min(policy.batch_size, workload.num_requests, policy.kv_tokens / (workload.prompt_len + workload.gen_len))
-    alive = max(alive, 1.0)
-    prompt_tokens = alive * workload.prompt_len / workload.gen_len
-    sweeps = -(-alive // policy.micro_batch_size) + prompt_tokens / policy.micro_batch_tokens
-    weights = costs.dense_bytes(model, dtype) + len(placement.homes) * page
-    roofs = {
-        "disk": len(placement.on("disk")) * page / rates.disk,
-        "memory": sweeps * weights / rates.near_memory,
-        "compute": (alive + prompt_tokens) * flops_per_token(model, dtype) / rates.flops,
-        "attention": alive * context * costs.kv_token_bytes(model, dtype) / rates.host_memory,
-    }
-    if placement.near == "device":
-        roofs["link"] = len(placement.streamed) * page / rates.link
-        seconds = max(roofs.values())
-    else:
-        seconds = max(roofs["disk"], max(roofs["memory"], roofs["compute"]) + roofs["attention"])
-    return Estimate(roofs_s=roofs, tokens_per_s=alive / seconds)
+def homes_of(placement: Placement, policy: Policy) -> Homes:
+    """The counts of a placement, page by page."""
+    from_disk = sum(placement.homes[page] == "disk" for page in placement.streamed)
+    return Homes(
+        from_host=len(placement.streamed) - from_disk,
+        from_disk=from_disk,
+        computed=len(placement.computed),
+        device_kv=policy.kv.device,
+    )
+
+
+def estimate(
+    model: ModelProfile, policy: Policy, workload: Workload, speeds: Speeds, *, dtype: DType | None = None
+) -> Estimate:
+    """The estimate of one resolved policy."""
+    acts, homes = acts_of(model, policy, speeds, dtype), homes_of(place(model, policy), policy)
+    kinds = passes_of(workload, policy.batch_size, policy.micro_batch_tokens)
+    phases = tuple(
+        _phase(acts, policy, homes, name, kinds.kind(index))
+        for index, name in enumerate(KINDS)
+        if kinds.count[index] > 0
+    )
+    steady = _phase(acts, policy, homes, "decode", decode_pass(workload, policy.batch_size))
+    total_s = sum(phase.passes * phase.seconds for phase in phases)
+    busy: dict[str, float] = {}
+    for phase in phases:
+        for lane, seconds in phase.lanes.items():
+            busy[lane] = busy.get(lane, 0.0) + phase.passes * seconds
+    return Estimate(
+        layer_s=steady.seconds / model.num_layers,
+        pass_s=steady.seconds,
+        decode_tokens_per_s=steady.decode_tokens / steady.seconds,
+        tokens_per_s=workload.num_requests * workload.gen_len / total_s,
+        lanes=steady.lanes,
+        binding=max(busy, key=busy.__getitem__),
+        phases=phases,
+    )
+
+
+def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes) -> Any:
+    """Seconds of the whole job for many candidates at once; ``sizes`` and ``homes`` hold arrays."""
+    kinds = passes_of(workload, sizes.batch_size, sizes.micro_batch_tokens)
+    return np.sum(kinds.count * pass_s(order, cost_of(acts, kinds, homes, sizes, order)), axis=0)
+
+
+def cost_of(acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str) -> PassCost:
+    """The work of one pass of each of ``kinds`` under a policy, or under many candidates."""
+    alive = np.asarray(sizes.batch_size, dtype=float)
+    return pass_cost(
+        acts,
+        kinds,
+        homes,
+        alive=alive,
+        batches=np.ceil(alive / sizes.micro_batch_size),
+        prompt_tokens=np.asarray(sizes.micro_batch_tokens, dtype=float),
+        whole=order in WHOLE_EXPERTS,
+    )
+
+
+def flops_per_token(model: ModelProfile) -> float:
+    """Two per weight that a token meets: all matrices of the layers outside the experts, and ``top_k`` experts in each
+    MoE layer. The head, which only some tokens reach, is not counted, nor is attention."""
+    layers = costs.layer_elements(model)
+    dense = sum(layer.before_attention + layer.after_attention for layer in layers)
+    return 2.0 * (dense + model.num_moe_layers * model.router.top_k * costs.page_elements(model))
+
+
+def _phase(acts: Acts, policy: Policy, homes: Homes, name: str, kind: Passes) -> Phase:
+    cost = cost_of(acts, kind, homes, policy, policy.schedule)
+    return Phase(
+        name=name,
+        passes=float(kind.count),
+        decode_tokens=float(kind.decode_tokens),
+        prompt_tokens=float(kind.prompt_tokens),
+        seconds=float(pass_s(policy.schedule, cost)),
+        lanes={lane: float(seconds) for lane, seconds in cost.lanes.items()},
+    )

@@ -1,27 +1,55 @@
 """How many bytes a policy takes on each tier, by purpose, before anything is loaded.
 
-What is announced here is what ``memory`` allocates. Two purposes are bounds on what others allocate: ``transient``,
-what kernels take for the time of one task, and ``runtime``, what torch's product kernels, the tokenizer and threads
-keep (measured: docs/log.md).
+What is announced here is what ``memory`` allocates. Three purposes are bounds on what others allocate: ``transient``
+and ``host_transient``, what kernels take for the time of one task, and ``runtime``, what torch's product kernels, the
+tokenizer and threads keep (measured: docs/log.md). Sizes may be numbers or arrays of many candidates at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
 from moelight.core.units import MiB
 from moelight.hrm import costs
-from moelight.hrm.placement import Placement, near_tier, place
+from moelight.hrm.placement import Placement, place
 from moelight.profiles.model import ModelProfile
 
-PINNED_SLOTS = 4
 HEAD_CHUNK_BYTES = 32 * MiB
 LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
+PROMPT_MICRO_BATCHES = 8
+KV_BUFFERS = 2
+WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
+
+
+class Sizes(Protocol):
+    """What memory depends on beside the homes of pages: a policy, or many candidates as arrays."""
+
+    @property
+    def batch_size(self) -> Any: ...
+    @property
+    def micro_batch_size(self) -> Any: ...
+    @property
+    def micro_batch_tokens(self) -> Any: ...
+    @property
+    def kv_tokens(self) -> Any: ...
+    @property
+    def kv_block_size(self) -> int: ...
+    @property
+    def attention_device(self) -> str: ...
+    @property
+    def ffn_device(self) -> str: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def discrete(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,29 +76,77 @@ class Footprint:
         return sum(arena.bytes for arena in self.arenas if arena.purpose == purpose)
 
 
-def footprint(model: ModelProfile, policy: Policy, *, dtype: DType, kv_dtype: DType) -> Footprint:
-    """All regions of ``policy`` on ``model``, resolved policies only (``kv_tokens`` above 0)."""
+def footprint(
+    model: ModelProfile, policy: Policy, *, dtype: DType, kv_dtype: DType, page_dtype: DType | None = None
+) -> Footprint:
+    """All regions of ``policy`` on ``model``, resolved policies only (``kv_tokens`` above 0).
+
+    ``dtype`` is what the compute unit works in; ``page_dtype`` the experts' own, where it differs.
+    """
     placement = place(model, policy)
-    near, discrete = near_tier(policy), policy.ffn_device == "gpu"
-    slot = costs.page_slot_bytes(model, dtype)
-    arenas = [
-        ArenaSize(purpose="dense", tier=near, bytes=costs.dense_bytes(model, dtype)),
-        ArenaSize(purpose="experts", tier=near, bytes=len(placement.resident) * slot),
-        ArenaSize(purpose="ring", tier=near, bytes=ring_slots(placement) * slot),
-        ArenaSize(purpose="hidden", tier=near, bytes=hidden_arena_bytes(model, policy, dtype)),
-        ArenaSize(purpose="work", tier=near, bytes=work_bytes(model, policy, dtype)),
-        ArenaSize(purpose="transient", tier=near, bytes=transient_bytes(model, policy, dtype)),
-        ArenaSize(purpose="kv", tier="host", bytes=kv_blocks(policy) * kv_block_bytes(model, policy, kv_dtype)),
-        ArenaSize(purpose="runtime", tier="host", bytes=RUNTIME_BYTES),
-    ]
-    if discrete:
-        crossing = costs.qkv_bytes(model, dtype, 1) + costs.hidden_bytes(model, dtype, 1)
-        arenas += [
-            ArenaSize(purpose="host_experts", tier="host", bytes=len(placement.on("host")) * slot),
-            ArenaSize(purpose="pinned_ring", tier="host", bytes=pinned_slots(placement) * slot),
-            ArenaSize(purpose="crossing", tier="host", bytes=pass_tokens(policy) * crossing),
-        ]
-    return Footprint(arenas=tuple(arenas))
+    slot = costs.page_slot_bytes(model, page_dtype or dtype)
+    fixed = {key: int(size) for key, size in fixed_bytes(model, policy, dtype=dtype, kv_dtype=kv_dtype).items()}
+    device_blocks = kv_device_blocks(policy)
+    kv_block = kv_block_bytes(model, policy, kv_dtype)
+    fixed["kv", "host"] = (int(kv_blocks(policy)) - device_blocks) * kv_block
+    if device_blocks:
+        fixed["device_kv", "device"] = device_blocks * kv_block
+    for purpose, tier, slots in page_slots(placement):
+        fixed[purpose, tier] = slots * slot
+    ordered = sorted(fixed.items(), key=lambda item: _ORDER.index(item[0][0]))
+    return Footprint(arenas=tuple(ArenaSize(purpose=name, tier=tier, bytes=size) for (name, tier), size in ordered))
+
+
+_ORDER = (
+    "dense",
+    "experts",
+    "ring",
+    "hidden",
+    "work",
+    "mixture",
+    "transient",
+    "device_kv",
+    "kv_buffer",
+    "kv",
+    "runtime",
+    "host_experts",
+    "pinned_ring",
+    "crossing",
+    "host_work",
+    "host_transient",
+)
+
+
+def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
+    """Every region that does not depend on where pages and cache blocks are at home, by (purpose, tier)."""
+    near = "device" if sizes.discrete else "host"
+    found = {
+        ("dense", near): costs.dense_bytes(model, dtype),
+        ("hidden", near): hidden_arena_bytes(model, sizes, dtype),
+        ("work", near): work_bytes(model, sizes, dtype),
+        ("transient", near): transient_bytes(model, sizes, dtype),
+        ("runtime", "host"): RUNTIME_BYTES,
+    }
+    if sizes.schedule in WHOLE_EXPERTS:
+        found["mixture", near] = mixture_bytes(model, sizes, dtype)
+    if sizes.discrete:
+        found["crossing", "host"] = pass_tokens(sizes) * crossing_token_bytes(model, sizes, dtype)
+    if sizes.attention_device == "gpu":
+        found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
+    if sizes.discrete and sizes.ffn_device != "gpu":
+        found["host_work", "host"] = work_bytes(model, sizes, dtype)
+        found["host_transient", "host"] = host_transient_bytes(model, sizes, dtype)
+    return found
+
+
+def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
+    """``(purpose, tier, slots)`` of every region that holds pages."""
+    near = placement.near
+    slots = [("experts", near, len(placement.resident)), ("ring", near, ring_slots(placement))]
+    if near == "device":
+        slots.append(("host_experts", "host", len(placement.on("host"))))
+        slots.append(("pinned_ring", "host", pinned_slots(placement)))
+    return tuple(slots)
 
 
 def ring_slots(placement: Placement) -> int:
@@ -79,13 +155,15 @@ def ring_slots(placement: Placement) -> int:
 
 
 def pinned_slots(placement: Placement) -> int:
-    """Slots of the pinned ring between a far home and the link."""
-    return min(PINNED_SLOTS, ring_slots(placement))
+    """Slots of the pinned ring between a far home and the link: one layer's streamed pages; two layers' where some come
+    from disk, so that a slow disk is read while the pages of a whole layer cross."""
+    from_disk = any(placement.homes[page] == "disk" for page in placement.streamed)
+    return placement.most_streamed_per_layer * (2 if from_disk else 1)
 
 
-def pass_tokens(policy: Policy) -> int:
+def pass_tokens(sizes: Sizes) -> Any:
     """The most tokens one pass carries: every sequence decoding, and eight micro-batches of prompts riding along."""
-    return policy.batch_size + 8 * policy.micro_batch_tokens
+    return sizes.batch_size + PROMPT_MICRO_BATCHES * sizes.micro_batch_tokens
 
 
 def sample_rows(model: ModelProfile) -> int:
@@ -93,52 +171,100 @@ def sample_rows(model: ModelProfile) -> int:
     return max(1, LOGITS_BYTES // (4 * model.vocab_size))
 
 
-def kv_blocks(policy: Policy) -> int:
+def kv_blocks(sizes: Sizes) -> Any:
     """Blocks of the paged KV cache."""
-    return -(-policy.kv_tokens // policy.kv_block_size)
+    return -(-sizes.kv_tokens // sizes.kv_block_size)
 
 
-def kv_block_bytes(model: ModelProfile, policy: Policy, kv_dtype: DType) -> int:
+def kv_device_blocks(policy: Policy) -> int:
+    """Blocks of the cache that live in device memory."""
+    return round(policy.kv.device * int(kv_blocks(policy)))
+
+
+def kv_block_bytes(model: ModelProfile, sizes: Sizes, kv_dtype: DType) -> int:
     """Bytes of one block over all layers."""
-    return policy.kv_block_size * costs.kv_token_bytes(model, kv_dtype)
+    return sizes.kv_block_size * costs.kv_token_bytes(model, kv_dtype)
 
 
-def hidden_arena_bytes(model: ModelProfile, policy: Policy, dtype: DType) -> int:
+def kv_buffer_tokens(sizes: Sizes) -> Any:
+    """Cached tokens of one micro-batch that fit one of the device's two buffers: an even share and a quarter more."""
+    share = -(-5 * sizes.kv_tokens * sizes.micro_batch_size // (4 * sizes.batch_size))
+    return np.minimum(share, sizes.kv_tokens)
+
+
+def crossing_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
+    """Pinned bytes for what one token sends down and gets back in one layer."""
+    if sizes.attention_device == "cpu":
+        attention = costs.qkv_bytes(model, dtype, 1) + costs.hidden_bytes(model, dtype, 1)
+    else:
+        attention = costs.kv_bytes(model, dtype, 1)
+    if sizes.ffn_device == "gpu":
+        return attention
+    return attention + costs.routed_bytes(model, dtype, 1) + costs.residual_bytes(model, dtype, 1)
+
+
+def hidden_arena_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """The residual stream of every token in a pass."""
-    return pass_tokens(policy) * model.hidden_size * dtype.itemsize
+    return pass_tokens(sizes) * model.hidden_size * dtype.itemsize
 
 
-def work_bytes(model: ModelProfile, policy: Policy, dtype: DType) -> int:
+def mixture_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+    """What a whole pass keeps for experts that run once: normed hidden states, their sums in float32, and the experts
+    and weights each token chose."""
+    return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
+
+
+def work_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """The buffers experts write while they run."""
-    return costs.expert_workspace(model, policy.micro_batch_tokens, dtype).bytes
+    return costs.expert_workspace(model, sizes.micro_batch_tokens, dtype).bytes
 
 
-def transient_bytes(model: ModelProfile, policy: Policy, dtype: DType) -> int:
+def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """Bound on what passes take from the allocator and give back.
 
     What micro-batches carry between their acts, and the largest of the acts themselves: attention (a later chunk of a
     prompt gathers its context head by head), the ends of the experts, or the head; with the weights and rows that a
     product copies for itself.
     """
-    tokens, item = policy.micro_batch_tokens, dtype.itemsize
+    tokens, item = sizes.micro_batch_tokens, dtype.itemsize
     spec, hidden = model.attention, model.hidden_size
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     norm = tokens * hidden * (8 + 2 * item)
-    context = min(policy.kv_tokens, model.max_positions)
-    chunk = 0 if context <= tokens else context * (2 * spec.head_dim * item + CHUNK_ROWS * 5)
-    attention = norm + tokens * (4 * spec.q_dim + 4 * spec.kv_dim) * item + chunk
+    context = np.minimum(sizes.kv_tokens, model.max_positions)
+    chunk = np.where(context <= tokens, 0, context * (2 * spec.head_dim * item + CHUNK_ROWS * 5))
+    projected = 2 * costs.attention_width(model) + 2 * costs.attention_out_width(model) + 2 * spec.cache_width
+    attention = norm + tokens * projected * item + chunk
     experts = norm + tokens * (hidden * (8 + 2 * item) + 12 * model.experts.num_experts)
-    rows = min(policy.micro_batch_size, sample_rows(model))
+    rows = np.minimum(sizes.micro_batch_size, sample_rows(model))
     head = min(model.vocab_size * hidden * item, HEAD_CHUNK_BYTES) + 2 * rows * model.vocab_size * 4
-    slab = tokens * hidden * 4 + 2 * SLAB_BYTES + tokens * 4 * (SLAB_BYTES // 4 // min(hidden, width))
-    repacked = max(2 * width * hidden, (spec.q_dim + 2 * spec.kv_dim) * hidden) * item
-    return _carried_bytes(model, policy, dtype) + max(attention, experts, head) + min(slab, 2 * repacked) + repacked
+    projection = (costs.attention_width(model) + spec.cache_width) * hidden
+    acts = np.maximum(np.maximum(attention, experts), head)
+    largest = max(2 * width * hidden, projection) * item
+    return _carried_bytes(model, sizes, dtype) + acts + _product_bytes(model, tokens, largest)
 
 
-def _carried_bytes(model: ModelProfile, policy: Policy, dtype: DType) -> int:
+def host_transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+    """The same bound for experts that the CPU computes beside a GPU: the ends of the experts, and products' copies."""
+    tokens, hidden, spec = sizes.micro_batch_tokens, model.hidden_size, model.experts
+    ends = tokens * (hidden * (8 + 2 * dtype.itemsize) + 12 * spec.num_experts)
+    return ends + _product_bytes(model, tokens, 2 * spec.intermediate_size * hidden * dtype.itemsize)
+
+
+def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
+    """What a product on the CPU copies for itself: slabs of widened weights and rows, and the ``largest`` matrix
+    repacked."""
+    width = max(model.experts.intermediate_size, model.dense_intermediate_size)
+    slab = tokens * model.hidden_size * 4 + 2 * SLAB_BYTES
+    slab = slab + tokens * 4 * (SLAB_BYTES // 4 // min(model.hidden_size, width))
+    return np.minimum(slab, 2 * largest) + largest
+
+
+def _carried_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all of
-    them where streams may still read them, three where one thread computes)."""
-    spec = model.attention
-    in_flight = pass_tokens(policy) if policy.ffn_device == "gpu" else 3 * policy.micro_batch_tokens
-    each = (2 * spec.q_dim + 2 * spec.kv_dim) * dtype.itemsize
-    return in_flight * each + pass_tokens(policy) * 2 * spec.head_dim * dtype.itemsize
+    them where streams may still read them, three where one thread computes), and what the CPU's experts read and
+    give."""
+    in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
+    each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
+    if sizes.discrete and sizes.ffn_device != "gpu":
+        each += 2 * model.hidden_size
+    return in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize

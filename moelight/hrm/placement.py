@@ -16,12 +16,14 @@ from moelight.profiles.stored import pages
 class Placement:
     """``homes`` of all pages; ``near`` is the tier beside the unit that computes the experts.
 
-    Pages at home on ``near`` are resident. The others are streamed every pass, in the order of ``streamed``.
+    Pages at home on ``near`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
+    beside a GPU (``ffn_device`` split). The others are streamed every pass, in the order of ``streamed``.
     """
 
     near: str
     homes: Mapping[Page, str]
     streamed: tuple[Page, ...]
+    computed: tuple[Page, ...] = ()
 
     @property
     def resident(self) -> tuple[Page, ...]:
@@ -41,22 +43,33 @@ class Placement:
         return max(counts.values(), default=0)
 
 
+# Multiples of it fall evenly into [0, 1), however many there are: where a tier holds one expert more in some layers
+# than in others, these lie apart, so that a ring of two layers evens out what they take.
+GOLDEN = (5**0.5 - 1) / 2
+
+
 def near_tier(policy: Policy) -> str:
     """The tier whose pages the experts' processor reads in place."""
-    return "device" if policy.ffn_device == "gpu" else "host"
+    return "host" if policy.ffn_device == "cpu" else "device"
 
 
 def place(model: ModelProfile, policy: Policy) -> Placement:
-    """Homes for every page: nearest tiers first, spread evenly over the layers so that no layer streams more."""
-    return _place(model, policy.weights, near_tier(policy))
+    """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
+    return _place(model, policy.weights, policy.cpu_experts, near_tier(policy))
 
 
 @lru_cache(maxsize=256)
-def _place(model: ModelProfile, weights: Shares, near: str) -> Placement:
-    spread = sorted(pages(model), key=lambda page: (page.expert, page.layer))
+def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str) -> Placement:
+    spread = sorted(pages(model), key=lambda page: (page.expert, page.layer * GOLDEN % 1.0))
     on_device = round(weights.device * len(spread))
     on_host = round((weights.device + weights.host) * len(spread)) - on_device
     on_disk = len(spread) - on_device - on_host
     tiers = ["device"] * on_device + ["host"] * on_host + ["disk"] * on_disk
     homes = dict(sorted(zip(spread, tiers, strict=True)))
-    return Placement(near=near, homes=homes, streamed=tuple(page for page, home in homes.items() if home != near))
+    in_place = set(spread[on_device : on_device + min(round(cpu_experts * len(spread)), on_host)])
+    return Placement(
+        near=near,
+        homes=homes,
+        streamed=tuple(page for page, home in homes.items() if home != near and page not in in_place),
+        computed=tuple(page for page in homes if page in in_place),
+    )

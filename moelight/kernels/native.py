@@ -50,3 +50,12 @@ def cpu_features() -> dict[str, bool]:
 def has_tiles() -> bool:
     """Whether the processor multiplies bfloat16 matrices in tiles (AMX); False where nobody can tell."""
     return cpu_features().get("amx_bf16", False)
+
+
+@cache
+def has_fast_bfloat16() -> bool:
+    """Whether bfloat16 products beat float32 ones: in tiles, or on AMD's AVX-512 (4 to 5 times), but not on Intel's
+    without tiles, whose dot product issues every other cycle (docs/log.md). False where nobody can tell."""
+    native = module()
+    amd = native is not None and native.cpu_vendor() == "AuthenticAMD"
+    return has_tiles() or (amd and cpu_features().get("avx512_bf16", False))

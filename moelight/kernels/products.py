@@ -113,7 +113,9 @@ def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Works
 
 
 def _widens(x: Tensor) -> bool:
-    return x.shape[0] >= _ROWS_TO_WIDEN and x.device.type == "cpu" and x.element_size() == 2 and not native.has_tiles()
+    if x.shape[0] < _ROWS_TO_WIDEN or x.device.type != "cpu" or x.element_size() != 2:
+        return False
+    return not (native.has_fast_bfloat16() if x.dtype == torch.bfloat16 else native.has_tiles())
 
 
 def _front(buffer: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,9 @@ def serving() -> list[Serving]:
     ]
     unwritten = "no native kernel is written for it yet"
     products = (
-        "16-bit weights meet matrix tiles (AMX)" if native.has_tiles() else "16-bit weights widened from 64 rows on"
+        "bfloat16 weights are multiplied as they are"
+        if native.has_fast_bfloat16()
+        else "16-bit weights widened from 64 rows on"
     )
     return [
         *rows,

@@ -12,24 +12,27 @@ from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
 
 _PINNED = frozenset({"pinned_ring", "crossing"})
-_BOUNDS_ONLY = frozenset({"transient", "runtime"})
+_BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
 _BASE_ALIGNMENT = 4096
 
 
 def allocate(footprint: Footprint, device: torch.device) -> dict[str, Tensor]:
     """One uint8 tensor per purpose, device ones on ``device``, those beside a link pinned where it has one.
 
-    ``transient`` and ``runtime`` are bounds on what others allocate, and get no region.
+    The cache in host memory is pinned too where the device attends over it.
+
+    ``transient``, ``host_transient`` and ``runtime`` are bounds on what others allocate, and get no region.
 
     Raises:
         BudgetError: the machine refuses a region that the plan thought it had.
     """
     arenas = {}
+    crossing = _PINNED | {"kv"} if any(arena.purpose == "kv_buffer" for arena in footprint.arenas) else _PINNED
     for arena in footprint.arenas:
         if arena.purpose in _BOUNDS_ONLY:
             continue
         where = device if arena.tier == "device" else torch.device("cpu")
-        pinned = arena.purpose in _PINNED and device.type != "cpu"
+        pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
         try:
             arenas[arena.purpose] = _aligned(arena.bytes, where, pinned=pinned)
         except (RuntimeError, MemoryError):

@@ -1,6 +1,7 @@
-"""The paged key/value cache in host memory: blocks of tokens, handed to sequences through block tables. No padding.
+"""The paged key/value cache: blocks of tokens, handed to sequences through block tables. No padding.
 
-One block of a sequence is the same index in every layer, so a sequence has one table.
+One block of a sequence is the same index in every layer, so a sequence has one table. Two layouts: `KVCache` for the
+CPU's attention, which reads blocks where they lie; `TokenCache` for attention on the device, whose contexts are copied.
 """
 
 from __future__ import annotations
@@ -27,6 +28,24 @@ class KVCache:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of ``layer``."""
         return self._layers[layer]
+
+
+class TokenCache:
+    """``layer(l)`` gives that layer's cache ``[slots, 2, Hkv, D]``: a token's key and value lie side by side in slot
+    block * block_size + offset, so tokens that follow each other move in one piece."""
+
+    def __init__(self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> None:
+        self._pool = typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
+
+    def layer(self, layer: int) -> Tensor:
+        """Keys and values of ``layer``."""
+        return self._pool[layer]
+
+
+def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write token t of k and v [T, Hkv, D] to slot ``slots[t]`` (int64) of ``into`` [slots, 2, Hkv, D]."""
+    into[:, 0].index_copy_(0, slots, k)
+    into[:, 1].index_copy_(0, slots, v)
 
 
 class BlockPool:

@@ -37,12 +37,13 @@ class PageStore:
         def cut(purpose: str) -> list[Tensor]:
             return [slot[:page_bytes] for slot in slots(arenas[purpose], slot_bytes)] if purpose in arenas else []
 
-        self._placement = placement
+        self._placement, self.near = placement, placement.near
         self._slots = {"ring": cut("ring"), "pinned": cut("pinned_ring")}
         self._home = dict(zip(placement.resident, cut("experts"), strict=True))
         far = placement.on("host") if placement.near != "host" else ()
         self._far = dict(zip(far, cut("host_experts"), strict=True))
         self._resident_views = {page: view(slot) for page, slot in self._home.items()}
+        self._computed_views = {page: view(self._far[page]) for page in placement.computed}
         self._ring_views = [view(slot) for slot in self._slots["ring"]]
         self._position_in_stream = {page: k for k, page in enumerate(placement.streamed)}
 
@@ -73,13 +74,18 @@ class PageStore:
         """Bytes of a page whose home is host memory across the link."""
         return self._far[page]
 
-    def layer_experts(self, layer: int, num_experts: int, position: int) -> list[ExpertWeights]:
-        """The weights of every expert of ``layer``, wherever they are in the pass that began at ``position``."""
-        experts = []
+    def layer_experts(self, layer: int, num_experts: int, position: int) -> list[ExpertWeights | None]:
+        """The weights of every expert of ``layer``, wherever they are in the pass that began at ``position``; None for
+        those that the CPU computes where they lie."""
+        experts: list[ExpertWeights | None] = []
         for expert in range(num_experts):
             page = Page(layer=layer, expert=expert)
-            resident = self._resident_views.get(page)
-            if resident is None:
-                resident = self._ring_views[self.phase(position + self._position_in_stream[page])]
-            experts.append(resident)
+            found = self._resident_views.get(page)
+            if found is None and page not in self._computed_views:
+                found = self._ring_views[self.phase(position + self._position_in_stream[page])]
+            experts.append(found)
         return experts
+
+    def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
+        """The weights of the experts of ``layer`` that the CPU computes where they lie; None for the others."""
+        return [self._computed_views.get(Page(layer=layer, expert=expert)) for expert in range(num_experts)]

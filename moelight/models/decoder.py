@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
 from moelight.kernels.reference import rms_norm
-from moelight.models.moe import ExpertWeights, mixture, route
+from moelight.models.moe import ExpertWeights, Routed, mixture, route
 from moelight.models.rope import Rotation, rotate
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
@@ -28,7 +29,7 @@ class Decoder:
     def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
         self.model = model
         self.weights = weights
-        self._space = space
+        self.space = space
 
     def embed(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids int64 [T] -> out [T, H]."""
@@ -49,17 +50,24 @@ class Decoder:
             q, k = self._norm_qk(mine, q, k)
         return rotate(q, rope), rotate(k, rope), v.contiguous()
 
-    def post_attention(self, layer: int, hidden: Tensor, attention: Tensor, experts: Sequence[ExpertWeights]) -> None:
+    def post_attention(
+        self, layer: int, hidden: Tensor, attention: Tensor, experts: Sequence[ExpertWeights | None]
+    ) -> None:
         """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""
+        x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]
-        hidden += linear(attention.flatten(1), mine.o, mine.o_bias)
-        x = rms_norm(hidden, mine.post_norm, self.model.norm_eps)
         if mine.router is None:
             if mine.dense_gate_up is not None and mine.dense_down is not None:
                 hidden += self._dense(x, mine.dense_gate_up, mine.dense_down)
             return
-        weights, ids = route(linear(x, mine.router), self.model.router)
-        hidden += mixture(x, weights, ids, experts, self._space)
+        hidden += mixture(self._routed(x, mine.router), experts, self.space)
+
+    def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
+        """hidden [T, H] += o(attention [T, Hq, D]), in place; gives what the layer's experts need."""
+        x, router = self._after_attention(layer, hidden, attention), self.weights.layers[layer].router
+        if router is None:
+            raise MoelightError(f"layer {layer} has no router")
+        return self._routed(x, router)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]. The head runs in chunks of rows, so that no repacked copy of it is large."""
@@ -71,11 +79,20 @@ class Decoder:
             out[:, first : first + rows] = linear(x, head[first : first + rows])
         return out
 
+    def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        mine = self.weights.layers[layer]
+        hidden += linear(attention.flatten(1), mine.o, mine.o_bias)
+        return rms_norm(hidden, mine.post_norm, self.model.norm_eps)
+
+    def _routed(self, x: Tensor, router: Tensor) -> Routed:
+        weights, ids = route(linear(x, router), self.model.router)
+        return Routed(x=x, weights=weights, ids=ids)
+
     def _dense(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         tokens = x.shape[0]
-        rows = self._space.rows[: padded_rows(tokens)]
+        rows = self.space.rows[: padded_rows(tokens)]
         rows[:tokens] = x
-        return feed_forward(rows, gate_up, down, self._space)[:tokens]
+        return feed_forward(rows, gate_up, down, self.space)[:tokens]
 
     def _norm_qk(self, mine: LayerWeights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if mine.q_norm is None or mine.k_norm is None:

@@ -6,6 +6,7 @@ Legend: T tokens, E experts, k experts per token, H hidden, I intermediate, R = 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,27 +18,74 @@ from moelight.profiles.model import RouterSpec
 ExpertWeights = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """What experts need of some tokens: ``x`` [T, H], normed, and the ``weights`` float32 and ``ids`` [T, k] of their
+    experts, in the order of the ids."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+
+
 def route(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights float32 [T, k] and expert ids int64 [T, k], largest first; the lowest id wins a tie."""
+    """logits [T, E] -> weights float32 [T, k] and expert ids int32 [T, k] of the k likeliest experts, in the order of
+    the ids; the lowest id wins a tie."""
     weights, ids = route_topk(logits, spec.top_k, spec.normalize)
     if spec.weights_in_model_dtype:
         weights = weights.to(logits.dtype).float()
-    return weights, ids
+    ids, rank = ids.sort(dim=-1)
+    return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def mixture(x: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[ExpertWeights], space: Workspace) -> Tensor:
-    """x [T, H] -> [T, H] in x's dtype. A token's experts are summed in float32 in the order of ``ids``, so its result
-    does not depend on its company beyond each product's own rounding.
+def mixture(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace) -> Tensor:
+    """The experts of ``routed`` -> [T, H] in x's dtype; T at most what ``space`` is made for. An expert that is None
+    is computed elsewhere, and adds nothing.
 
-    Rows are sorted by expert. An expert's padded rows run into those of the next, which has not been computed yet:
-    they are read, and their results dropped.
+    A token's experts are summed in float32 in the order of their ids, so its result does not depend on its company
+    beyond each product's own rounding.
     """
-    tokens, top_k = ids.shape
+    if all(expert is not None for expert in experts):
+        return _all_at_once(routed, [expert for expert in experts if expert is not None], space)
+    sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
+    accumulate(sums, routed, experts, space, most_rows=routed.x.shape[0])
+    return sums.to(routed.x.dtype)
+
+
+def accumulate(
+    sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
+) -> None:
+    """sums float32 [T, H] += the experts of ``routed``, expert by expert, ``most_rows`` rows at a time: T may be more
+    than ``space`` is made for. Sums that were zero become those of `mixture`, number by number."""
+    top_k, flat = routed.ids.shape[1], routed.weights.flatten()
+    order, counts = _by_expert(routed.ids, len(experts))
+    first = 0
+    for expert, count in zip(experts, counts, strict=True):
+        chosen = order[first : first + count]
+        first += count
+        if expert is None or not count:
+            continue
+        for part in chosen.split(most_rows):
+            tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
+            torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
+            out = feed_forward(rows, *expert, space)[: part.numel()]
+            total = sums[tokens].addcmul_(out.float(), flat[part].unsqueeze(1))
+            sums.index_copy_(0, tokens, total)
+
+
+def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, list[int]]:
+    """Routed rows (token * k + rank) sorted by expert, then token; and how many each expert has."""
     flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=len(experts)).tolist()
+    return flat.argsort(stable=True), torch.bincount(flat, minlength=experts).tolist()
+
+
+def _all_at_once(routed: Routed, experts: Sequence[ExpertWeights], space: Workspace) -> Tensor:
+    """Rows are sorted by expert. An expert's padded rows run into those of the next, which has not been computed yet:
+    they are read, and their results dropped."""
+    tokens, top_k = routed.ids.shape
+    order, counts = _by_expert(routed.ids, len(experts))
     rows = space.rows
-    torch.index_select(x, 0, order // top_k, out=rows[: order.numel()])
+    torch.index_select(routed.x, 0, order // top_k, out=rows[: order.numel()])
     first = 0
     for (gate_up, down), count in zip(experts, counts, strict=True):
         if count:
@@ -47,7 +95,7 @@ def mixture(x: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[ExpertWei
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
     ranked = back.view(tokens, top_k)
-    total = rows[ranked[:, 0]].float().mul_(weights[:, :1])
+    total = rows[ranked[:, 0]].float().mul_(routed.weights[:, :1])
     for rank in range(1, top_k):
-        total.addcmul_(rows[ranked[:, rank]].float(), weights[:, rank : rank + 1])
-    return total.to(x.dtype)
+        total.addcmul_(rows[ranked[:, rank]].float(), routed.weights[:, rank : rank + 1])
+    return total.to(routed.x.dtype)

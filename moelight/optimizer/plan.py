@@ -1,179 +1,124 @@
-"""Fits a policy into the memory there is: how many sequences, how large a micro-batch, which pages stay.
+"""What the optimizer gives back: a policy, what it takes and promises, how good it can be at most, and why.
 
-Every candidate pair of N and micro-batch size is tried with as many resident pages as fit, priced by
-``hrm.estimate``, and the fastest is taken. Refuses to know files and devices.
+Nouns only. Refuses to know how a plan is found (``search``) or how it is carried out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from moelight.core.dtypes import DType
-from moelight.core.errors import BudgetError, ConfigError
-from moelight.core.policy import Policy, Shares
-from moelight.core.units import format_bytes
-from moelight.hrm.costs import page_slot_bytes
-from moelight.hrm.estimate import Estimate, Rates, estimate
-from moelight.hrm.footprint import Footprint, footprint
-from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import pages
+from moelight.core.policy import Policy
+from moelight.hrm.estimate import Estimate
 from moelight.profiles.workload import Workload
 
-MOST_SEQUENCES = 256
-MICRO_BATCH_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
-KV_ROUNDING_TOKENS = 32  # a sequence may leave that much of its last block empty
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierUse:
+    """What a plan takes of one tier, by purpose, against what there is. Bytes."""
+
+    tier: str
+    capacity_bytes: int
+    by_purpose: tuple[tuple[str, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum over all purposes."""
+        return sum(size for _, size in self.by_purpose)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Help:
+    """A ``change`` of the machine (``twice the host memory``) and the share by which tokens per second would grow."""
+
+    change: str
+    gain: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A policy, what it takes and promises, and one sentence why."""
+    """The best policy that was found for one machine, model and workload.
+
+    Attributes:
+        hardware: the machine's name.
+        estimator: ``calibrated`` or ``paper``.
+        memory: every tier of the machine.
+        why: one sentence.
+        helps: what would help most, best first.
+        bound_tokens_per_s: proven: no policy of the searched space is faster.
+        solve_s: seconds the solving took, when it was solved.
+    """
 
     policy: Policy
-    footprint: Footprint
+    hardware: str
+    workload: Workload
+    estimator: str
     estimate: Estimate
+    memory: tuple[TierUse, ...]
     why: str
+    helps: tuple[Help, ...] = ()
+    bound_tokens_per_s: float = 0.0
+    solve_s: float = 0.0
+
+    def use_of(self, tier: str) -> TierUse:
+        """What is taken of ``tier``; nothing of nothing where the machine has no such tier."""
+        return next(
+            (use for use in self.memory if use.tier == tier), TierUse(tier=tier, capacity_bytes=0, by_purpose=())
+        )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """What the user fixed; None leaves the choice to the plan."""
-
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    schedule: str = "cgopipe"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budgets:
-    """Bytes that may be used per tier; ``device`` is None on a machine without a GPU."""
-
-    host: int
-    device: int | None = None
-
-
-def fit(
-    name: str,
-    model: ModelProfile,
-    workload: Workload,
-    budgets: Budgets,
-    *,
-    dtype: DType,
-    rates: Rates,
-    wishes: Wishes,
-) -> Plan:
-    """The fastest policy that fits ``budgets``, for the model called ``name``.
-
-    Raises:
-        BudgetError: not even one sequence fits; names the bytes that would be enough.
-        ConfigError: a wish is impossible in itself (see `Policy`).
-    """
-    best: Plan | None = None
-    short: BudgetError | None = None
-    for candidate in _candidates(name, model, workload, wishes, discrete=budgets.device is not None):
-        try:
-            policy = _fill(model, candidate, budgets, dtype)
-        except BudgetError as error:
-            short = error if short is None else min(short, error, key=_ease)
-            continue
-        priced = estimate(model, policy, workload, dtype=dtype, rates=rates)
-        if best is None or priced.tokens_per_s > best.estimate.tokens_per_s:
-            taken = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
-            best = Plan(policy=policy, footprint=taken, estimate=priced, why="")
-    if best is None:
-        raise short or ConfigError(f"no policy was tried for {name}")
-    return replace(best, why=_why(best, model))
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """``plan`` as plain values, for ``--json``: bytes, seconds and tokens per second, unrounded."""
+    policy, estimate, workload = plan.policy, plan.estimate, plan.workload
+    return {
+        "policy": policy_as_dict(policy),
+        "estimate": {
+            "layer_s": estimate.layer_s,
+            "pass_s": estimate.pass_s,
+            "decode_tokens_per_s": estimate.decode_tokens_per_s,
+            "tokens_per_s": estimate.tokens_per_s,
+            "bound_tokens_per_s": plan.bound_tokens_per_s,
+            "lanes": dict(estimate.lanes),
+            "binding": estimate.binding,
+        },
+        "memory": {
+            use.tier: {
+                "capacity_bytes": use.capacity_bytes,
+                "total_bytes": use.total_bytes,
+                "by_purpose": dict(use.by_purpose),
+            }
+            for use in plan.memory
+        },
+        "why": plan.why,
+        "helps": [{"change": found.change, "gain": found.gain} for found in plan.helps],
+        "solve_s": plan.solve_s,
+        "estimator": plan.estimator,
+        "hardware": plan.hardware,
+        "workload": {
+            "num_requests": workload.num_requests,
+            "prompt_len": workload.prompt_len,
+            "max_prompt_len": workload.max_prompt_len,
+            "gen_len": workload.gen_len,
+        },
+    }
 
 
-def _candidates(
-    name: str, model: ModelProfile, workload: Workload, wishes: Wishes, *, discrete: bool
-) -> Iterator[Policy]:
-    """N from the most that the job could use down to 1, with micro-batches from large to small."""
-    if wishes.batch_size is not None:
-        sizes = [wishes.batch_size]
-    else:
-        most = min(workload.num_requests, MOST_SEQUENCES)
-        sizes = sorted({most, *(1 << p for p in range(9) if 1 << p < most)}, reverse=True)
-    processor = "gpu" if discrete else "cpu"
-    average = min(workload.prompt_len + workload.gen_len, model.max_positions)
-    longest = min(workload.max_prompt_len + workload.gen_len, model.max_positions)
-    for n in sizes:
-        # A link is hidden behind several micro-batches; without one, more of them only read the weights again.
-        planned = -(-n // 4) if discrete else n
-        mu = planned if wishes.micro_batch_size is None else wishes.micro_batch_size
-        kv_tokens = max(n * average, longest) + KV_ROUNDING_TOKENS * n
-        for tokens in dict.fromkeys(max(size, mu) for size in MICRO_BATCH_TOKENS):
-            yield Policy(
-                model=name,
-                batch_size=n,
-                micro_batch_size=min(mu, tokens),
-                micro_batch_tokens=tokens,
-                kv_tokens=kv_tokens,
-                ffn_device=processor,
-                schedule=wishes.schedule,
-            )
-
-
-def _fill(model: ModelProfile, policy: Policy, budgets: Budgets, dtype: DType) -> Policy:
-    """``policy`` with as many pages near, then on the host, as the budgets allow."""
-    total, slot = len(pages(model)), page_slot_bytes(model, dtype)
-    if budgets.device is None:
-        empty = replace(policy, weights=Shares(disk=1.0))
-        near = _resident(model, empty, "host", budgets.host, dtype)
-        return replace(policy, weights=_shares(total, host=near))
-    empty = replace(policy, weights=Shares(disk=1.0))
-    near = _resident(model, empty, "device", budgets.device, dtype)
-    settled = replace(policy, weights=_shares(total, device=near))
-    host = footprint(model, settled, dtype=dtype, kv_dtype=dtype).total("host")
-    if host > budgets.host:
-        raise _too_small(model, "host", budgets.host, host)
-    return replace(policy, weights=_shares(total, device=near, host=min(total - near, (budgets.host - host) // slot)))
-
-
-def _resident(model: ModelProfile, empty: Policy, tier: str, budget: int, dtype: DType) -> int:
-    """The most pages that can stay on ``tier`` beside everything else and the ring of those that cannot."""
-    total, slot = len(pages(model)), page_slot_bytes(model, dtype)
-    taken = footprint(model, empty, dtype=dtype, kv_dtype=dtype)
-    ring = taken.bytes_of("ring") // slot
-    fixed = taken.total(tier) - ring * slot
-    room = (budget - fixed) // slot
-    if room >= total:
-        return total
-    if room < ring:
-        raise _too_small(model, tier, budget, min(fixed + ring * slot, fixed + total * slot))
-    layers = model.num_moe_layers
-    resident = min(total - 1, room)
-    while resident + 2 * -(-(total - resident) // layers) > room:
-        resident -= 1
-    return resident
-
-
-def _ease(error: BudgetError) -> tuple[bool, int]:
-    """Smallest for the refusal that is mended most easily: what lacks host memory only has enough on the device."""
-    return error.tier == "device", error.needed_bytes
-
-
-def _shares(total: int, *, device: int = 0, host: int = 0) -> Shares:
-    disk = (total - device - host) / total
-    return Shares(device=device / total, host=host / total, disk=disk)
-
-
-def _too_small(model: ModelProfile, tier: str, budget: int, needed: int) -> BudgetError:
-    return BudgetError(
-        f"--{tier}-memory {format_bytes(budget)} is too small for {model.name}: "
-        f"at least {format_bytes(needed, round_up=True)} is needed on this workload",
-        tier=tier,
-        needed_bytes=needed,
-    )
-
-
-def _why(plan: Plan, model: ModelProfile) -> str:
-    policy, weights = plan.policy, plan.policy.weights
-    near = "device" if policy.ffn_device == "gpu" else "host"
-    share = weights.device if near == "device" else weights.host
-    stays = "all experts stay" if share == 1 else f"{share:.0%} of the experts stay"
-    streams = "" if share == 1 else ", the rest streams in every pass"
-    return (
-        f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}; {stays} in {near} memory"
-        f" ({format_bytes(plan.footprint.total(near))} used){streams}; {plan.estimate.binding} binds"
-    )
+def policy_as_dict(policy: Policy) -> dict[str, Any]:
+    """``policy`` as plain values, shares unrounded; ``num_micro_batches`` follows from N and μ."""
+    return {
+        "model": policy.model,
+        "batch_size": policy.batch_size,
+        "micro_batch_size": policy.micro_batch_size,
+        "num_micro_batches": policy.num_micro_batches,
+        "micro_batch_tokens": policy.micro_batch_tokens,
+        "kv_tokens": policy.kv_tokens,
+        "kv_block_size": policy.kv_block_size,
+        "attention_device": policy.attention_device,
+        "ffn_device": policy.ffn_device,
+        "weights": {"device": policy.weights.device, "host": policy.weights.host, "disk": policy.weights.disk},
+        "cpu_experts": policy.cpu_experts,
+        "kv": {"device": policy.kv.device, "host": policy.kv.host},
+        "weight_dtype": policy.weight_dtype,
+        "kv_dtype": policy.kv_dtype,
+        "schedule": policy.schedule,
+    }

@@ -6,11 +6,11 @@ Knows arithmetic only; what is on the axes is said by whoever asks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, overload
 
 import numpy as np
 
-Number = TypeVar("Number", float, np.ndarray)
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +21,14 @@ class Curve:
     x: tuple[float, ...]
     y: tuple[float, ...]
 
-    def at(self, x: Number) -> Number:
+    @overload
+    def at(self, x: float) -> float: ...
+    @overload
+    def at(self, x: Array) -> Array: ...
+    def at(self, x: Any) -> Any:
         """The speed at ``x`` (a number or an array of any shape)."""
         found = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.x), np.log(self.y)))
-        return found if isinstance(x, np.ndarray) else float(found)  # type: ignore[return-value]
+        return found if isinstance(x, np.ndarray) else float(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,11 @@ class Surface:
     sizes: tuple[float, ...]
     curves: tuple[Curve, ...]
 
-    def at(self, x: Number, size: float = 0.0) -> Number:
+    @overload
+    def at(self, x: float, size: float = 0.0) -> float: ...
+    @overload
+    def at(self, x: Array, size: float = 0.0) -> Array: ...
+    def at(self, x: Any, size: float = 0.0) -> Any:
         """The speed at ``x`` for an operand of ``size``."""
         if len(self.sizes) == 1 or size <= self.sizes[0]:
             return self.curves[0].at(x)
@@ -46,3 +54,10 @@ class Surface:
         low, high = self.sizes[above - 1], self.sizes[above]
         share = float(np.log(size / low) / np.log(high / low))
         return self.curves[above - 1].at(x) ** (1 - share) * self.curves[above].at(x) ** share
+
+    def times(self, factor: float) -> Surface:
+        """The same shape, ``factor`` times as fast."""
+        if factor == 1:
+            return self
+        curves = tuple(Curve(x=curve.x, y=tuple(y * factor for y in curve.y)) for curve in self.curves)
+        return Surface(name=self.name, sizes=self.sizes, curves=curves)

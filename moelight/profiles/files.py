@@ -1,7 +1,7 @@
 """Strict YAML: every value knows its file and line, and every complaint names them. Also: where profiles lie.
 
 An unknown key is an error that offers the nearest known one; a repeated key, an alias or a wrong type is one too.
-Refuses to know what any key means (``hardware``, ``model_files``).
+Refuses to know what any key means (``hardware``, ``model_files``, ``workload_files``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,18 @@ class Node:
             raise self.error(f"must be a whole number of at least {least}, not {self._shown()}")
         return value
 
+    def day(self) -> str:
+        """A day, written ``2026-11-03``, quoted or not.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        shown = self._node.value if isinstance(self._node, yaml.ScalarNode) else ""
+        try:
+            return date.fromisoformat(shown).isoformat()
+        except ValueError:
+            raise self.error(f"must be a day like 2026-11-03, not {self._shown()}") from None
+
     def plain(self) -> Any:
         """The value as Python has it: dicts, lists, text, numbers, true, false, None.
 
@@ -186,7 +199,7 @@ def read_yaml(path: Path) -> Node:
 
 
 def profile_directories(kind: str) -> list[Path]:
-    """Where profiles of ``kind`` (``hardware`` or ``model``) are looked for, first one first.
+    """Where profiles of ``kind`` (``hardware``, ``model`` or ``workload``) are looked for, first one first.
 
     Raises:
         ConfigError: the environment names a directory that is not there.

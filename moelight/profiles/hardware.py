@@ -6,38 +6,63 @@ Knows the YAML of ``hardware_profiles/``. Refuses to know models, and what anyth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import PROCESSORS, TIERS
-from moelight.profiles.efficiency import Surface
+from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.files import Node, find_profile, read_yaml
-from moelight.profiles.quantities import bandwidth_bytes_per_s, capacity_bytes, flops_per_s
+from moelight.profiles.quantities import bandwidth_bytes_per_s, capacity_bytes, flops_per_s, positive, seconds, share
 
 T = TypeVar("T")
-_TO = "_to_"
+TO = "_to_"
+BYTES_PER_S, FLOPS, SECONDS, SHARE, PROCESSORS_BUSY = "bytes/s", "flop/s", "s", "share", "processors"
 
-# Single measured figures: bytes per second, seconds, or a share of full speed.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """What a single measured number is: its ``unit``, and what it says."""
+
+    unit: str
+    says: str
+
+
+# Single measured figures, by name.
 MEASURED = {
-    "host_copy": "bytes/s that one copy inside host memory moves (each byte is read and written)",
-    "host_to_device_pageable": "bytes/s of a transfer from memory that is not pinned",
-    "host_to_device_under_attention": "bytes/s of a pinned transfer while the CPU attends",
-    "disk_cached": "bytes/s of a read that the page cache serves",
-    "cpu_elementwise": "bytes/s that norms and activations touch",
-    "gpu_elementwise": "bytes/s that norms and activations touch",
-    "cpu_task": "seconds one act of a micro-batch takes on the CPU beside its arithmetic",
-    "gpu_launch": "seconds one kernel launch takes",
-    "transfer": "seconds one transfer takes beside its bytes",
-    "cpu_under_disk": "share of its speed the CPU keeps while the disk lane reads at full rate",
+    "host_copy": Figure(
+        unit=BYTES_PER_S, says="what one copy inside host memory moves (each byte is read and written)"
+    ),
+    "host_to_device_pageable": Figure(unit=BYTES_PER_S, says="a transfer from memory that is not pinned"),
+    "device_to_host_pageable": Figure(unit=BYTES_PER_S, says="a transfer into memory that is not pinned"),
+    "host_to_device_under_attention": Figure(unit=BYTES_PER_S, says="a pinned transfer while the CPU attends"),
+    "disk_direct": Figure(unit=BYTES_PER_S, says="several readers past the page cache"),
+    "disk_cached": Figure(unit=BYTES_PER_S, says="a read that the page cache serves"),
+    "cpu_elementwise": Figure(unit=BYTES_PER_S, says="what norms and activations touch on the CPU"),
+    "gpu_elementwise": Figure(unit=BYTES_PER_S, says="what norms and activations touch on a GPU"),
+    "cpu_task": Figure(unit=SECONDS, says="one act of a micro-batch on the CPU beside its arithmetic"),
+    "gpu_launch": Figure(unit=SECONDS, says="one kernel launch"),
+    "transfer": Figure(unit=SECONDS, says="one transfer beside its bytes"),
+    "cpu_under_disk": Figure(unit=SHARE, says="of its speed the CPU keeps while the disk lane reads at full rate"),
+    "busy_elsewhere": Figure(
+        unit=PROCESSORS_BUSY, says="kept busy by other programs meanwhile, so that figures may be too low"
+    ),
 }
 # Measured speeds by size of work. linear, experts: flop/s by rows, for weights of some bytes; attention: bytes/s of
 # keys and values read by context; prefill: flop/s by prompt tokens (4 x head_dim flop per head and attended pair).
 EFFICIENCY = {
-    f"{unit}_{work}": "bytes/s" if work == "attention" else "flop/s"
+    f"{unit}_{work}": BYTES_PER_S if work == "attention" else FLOPS
     for unit in PROCESSORS
     for work in ("linear", "experts", "attention", "prefill")
+}
+BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))
+_PARSERS: dict[str, Callable[..., float]] = {
+    BYTES_PER_S: bandwidth_bytes_per_s,
+    FLOPS: flops_per_s,
+    SECONDS: seconds,
+    SHARE: share,
+    PROCESSORS_BUSY: positive,
 }
 
 
@@ -72,7 +97,9 @@ class Processor:
 class HardwareProfile:
     """One machine. ``source`` says where its figures come from; ``sources`` does so for single ones, by dotted key.
 
-    ``measured`` (see `MEASURED`) and ``efficiency`` (see `EFFICIENCY`) are there where somebody measured them.
+    ``measured`` (see `MEASURED`) and ``efficiency`` (see `EFFICIENCY`) are there where somebody measured them, and then
+    ``date`` (``2026-11-03``) may say when, ``notes`` how, and ``spread`` how far samples lay apart: by dotted key
+    (``efficiency.cpu_linear`` for a whole surface), the width of the middle half of them as a share of the median.
     """
 
     name: str
@@ -83,6 +110,9 @@ class HardwareProfile:
     sources: tuple[tuple[str, str], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
     efficiency: tuple[Surface, ...] = ()
+    date: str = ""
+    notes: str = ""
+    spread: tuple[tuple[str, float], ...] = ()
 
     def tier(self, name: str) -> Tier | None:
         """The tier called ``name``, where the machine has it."""
@@ -108,6 +138,16 @@ class HardwareProfile:
         """Where the figure at the dotted ``key`` (``tiers.device.capacity``) comes from."""
         return dict(self.sources).get(key, self.source)
 
+    def figure_keys(self) -> tuple[str, ...]:
+        """The dotted keys of all figures, one for a whole surface."""
+        return (
+            *(f"tiers.{tier.name}.{what}" for tier in self.tiers for what in ("capacity", "bandwidth")),
+            *(f"links.{link.src}{TO}{link.dst}.bandwidth" for link in self.links),
+            *(f"processors.{unit.name}.peak" for unit in self.processors),
+            *(f"measured.{name}" for name, _ in self.measured),
+            *(f"efficiency.{surface.name}" for surface in self.efficiency),
+        )
+
 
 def load_hardware_profile(name_or_path: str) -> HardwareProfile:
     """The machine called so, or described in the YAML file at that path.
@@ -126,21 +166,28 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
         ConfigError: an unknown or missing key, a wrong unit, tiers and processors that do not fit; names file, line.
     """
     root = read_yaml(path)
-    fields = root.fields("source", "links", required=("name", "tiers", "processors"))
+    optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread")
+    fields = root.fields(*optional, required=("name", "tiers", "processors"))
     sources: dict[str, str] = {}
     tiers = tuple(_tier(name, node, sources) for name, node in fields["tiers"].fields(*TIERS).items())
     links = fields["links"].entries().items() if "links" in fields else ()
     units = fields["processors"].fields(*PROCESSORS).items()
+    figures = fields["measured"].fields(*MEASURED).items() if "measured" in fields else ()
+    surfaces = fields["efficiency"].fields(*EFFICIENCY).items() if "efficiency" in fields else ()
     profile = HardwareProfile(
         name=fields["name"].text(),
         tiers=tiers,
         links=tuple(_link(name, node, tiers, sources) for name, node in links),
         processors=tuple(_processor(name, node, sources) for name, node in units),
+        measured=tuple((name, _quantity(node, _PARSERS[MEASURED[name].unit], sources)) for name, node in figures),
+        efficiency=tuple(_surface(name, node) for name, node in surfaces),
         source=fields["source"].text() if "source" in fields else "",
         sources=tuple(sorted(sources.items())),
+        date=fields["date"].day() if "date" in fields else "",
+        notes=fields["notes"].text() if "notes" in fields else "",
     )
     _check(profile, root)
-    return profile
+    return replace(profile, spread=_spread(fields["spread"], profile)) if "spread" in fields else profile
 
 
 def _tier(name: str, node: Node, sources: dict[str, str]) -> Tier:
@@ -153,10 +200,10 @@ def _tier(name: str, node: Node, sources: dict[str, str]) -> Tier:
 
 
 def _link(name: str, node: Node, tiers: tuple[Tier, ...], sources: dict[str, str]) -> Link:
-    src, _, dst = name.partition(_TO)
+    src, _, dst = name.partition(TO)
     present = [tier.name for tier in tiers]
     if src not in present or dst not in present or src == dst:
-        raise node.error(f"must be SRC{_TO}DST of two of this machine's tiers ({', '.join(present)})")
+        raise node.error(f"must be SRC{TO}DST of two of this machine's tiers ({', '.join(present)})")
     value = node.fields(required=("bandwidth",))["bandwidth"]
     return Link(src=src, dst=dst, bandwidth_bytes_per_s=_quantity(value, bandwidth_bytes_per_s, sources))
 
@@ -168,6 +215,57 @@ def _processor(name: str, node: Node, sources: dict[str, str]) -> Processor:
         count=fields["count"].integer() if "count" in fields else 1,
         peak_flops=_quantity(fields["peak"], flops_per_s, sources),
     )
+
+
+def _surface(name: str, node: Node) -> Surface:
+    """``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
+    entries = node.entries()
+    if not entries:
+        raise node.error("is empty")
+    parse = _PARSERS[EFFICIENCY[name]]
+    if not any(entry.is_mapping() for entry in entries.values()):
+        return Surface(name=name, sizes=(0.0,), curves=(_curve(node, parse),))
+    if name not in BY_WEIGHT_BYTES:
+        raise node.error("is one curve, a speed for each size of work; it has no sizes of weights")
+    curves = {}
+    for size, entry in entries.items():
+        weight_bytes = float(capacity_bytes(size, what=f"{entry.where}: {node.key}"))
+        if weight_bytes in curves:
+            raise entry.error("gives the same size of weights a second time")
+        curves[weight_bytes] = _curve(entry, parse)
+    return Surface(name=name, sizes=tuple(sorted(curves)), curves=tuple(curves[size] for size in sorted(curves)))
+
+
+def _curve(node: Node, parse: Callable[..., float]) -> Curve:
+    points: dict[float, float] = {}
+    for name, value in node.entries().items():
+        x = _above_zero(name)
+        if x is None:
+            raise value.error("must have a number above 0 as its key: rows, context or prompt tokens")
+        if x in points:
+            raise value.error("is given twice")
+        points[x] = _quantity(value, parse, {})
+    if not points:
+        raise node.error("is empty")
+    return Curve(x=tuple(sorted(points)), y=tuple(points[x] for x in sorted(points)))
+
+
+def _above_zero(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < 1e15 else None
+
+
+def _spread(node: Node, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
+    found = []
+    for name, value in node.fields(*profile.figure_keys()).items():
+        width = value.scalar()
+        if isinstance(width, (bool, str)) or width is None or width < 0:
+            raise value.error("must be a number of at least 0, a share of the value")
+        found.append((name, float(width)))
+    return tuple(found)
 
 
 def _quantity(node: Node, parse: Callable[..., T], sources: dict[str, str]) -> T:
@@ -193,4 +291,4 @@ def _check(profile: HardwareProfile, root: Node) -> None:
     if profile.tier("device") is not None:
         for src, dst in (("host", "device"), ("device", "host")):
             if profile.link(src, dst) is None:
-                raise ConfigError(f"{root.where}: links.{src}{_TO}{dst} is missing")
+                raise ConfigError(f"{root.where}: links.{src}{TO}{dst} is missing")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,24 @@ from moelight.core.errors import CheckpointError, ConfigError
 
 _MOST = 1 << 24  # no size in any config is larger; a hostile one must not exhaust memory
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_ABSENT = object()
 
 
 class HFConfig:
-    """Typed look-ups in one ``config.json``; ``where`` is the path that complaints name."""
+    """Typed look-ups in one ``config.json``; ``where`` is the path that complaints name.
 
-    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+    ``keys`` says where this file keeps what others keep under the usual key: ``{"hidden_size": "d_model",
+    "clip_qkv": "attn_config.clip_qkv"}``. Complaints name the file's own key.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, where: str, keys: Mapping[str, str] | None = None) -> None:
         self.values = values
         self.where = where
+        self._keys = dict(keys or {})
+
+    def with_keys(self, keys: Mapping[str, str]) -> HFConfig:
+        """The same file, read through ``keys``."""
+        return HFConfig(self.values, where=self.where, keys=keys)
 
     @classmethod
     def from_file(cls, path: Path) -> HFConfig:
@@ -43,7 +53,11 @@ class HFConfig:
 
     def find(self, *keys: str) -> Any:
         """The value under the first of ``keys`` that is present and not null, else None."""
-        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+        return next((value for key in keys if (value := self._value(key)) is not None), None)
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is present, be it null."""
+        return self._value(key, _ABSENT) is not _ABSENT
 
     def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of at least ``least``; ``default`` None means the key is required."""
@@ -51,8 +65,16 @@ class HFConfig:
         if value is None:
             value = self._default(keys, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-            raise ConfigError(f"{self.where}: {keys[0]} must be an integer from {least} to {_MOST}, not {value!r}")
+            raise ConfigError(
+                f"{self.where}: {self._name(keys[0])} must be an integer from {least} to {_MOST}, not {value!r}"
+            )
         return value
+
+    def integer_or_none(self, key: str, *, default: int | None, least: int = 1) -> int | None:
+        """A whole number of at least ``least``, or None where null says that there is none; ``default`` if absent."""
+        if self.find(key) is None:
+            return None if self.has(key) else default
+        return self.integer(key, least=least)
 
     def number(self, *keys: str, default: float | None = None) -> float:
         """A finite number above 0."""
@@ -60,7 +82,7 @@ class HFConfig:
         if value is None:
             value = self._default(keys, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(f"{self.where}: {keys[0]} must be a number above 0, not {value!r}")
+            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be a number above 0, not {value!r}")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
@@ -69,7 +91,7 @@ class HFConfig:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {keys[0]} must be true or false, not {value!r}")
+            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be true or false, not {value!r}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -78,37 +100,83 @@ class HFConfig:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            raise ConfigError(f"{self.where}: {key} must be a list of integers, not {value!r}")
+            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of integers, not {value!r}")
         return tuple(value)
+
+    def words(self, key: str, known: Collection[str], *, count: int) -> tuple[str, ...]:
+        """A list of ``count`` words out of ``known``; absent or null is empty."""
+        value = self.find(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or len(value) != count or any(word not in known for word in value):
+            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of {count} of {', '.join(known)}")
+        return tuple(value)
+
+    def refuse_other(self, key: str, known: Collection[object]) -> None:
+        """``key`` is absent, or has one of the values ``known``."""
+        if self.has(key) and self._value(key) not in known:
+            listed = ", ".join(map(json.dumps, known))
+            raise ConfigError(
+                f"{self.where}: {self._name(key)} {json.dumps(self._value(key))} is not supported; known: {listed}"
+            )
 
     def activation(self) -> str:
         """The experts' activation; only SiLU is known to these families."""
         value = self.find("hidden_act") or "silu"
         if value not in ("silu", "swish"):
-            raise ConfigError(f"{self.where}: hidden_act {value!r} is not supported; known: silu")
+            raise ConfigError(f"{self.where}: {self._name('hidden_act')} {value!r} is not supported; known: silu")
         return "silu"
 
-    def dtype(self) -> str:
-        """The name in ``dtype`` or ``torch_dtype``; float32 where there is none."""
-        value = self.find(*_DTYPE_KEYS) or "float32"
+    def dtype(self, *, default: str) -> str:
+        """The name in ``dtype`` or ``torch_dtype``."""
+        value = self.find(*_DTYPE_KEYS) or default
         return str(value).removeprefix("torch.")
 
-    def rope(self, *, default_theta: float) -> tuple[float, float]:
-        """``(theta, factor)``: the base, and the linear stretch of positions (1 where there is none).
+    def rope(self, *, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
+        """``(type, theta, factor)``: one of the types ``known``, the base, and the linear stretch of positions (1 for
+        every other type).
 
         Transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``.
         """
+        scaling = self._scaling()
+        kind = scaling.find("rope_type", "type") or "default"
+        if kind not in known:
+            raise ConfigError(f"{self.where}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
+        factor = scaling.number("factor", default=1.0) if kind == "linear" else 1.0
+        holder = self if scaling.find("rope_theta") is None else scaling
+        return kind, holder.number("rope_theta", default=default_theta), factor
+
+    def rotary_share(self, *, default: float) -> float:
+        """``partial_rotary_factor``: the share of a head that positions turn."""
+        scaling = self._scaling()
+        holder = self if scaling.find("partial_rotary_factor") is None else scaling
+        share = holder.number("partial_rotary_factor", default=default)
+        if share > 1:
+            raise ConfigError(f"{self.where}: partial_rotary_factor must be at most 1, not {share}")
+        return share
+
+    def _scaling(self) -> HFConfig:
         scaling = self.find("rope_parameters", "rope_scaling") or {}
         if not isinstance(scaling, dict):
             raise ConfigError(f"{self.where}: rope_parameters must be an object, not {scaling!r}")
-        nested = HFConfig({**self.values, **scaling}, where=self.where)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in ("default", "linear"):
-            raise ConfigError(f"{self.where}: rope_type {kind!r} is not supported; known: default, linear")
-        factor = nested.number("factor", default=1.0) if kind == "linear" else 1.0
-        return nested.number("rope_theta", default=default_theta), factor
+        return HFConfig(scaling, where=self.where)
+
+    def _name(self, key: str) -> str:
+        return self._keys.get(key, key)
+
+    def _value(self, key: str, absent: Any = None) -> Any:
+        """The value at the dotted path that ``key`` stands for."""
+        value: Any = self.values
+        *outer, last = self._name(key).split(".")
+        for name in outer:
+            value = value.get(name)
+            if value is None:
+                return absent
+            if not isinstance(value, dict):
+                raise ConfigError(f"{self.where}: {name} must be an object, not {value!r}")
+        return value.get(last, absent)
 
     def _default(self, keys: tuple[str, ...], default: float | None) -> float:
         if default is None:
-            raise ConfigError(f"{self.where}: {keys[0]} is missing")
+            raise ConfigError(f"{self.where}: {self._name(keys[0])} is missing")
         return default

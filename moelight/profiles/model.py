@@ -11,11 +11,31 @@ from moelight.profiles.names import TensorNames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSpec:
+    """Latent attention (DeepSeek-V2): keys and values of all heads are projected from one cached latent.
+
+    ``q_lora_rank`` None: queries are projected directly. Widths are of one head.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention.
+    """Grouped-query attention, or latent attention where ``latent`` is given.
 
     ``qk_norm``: ``none``, ``head`` (RMSNorm over each head, after the split) or ``projection`` (over the whole
-    projection, before it). ``clip_qkv`` bounds q, k and v in absolute value. ``window``: the last W positions only.
+    projection, before it). ``clip_qkv`` bounds q, k and v in absolute value. ``window``: the last W positions only, in
+    the layers that ``window_layers`` marks (empty: in all). ``sinks``: one learned logit per head joins each softmax.
+
+    With ``latent``, ``head_dim`` is the width of an expanded key (both its parts), ``num_kv_heads`` equals
+    ``num_heads``, and ``qkv_bias`` stands for the biases of the projections into the latents. ``rotary_share``: the
+    share of a head that positions turn. Of ``rope_type`` only the name is kept, and of its constants only the base and
+    the factor of ``linear``: the others change no size.
     """
 
     num_heads: int
@@ -23,10 +43,16 @@ class AttentionSpec:
     head_dim: int
     qk_norm: str = "none"
     clip_qkv: float | None = None
-    bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     window: int | None = None
+    window_layers: tuple[bool, ...] = ()
+    latent: LatentSpec | None = None
     rope_theta: float = 10000.0
     rope_factor: float = 1.0
+    rope_type: str = "default"
+    rotary_share: float = 1.0
 
     @property
     def q_dim(self) -> int:
@@ -38,32 +64,64 @@ class AttentionSpec:
         """Width of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def cache_width(self) -> int:
+        """Numbers that one token leaves in the cache of one layer."""
+        if self.latent is not None:
+            return self.latent.kv_lora_rank + self.latent.rope_head_dim
+        return 2 * self.kv_dim
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSpec:
-    """Softmax over all experts in float32, then the ``top_k`` largest; divided by their sum if ``normalize``.
+    """The ``top_k`` experts of a token and their weights, divided by their sum if ``normalize``, times ``scale``.
 
     ``weights_in_model_dtype``: the weights are rounded to the model's dtype before use (Qwen, OLMoE), or kept in
     float32 (Mixtral).
+
+    ``scoring``: ``softmax`` over all experts in float32, then the largest; ``softmax_of_top`` over the largest alone
+    (gpt-oss); ``sigmoid`` (DeepSeek-V3); ``sparsemixer`` (Phi-3.5-MoE). With ``groups`` above 1, only the experts of
+    the best ``top_groups`` groups can be chosen. ``bias`` is added to the logits; ``selection_bias`` to the scores that
+    choose, not to those that weigh.
     """
 
     top_k: int
     normalize: bool
     weights_in_model_dtype: bool
+    scoring: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    bias: bool = False
+    selection_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """Gated feed-forward experts: ``down(act(gate x) * up x)``."""
+    """Gated feed-forward experts: ``down(act(gate x) * up x)``.
+
+    ``shared_intermediate_size``: the width of all shared experts together, which every token meets (0: there are none);
+    with ``shared_gate`` their output is multiplied by a sigmoid of one logit per token. ``bias``: all three matrices of
+    an expert have one. ``clamp``: gate and up are bounded by it, and ``(up + 1) * gate * sigmoid(1.702 gate)`` takes
+    the place of the product (gpt-oss).
+    """
 
     num_experts: int
     intermediate_size: int
     activation: str = "silu"
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    clamp: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """One model. ``moe_layers[l]`` is False where layer l has one dense feed-forward of ``dense_intermediate_size``."""
+    """One model. ``moe_layers[l]`` is False where layer l has one dense feed-forward of ``dense_intermediate_size``.
+
+    ``norm``: ``rms``, or ``layer`` (LayerNorm), which may have a ``norm_bias``. ``head_bias``: the logits have one.
+    Layers that only predict further tokens ahead (DeepSeek-V3, GLM-4.5) are not part of a profile.
+    """
 
     name: str
     model_type: str
@@ -80,6 +138,9 @@ class ModelProfile:
     moe_layers: tuple[bool, ...]
     names: TensorNames
     dense_intermediate_size: int = 0
+    norm: str = "rms"
+    norm_bias: bool = False
+    head_bias: bool = False
 
     @property
     def num_moe_layers(self) -> int:

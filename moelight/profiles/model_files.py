@@ -10,7 +10,7 @@ from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.families import profile_from_config, profile_from_dir
-from moelight.profiles.files import find_profile, profile_names, read_yaml
+from moelight.profiles.files import Node, find_profile, profile_names, read_yaml
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 
@@ -19,19 +19,34 @@ ALIASES = {"mixtral": "mixtral-8x7b"}
 CONFIG_KEYS = (
     "architectures",
     "attention_bias",
+    "attn_config",
     "bos_token_id",
     "clip_qkv",
+    "d_model",
     "decoder_sparse_step",
     "dtype",
     "eos_token_id",
+    "ffn_config",
+    "first_k_dense_replace",
     "head_dim",
     "hidden_act",
     "hidden_size",
     "intermediate_size",
+    "kv_lora_rank",
+    "layer_types",
+    "lm_head_bias",
     "max_position_embeddings",
+    "max_seq_len",
+    "max_window_layers",
     "mlp_only_layers",
     "model_type",
     "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_heads",
+    "n_layers",
+    "n_routed_experts",
+    "n_shared_experts",
     "norm_topk_prob",
     "num_attention_heads",
     "num_experts",
@@ -39,17 +54,61 @@ CONFIG_KEYS = (
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "num_nextn_predict_layers",
+    "original_max_position_embeddings",
     "pad_token_id",
+    "partial_rotary_factor",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qkv_bias",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
+    "routed_scaling_factor",
+    "router_jitter_noise",
+    "scoring_func",
+    "shared_expert_intermediate_size",
     "sliding_window",
+    "swiglu_limit",
     "tie_word_embeddings",
+    "topk_group",
+    "topk_method",
     "torch_dtype",
+    "use_qk_norm",
     "use_sliding_window",
+    "v_head_dim",
     "vocab_size",
 )
+
+_ROPE_KEYS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "long_mscale",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "short_mscale",
+    "truncate",
+    "type",
+)
+NESTED_KEYS = {
+    "attn_config": ("clip_qkv", "kv_n_heads", "rope_theta"),
+    "ffn_config": ("ffn_act_fn", "ffn_hidden_size", "moe_normalize_expert_weights", "moe_num_experts", "moe_top_k"),
+    "ffn_config.ffn_act_fn": ("name",),
+    "rope_parameters": _ROPE_KEYS,
+    "rope_scaling": _ROPE_KEYS,
+}
 
 
 def load_model_profile(name_or_path: str) -> ModelProfile:
@@ -97,5 +156,12 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     fields = read_yaml(path).fields("source", required=("name", "config"))
     if "source" in fields:
         fields["source"].text()
-    config = {key: node.plain() for key, node in fields["config"].fields(*CONFIG_KEYS).items()}
+    config = {key: _plain(node, key) for key, node in fields["config"].fields(*CONFIG_KEYS).items()}
     return fields["name"].text(), config
+
+
+def _plain(node: Node, key: str) -> Any:
+    """The value of ``key``; a mapping may hold what `NESTED_KEYS` says, as far as it says anything."""
+    if key not in NESTED_KEYS or not node.is_mapping():
+        return node.plain()
+    return {name: _plain(inner, f"{key}.{name}") for name, inner in node.fields(*NESTED_KEYS[key]).items()}

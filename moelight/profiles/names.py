@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Spellings = tuple[str, ...]
 
@@ -12,7 +12,9 @@ class TensorNames:
     """Templates over ``{layer}`` and ``{expert}``. Exactly one spelling of each must be present in a checkpoint.
 
     ``gate``, ``up``, ``down`` are per expert; ``fused_gate_up`` ``[E, 2I, H]`` (gate rows first) and ``fused_down``
-    ``[E, H, I]`` hold all experts of a layer. ``ignored`` are regular expressions of names that carry no weights.
+    ``[E, H, I]`` hold all experts of a layer. Families whose experts lie in yet another layout name none of these.
+    ``qkv``, where it is given, holds q, k and v in one tensor. ``ignored`` are regular expressions of names that carry
+    no weights.
     """
 
     router: Spellings
@@ -23,9 +25,14 @@ class TensorNames:
     fused_down: Spellings
     embed: Spellings = ("model.embed_tokens.weight",)
     head: Spellings = ("lm_head.weight",)
+    head_bias: Spellings = ("lm_head.bias",)
     final_norm: Spellings = ("model.norm.weight",)
+    final_norm_bias: Spellings = ("model.norm.bias",)
     input_norm: Spellings = ("model.layers.{layer}.input_layernorm.weight",)
+    input_norm_bias: Spellings = ("model.layers.{layer}.input_layernorm.bias",)
     post_norm: Spellings = ("model.layers.{layer}.post_attention_layernorm.weight",)
+    post_norm_bias: Spellings = ("model.layers.{layer}.post_attention_layernorm.bias",)
+    qkv: Spellings = ()
     q: Spellings = ("model.layers.{layer}.self_attn.q_proj.weight",)
     k: Spellings = ("model.layers.{layer}.self_attn.k_proj.weight",)
     v: Spellings = ("model.layers.{layer}.self_attn.v_proj.weight",)
@@ -36,9 +43,33 @@ class TensorNames:
     o_bias: Spellings = ("model.layers.{layer}.self_attn.o_proj.bias",)
     q_norm: Spellings = ("model.layers.{layer}.self_attn.q_norm.weight",)
     k_norm: Spellings = ("model.layers.{layer}.self_attn.k_norm.weight",)
+    sinks: Spellings = ("model.layers.{layer}.self_attn.sinks",)
+    q_a: Spellings = ("model.layers.{layer}.self_attn.q_a_proj.weight",)
+    q_a_bias: Spellings = ("model.layers.{layer}.self_attn.q_a_proj.bias",)
+    q_a_norm: Spellings = ("model.layers.{layer}.self_attn.q_a_layernorm.weight",)
+    q_b: Spellings = ("model.layers.{layer}.self_attn.q_b_proj.weight",)
+    kv_a: Spellings = ("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",)
+    kv_a_bias: Spellings = ("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.bias",)
+    kv_a_norm: Spellings = ("model.layers.{layer}.self_attn.kv_a_layernorm.weight",)
+    kv_b: Spellings = ("model.layers.{layer}.self_attn.kv_b_proj.weight",)
+    router_bias: Spellings = ("model.layers.{layer}.mlp.router.bias",)
+    router_selection_bias: Spellings = ("model.layers.{layer}.mlp.gate.e_score_correction_bias",)
     dense_gate: Spellings = ("model.layers.{layer}.mlp.gate_proj.weight",)
     dense_up: Spellings = ("model.layers.{layer}.mlp.up_proj.weight",)
     dense_down: Spellings = ("model.layers.{layer}.mlp.down_proj.weight",)
+    shared_gate: Spellings = (
+        "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+        "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
+    )
+    shared_up: Spellings = (
+        "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
+        "model.layers.{layer}.mlp.shared_expert.up_proj.weight",
+    )
+    shared_down: Spellings = (
+        "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
+        "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
+    )
+    shared_router: Spellings = ("model.layers.{layer}.mlp.shared_expert_gate.weight",)
     ignored: Spellings = (r".*\.rotary_emb\.inv_freq",)
 
 
@@ -64,4 +95,33 @@ MIXTRAL_STYLE = TensorNames(
         "model.layers.{layer}.mlp.experts.down_proj",
         "model.layers.{layer}.block_sparse_moe.experts.down_proj",
     ),
+)
+
+PHIMOE_STYLE = replace(
+    MIXTRAL_STYLE,
+    router=("model.layers.{layer}.block_sparse_moe.gate.weight", "model.layers.{layer}.mlp.router.weight"),
+)
+
+GPT_OSS_STYLE = TensorNames(  # experts: [E, H, 2I] with gate and up interleaved and [E, I, H], or blocks of 4 bits
+    router=("model.layers.{layer}.mlp.router.weight",),
+    gate=(),
+    up=(),
+    down=(),
+    fused_gate_up=(),
+    fused_down=(),
+)
+
+DBRX_STYLE = TensorNames(  # experts: three tensors of all experts' rows [E * I, H], down transposed
+    router=("transformer.blocks.{layer}.ffn.router.layer.weight",),
+    gate=(),
+    up=(),
+    down=(),
+    fused_gate_up=(),
+    fused_down=(),
+    embed=("transformer.wte.weight",),
+    final_norm=("transformer.norm_f.weight",),
+    input_norm=("transformer.blocks.{layer}.norm_attn_norm.norm_1.weight",),
+    post_norm=("transformer.blocks.{layer}.norm_attn_norm.norm_2.weight",),
+    qkv=("transformer.blocks.{layer}.norm_attn_norm.attn.Wqkv.weight",),
+    o=("transformer.blocks.{layer}.norm_attn_norm.attn.out_proj.weight",),
 )

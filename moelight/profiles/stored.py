@@ -1,6 +1,8 @@
 """The list of tensors a model stores outside its experts, and the shape of one expert's page.
 
-One list serves the footprint (bytes), the loader (what to read where) and the audit (nothing missing, nothing over).
+One list serves the footprint (bytes), the ledger (products), the loader (what to read where) and the audit (nothing
+missing, nothing over). The biases of an expert travel with it, in its page; everything else that is small is listed
+here.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moelight.core.schedule import Page
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,27 +51,36 @@ class Stored:
 def dense_tensors(model: ModelProfile) -> Iterator[Stored]:
     """Every tensor outside the experts, in the order it is laid into its arena.
 
-    q, k and v (and their biases, and the gate and up of a dense layer) are stacked into one matrix.
+    q, k and v (and their biases, and the gate and up of a dense layer or of the shared experts) are stacked into one
+    matrix.
     """
     hidden = model.hidden_size
     yield _one("embed", -1, (model.vocab_size, hidden))
     for layer in range(model.num_layers):
+        yield from _norm(model, "input_norm", layer)
         yield from _attention_tensors(model, layer)
+        yield from _norm(model, "post_norm", layer)
         if model.moe_layers[layer]:
-            yield _one("router", layer, (model.experts.num_experts, hidden))
+            yield from _sparse_tensors(model, layer)
         else:
-            width = model.dense_intermediate_size
-            yield _stack("dense_gate_up", layer, {"dense_gate": (width, hidden), "dense_up": (width, hidden)})
-            yield _one("dense_down", layer, (hidden, width))
-    yield _one("final_norm", -1, (hidden,))
+            yield from _feed_forward("dense", layer, hidden, model.dense_intermediate_size)
+    yield from _norm(model, "final_norm", -1)
     if not model.tie_embeddings:
         yield _one("head", -1, (model.vocab_size, hidden))
+    if model.head_bias:
+        yield _one("head_bias", -1, (model.vocab_size,))
 
 
 def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
-    """The matrices of one expert in the order they lie in its page: gate, up ``[I, H]``, down ``[H, I]``."""
+    """The matrices of one expert in the order they lie in its page: gate, up ``[I, H]``, down ``[H, I]``.
+
+    Where experts have biases, ``[1, 2I]`` and ``[1, H]`` of them follow.
+    """
     hidden, width = model.hidden_size, model.experts.intermediate_size
-    return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    if model.experts.bias:
+        shapes |= {"gate_up_bias": (1, 2 * width), "down_bias": (1, hidden)}
+    return shapes
 
 
 def pages(model: ModelProfile) -> tuple[Page, ...]:
@@ -82,20 +93,78 @@ def pages(model: ModelProfile) -> tuple[Page, ...]:
     )
 
 
+def _norm(model: ModelProfile, name: str, layer: int) -> Iterator[Stored]:
+    yield _one(name, layer, (model.hidden_size,))
+    if model.norm_bias:
+        yield _one(f"{name}_bias", layer, (model.hidden_size,))
+
+
 def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
     spec, hidden = model.attention, model.hidden_size
-    yield _one("input_norm", layer, (hidden,))
-    yield _stack("qkv", layer, {"q": (spec.q_dim, hidden), "k": (spec.kv_dim, hidden), "v": (spec.kv_dim, hidden)})
-    if spec.bias:
+    if spec.latent is not None:
+        yield from _latent_tensors(spec, spec.latent, layer, hidden)
+        width = spec.num_heads * spec.latent.value_head_dim
+    else:
+        yield from _grouped_tensors(model, layer)
+        width = spec.q_dim
+    if spec.sinks:
+        yield _one("sinks", layer, (spec.num_heads,))
+    yield _one("o", layer, (hidden, width))
+    if spec.output_bias:
+        yield _one("o_bias", layer, (hidden,))
+
+
+def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
+    spec, hidden = model.attention, model.hidden_size
+    if model.names.qkv:
+        yield _one("qkv", layer, (spec.q_dim + 2 * spec.kv_dim, hidden))
+    else:
+        yield _stack("qkv", layer, {"q": (spec.q_dim, hidden), "k": (spec.kv_dim, hidden), "v": (spec.kv_dim, hidden)})
+    if spec.qkv_bias:
         yield _stack("qkv_bias", layer, {"q_bias": (spec.q_dim,), "k_bias": (spec.kv_dim,), "v_bias": (spec.kv_dim,)})
     if spec.qk_norm != "none":
         whole = spec.qk_norm == "projection"
         yield _one("q_norm", layer, (spec.q_dim if whole else spec.head_dim,))
         yield _one("k_norm", layer, (spec.kv_dim if whole else spec.head_dim,))
-    yield _one("o", layer, (hidden, spec.q_dim))
-    if spec.bias:
-        yield _one("o_bias", layer, (hidden,))
-    yield _one("post_norm", layer, (hidden,))
+
+
+def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[Stored]:
+    """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and values
+    (without the rotary part) from it; queries come directly, or in two steps where they have a latent of their own."""
+    rank = latent.q_lora_rank
+    if rank is None:
+        yield _one("q", layer, (spec.q_dim, hidden))
+    else:
+        yield _one("q_a", layer, (rank, hidden))
+        if spec.qkv_bias:
+            yield _one("q_a_bias", layer, (rank,))
+        yield _one("q_a_norm", layer, (rank,))
+        yield _one("q_b", layer, (spec.q_dim, rank))
+    yield _one("kv_a", layer, (spec.cache_width, hidden))
+    if spec.qkv_bias:
+        yield _one("kv_a_bias", layer, (spec.cache_width,))
+    yield _one("kv_a_norm", layer, (latent.kv_lora_rank,))
+    expanded = spec.num_heads * (latent.nope_head_dim + latent.value_head_dim)
+    yield _one("kv_b", layer, (expanded, latent.kv_lora_rank))
+
+
+def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
+    """What a layer with experts stores beside them: router, shared experts and the gate on their output."""
+    hidden, experts, router = model.hidden_size, model.experts, model.router
+    yield _one("router", layer, (experts.num_experts, hidden))
+    if router.bias:
+        yield _one("router_bias", layer, (experts.num_experts,))
+    if router.selection_bias:
+        yield _one("router_selection_bias", layer, (experts.num_experts,))
+    if experts.shared_intermediate_size:
+        yield from _feed_forward("shared", layer, hidden, experts.shared_intermediate_size)
+    if experts.shared_gate:
+        yield _one("shared_router", layer, (1, hidden))
+
+
+def _feed_forward(kind: str, layer: int, hidden: int, width: int) -> Iterator[Stored]:
+    yield _stack(f"{kind}_gate_up", layer, {f"{kind}_gate": (width, hidden), f"{kind}_up": (width, hidden)})
+    yield _one(f"{kind}_down", layer, (hidden, width))
 
 
 def _one(name: str, layer: int, shape: tuple[int, ...]) -> Stored:

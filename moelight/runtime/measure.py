@@ -1,10 +1,11 @@
-"""Memory facts of this process and machine: what there is, what is allowed, what is used.
+"""Facts of this process and machine: memory that there is, is allowed and is used, and the processor's name.
 
 Knows /proc, control groups (both versions) and getrusage. Refuses to know tensors and devices; never imports torch.
 """
 
 from __future__ import annotations
 
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,15 @@ def peak_rss_bytes(*, proc: Path = PROC) -> int:
 def current_rss_bytes() -> int:
     """The resident set of this process now, file-backed pages included."""
     return int(psutil.Process().memory_info().rss)
+
+
+def processor_name(*, proc: Path = PROC) -> str:
+    """What the processor calls itself."""
+    for line in _lines(proc / "cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:

@@ -7,49 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moelight.core.errors import ScheduleError
+from moelight.models.moe import Routed
 from moelight.models.rope import Rotation
+from moelight.runtime.context import Chunk, Context, slots_of
+from moelight.runtime.crossing import Crossing
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """Tokens ``start`` to ``start + len(token_ids)`` of one sequence, which owns ``blocks`` of the cache."""
+class Kept:
+    """A micro-batch's share of what a pass keeps for experts that run once: what they need, and their ``sums``
+    float32 [T, H]."""
 
-    token_ids: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    samples: bool
+    routed: Routed
+    sums: Tensor
 
-    @property
-    def decodes(self) -> bool:
-        """One token: served by the decode kernel."""
-        return len(self.token_ids) == 1
-
-
-class Crossing:
-    """A micro-batch's share of the pinned buffers beside the link: ``[q | k | v]`` going down, attention going up."""
-
-    def __init__(self, share: Tensor, up_bytes: int, dtype: torch.dtype) -> None:
-        """``share`` uint8; its last ``up_bytes`` carry the attention output, of ``dtype``."""
-        self._down, self._up, self._dtype = share[: share.numel() - up_bytes], share[share.numel() - up_bytes :], dtype
-
-    def down(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of q, k and v in host memory; complete when the lane's event is."""
-        start, landed = 0, []
-        for part in (q, k, v):
-            size = part.numel() * part.element_size()
-            target = self._down[start : start + size].view(part.dtype).view(part.shape)
-            landed.append(target.copy_(part, non_blocking=True))
-            start += size
-        return landed[0], landed[1], landed[2]
-
-    def up(self, shape: torch.Size) -> Tensor:
-        """Where the attention output ``[T, Hq, D]`` waits for the link."""
-        return self._up.view(self._dtype).view(shape)
+    def keep(self, routed: Routed) -> None:
+        """Copy ``routed``; no expert has been added yet."""
+        self.routed.x.copy_(routed.x)
+        self.routed.weights.copy_(routed.weights)
+        self.routed.ids.copy_(routed.ids)
+        self.sums.zero_()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +44,8 @@ class MicroBatch:
 
     ``cache_slots int64 [T]``: where each token's key and value go. ``block_tables int32 [D, B]`` and
     ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row, last row, start, block table) each.
+    ``device_slots`` are ``cache_slots`` beside a cache on the device, and ``context`` is where what came before lies
+    for attention there.
     """
 
     token_ids: Tensor
@@ -74,6 +62,13 @@ class MicroBatch:
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
     attn: Tensor | None = None
     crossing: Crossing | None = None
+    kept: Kept | None = None
+    context: Context | None = None
+    device_slots: Tensor | None = None
+    routed: Routed | None = None
+    routed_host: Routed | None = None
+    experts_host: Tensor | None = None
+    experts: Tensor | None = None
     sampled: list[int] = field(default_factory=list)
 
     @property
@@ -88,22 +83,28 @@ class MicroBatch:
 
 
 def pack(
-    chunks: Sequence[Chunk], *, block_size: int, hidden: Tensor, crossing: Crossing | None, fresh: bool
+    chunks: Sequence[Chunk],
+    *,
+    block_size: int,
+    hidden: Tensor,
+    crossing: Crossing | None,
+    fresh: bool,
+    kept: Kept | None = None,
 ) -> MicroBatch:
-    """A micro-batch of ``chunks`` (decoding ones first). ``hidden`` [T, H] is its share of the hidden arena, and
-    ``crossing`` its share of the crossing buffers where there is a link."""
+    """A micro-batch of ``chunks`` (decoding ones first). ``hidden`` [T, H] is its share of the hidden arena,
+    ``crossing`` of the crossing buffers where there is a link, ``kept`` of what a pass keeps where experts run once."""
     device = hidden.device
     ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
     positions, slots, prompts, rows, row = [], [], [], [], 0
     decoding = [chunk for chunk in chunks if chunk.decodes]
     for chunk in chunks:
-        where = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int64)
-        table = np.asarray(chunk.blocks, dtype=np.int32)
-        positions.append(where)
-        slots.append(table[where // block_size].astype(np.int64) * block_size + where % block_size)
+        count = len(chunk.token_ids)
+        positions.append(np.arange(chunk.start, chunk.start + count, dtype=np.int64))
+        slots.append(slots_of(chunk, chunk.start, chunk.start + count, block_size))
         if not chunk.decodes:
-            prompts.append((row, row + len(where), chunk.start, torch.from_numpy(table)))
-        row += len(where)
+            table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
+            prompts.append((row, row + count, chunk.start, table))
+        row += count
         if chunk.samples:
             rows.append(row - 1)
     return MicroBatch(
@@ -117,7 +118,15 @@ def pack(
         fresh=fresh,
         hidden=hidden,
         crossing=crossing,
+        kept=kept,
     )
+
+
+def present(value: T | None) -> T:
+    """What an earlier task of the same pass left behind."""
+    if value is None:
+        raise ScheduleError("a task ran before the one that feeds it")
+    return value
 
 
 def _tables(chunks: Sequence[Chunk]) -> Tensor:

@@ -14,6 +14,11 @@ SCHEDULES: Registry[Builder] = Registry(
     "schedule",
     {
         "cgopipe": "moelight.scheduler.cgopipe:build",
+        "fastdecode": "moelight.scheduler.blocks:build_fastdecode",
+        "flexgen-c": "moelight.scheduler.blocks:build_flexgen_c",
+        "flexgen": "moelight.scheduler.blocks:build_flexgen",
+        "flexgen-loop": "moelight.scheduler.blocks:build_flexgen_loop",
         "serial": "moelight.scheduler.serial:build",
+        "module": "moelight.scheduler.module:build",
     },
 )

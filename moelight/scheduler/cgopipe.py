@@ -3,6 +3,8 @@
 The launch order is the pipeline: pages of the next layer go between the hidden-state transfers of this one, so no
 transfer waits behind a whole layer, and attention runs two micro-batches ahead of the experts. Whoever launches a
 transfer may have to wait for the host's part of it, so each is launched only when the experts need it next.
+Where the device attends, contexts take the place of hidden states on the link; where the CPU computes experts, their
+outputs come up one step after they went down.
 """
 
 from __future__ import annotations
@@ -19,36 +21,49 @@ LOOK_AHEAD = 2
 def build(layout: Layout, shape: PassShape) -> Schedule:
     """Algorithm 1. Steps are (layer, micro-batch) in sweep order; attention is ``look_ahead`` steps ahead.
 
-    A single micro-batch can only be one step ahead: its next layer needs this one's experts. The paper's W_PinToG is
-    ``deliver``, its W_CtoPin ``fetch``: two steps ahead of the delivery, across layers.
+    A single micro-batch can only be one step ahead: its next layer needs this one's experts; and one less with experts
+    that are ``late`` by a step. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps ahead of the
+    delivery, across layers.
     """
     draft = Draft(layout, shape)
-    n, layers = len(shape.micro_batches), layout.model.num_layers
-    steps, look_ahead = layers * n, min(LOOK_AHEAD, n)
-    shares = [share for layer in range(layers) for share in _shares(draft.layer_pages(layer + 1), n)]
-    for page in draft.layer_pages(0):
-        draft.deliver(page)
+    n, layers = draft.count, layout.model.num_layers
+    late = int(n > 1 and any(layout.cpu_layers))
+    steps, look_ahead = layers * n, min(LOOK_AHEAD, n - late)
+    shares = page_shares(draft)
+    draft.deliver_layer(0)
     for step in range(look_ahead):
-        draft.attend(*divmod(step, n))
+        _attend(draft, step)
     _fetch(draft, shares[:LOOK_AHEAD])
-    for step in range(steps):
-        layer, j = divmod(step, n)
-        draft.load_hidden(layer, j)
-        for page in shares[step]:
-            draft.deliver(page)
-        draft.post_attention(layer, j)
+    for step in range(steps + late):
+        if step < steps:
+            draft.load_hidden(*divmod(step, n))
+            for page in shares[step]:
+                draft.deliver(page)
+            draft.post_attention(*divmod(step, n))
+        if step >= late:
+            draft.combine(*divmod(step - late, n))
         if step + look_ahead < steps:
-            draft.attend(*divmod(step + look_ahead, n))
+            _attend(draft, step + look_ahead)
         _fetch(draft, shares[step + 1 : step + 1 + LOOK_AHEAD])
-        if layer == layers - 1:
-            draft.sample(j)
+        if step - late >= steps - n:
+            draft.sample((step - late) % n)
     return draft.finish("cgopipe")
 
 
-def _shares(pages: range, n: int) -> list[range]:
-    """``pages`` cut into ``n`` consecutive parts, as equal as may be."""
-    bounds = [pages.start + len(pages) * share // n for share in range(n + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
+def page_shares(draft: Draft) -> list[range]:
+    """For each step the pages of the next layer that cross in it: consecutive parts, as equal as may be."""
+    n, shares = draft.count, []
+    for layer in range(draft.layout.model.num_layers):
+        pages = draft.layer_pages(layer + 1)
+        bounds = [pages.start + len(pages) * share // n for share in range(n + 1)]
+        shares += [range(first, last) for first, last in pairwise(bounds)]
+    return shares
+
+
+def _attend(draft: Draft, step: int) -> None:
+    layer, j = divmod(step, draft.count)
+    draft.load_contexts(layer, j)
+    draft.attend(layer, j)
 
 
 def _fetch(draft: Draft, shares: list[range]) -> None:

@@ -1,224 +1,232 @@
-"""The parts every builder is made of: the page stream and the three acts of a micro-batch, appended task by task.
+"""The acts of a micro-batch in one layer, written task by task: attention, then experts.
 
 A builder decides only the order of the calls; what each task waits for, touches and carries is written here once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
+from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.hrm import costs
-from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
+from moelight.scheduler.pen import present
+from moelight.scheduler.stream import PageStream
+
+ALL = -1  # the "micro-batch" of a task that serves all of them
 
 
-class Draft:
-    """A schedule being written. Positions returned by its methods are task positions.
-
-    Page k of the pass lives in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own pages into those of
-    the next pass. A slot is refilled only after the last micro-batch of its former layer has read it.
-    """
+class Draft(PageStream):
+    """A schedule being written. Micro-batches attend in sweep order: layer by layer, first to last."""
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
-        self.layout = layout
-        self.shape = shape
-        self.tasks: list[Task] = []
-        self._chained = chained
-        self._fetched: dict[int, int] = {}
-        self._delivered: dict[int, int] = {}
-        self._last_post: dict[int, int] = {}
+        super().__init__(layout, shape, chained=chained)
         self._ready: dict[int, int] = {}
         self._sent_down: dict[int, int] = {}
         self._stored: dict[int, int] = {}
-        lane = Lane.H2D if layout.discrete else Lane.DISK
-        for k in range(shape.carried):
-            page, slot = self._page_slot(k)
-            taken = [Buffer(space="ring", index=slot)]
-            if layout.discrete:  # it may still be on its way out of there
-                taken.append(Buffer(space="pinned", index=k % layout.pinned_slots))
-            kind = TaskKind.CARRIED_PAGE
-            self._delivered[k] = self._add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
+        self._stored_by_layer: dict[int, list[int]] = {}
+        self._attended = 0
+        self._context_loaded: dict[int, int] = {}
+        self._context_used: dict[int, int] = {}
+        self._device_part: dict[int, int] = {}
+        self._returning: dict[int, int] = {}
 
-    def layer_pages(self, layer: int) -> range:
-        """The stream positions of ``layer``; ``num_layers`` stands for layer 0 of the next pass."""
-        if layer < self.layout.model.num_layers:
-            return self.layout.layer_pages[layer]
-        if not self.shape.wraps:
-            return range(0)
-        first, total = self.layout.layer_pages[0], len(self.layout.streamed)
-        return range(first.start + total, first.stop + total)
-
-    def fetch(self, k: int) -> None:
-        """Bring page ``k`` from its far home to the last stop before the link.
-
-        Nothing to do without a link, or while the page before it in that stop has not been sent on.
-        """
-        if not self.layout.discrete or k in self._fetched or k in self._delivered:
-            return
-        slot, former_k = k % self.layout.pinned_slots, k - self.layout.pinned_slots
-        if former_k >= 0 and former_k not in self._delivered:
-            return
-        page, _ = self._page_slot(k)
-        from_disk = self.layout.from_disk[k % len(self.layout.streamed)]
-        self._fetched[k] = self._add(
-            Task(
-                kind=TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE,
-                lane=Lane.DISK if from_disk else Lane.STAGE,
-                page=page,
-                slot=slot,
-                bytes=self.layout.page_bytes,
-                deps=_present(self._delivered.get(former_k)),
-                writes=(Buffer(space="pinned", index=slot),),
-            )
-        )
-
-    def deliver(self, k: int) -> None:
-        """Bring page ``k`` into its ring slot."""
-        if k in self._delivered:
-            return
-        self.fetch(k)
-        page, slot = self._page_slot(k)
-        discrete = self.layout.discrete
-        former_k = k - self.layout.ring_slots
-        former = self._last_post.get(self._layer_of(former_k)) if former_k >= 0 else None
-        self._delivered[k] = self._add(
-            Task(
-                kind=TaskKind.SEND_PAGE if discrete else TaskKind.READ_PAGE,
-                lane=Lane.H2D if discrete else Lane.DISK,
-                page=page,
-                slot=slot,
-                bytes=self.layout.page_bytes,
-                deps=_present(self._fetched.get(k), former),
-                reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if discrete else (),
-                writes=(Buffer(space="ring", index=slot),),
-            )
-        )
+    @property
+    def count(self) -> int:
+        """Micro-batches in the pass."""
+        return len(self.shape.micro_batches)
 
     def embed(self, j: int) -> None:
         """Token ids of micro-batch ``j`` become hidden states."""
-        self._ready[j] = self._compute(TaskKind.EMBED, 0, j, (), writes=("hidden",))
+        self._ready[j] = self.compute(TaskKind.EMBED, 0, j, (), writes=("hidden",))
+
+    def load_kv(self, layer: int, j: int) -> None:
+        """Bring the cached keys and values of micro-batch ``j`` up, into the buffer of its step's parity.
+
+        Nothing to do where they do not cross, where they are on their way, more than one step ahead of attention, or
+        while the pass itself still makes some of them; `attend` asks again.
+        """
+        mine, step = self._of(j), layer * self.count + j
+        if step in self._context_loaded or step > self._attended + 1 or not self._context_crosses(mine):
+            return
+        stored = self._stored_by_layer.get(layer, [])
+        earlier = range(j) if mine.continues else range(0)
+        if len(stored) < len(earlier):
+            return
+        self._context_loaded[step] = self.add(
+            Task(
+                kind=TaskKind.LOAD_KV,
+                lane=Lane.H2D,
+                layer=layer,
+                micro_batch=j,
+                bytes=self.layout.context_bytes(mine.context),
+                deps=(*present(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
+                reads=tuple(self._cache(layer, i) for i in earlier),
+                writes=(Buffer(space="context", index=step % 2),),
+            )
+        )
+
+    def load_contexts(self, layer: int, j: int) -> None:
+        """`load_kv` of this step, if it is still to be done, and of the step after it."""
+        step = layer * self.count + j
+        for each in range(step, min(step + 2, self.count * self.layout.model.num_layers)):
+            self.load_kv(*divmod(each, self.count))
 
     def attend(self, layer: int, j: int) -> None:
         """``pre_attention`` and attention of micro-batch ``j``; what a link brings back is `load_hidden`'s."""
         if layer == 0:
             self.embed(j)
-        deps = (self._ready[j], *_present(self._sent_down.get(j)))
-        before = self._compute(TaskKind.PRE_ATTENTION, layer, j, deps, reads=("hidden",), writes=("qkv",))
+        self.load_kv(layer, j)
+        deps = (self._ready[j], *present(self._sent_down.get(j)))
+        before = self.compute(TaskKind.PRE_ATTENTION, layer, j, deps, reads=("hidden",), writes=("qkv",))
         if not self.layout.discrete:
             kind = TaskKind.CPU_ATTENTION
-            self._ready[j] = self._compute(kind, layer, j, (before,), reads=("qkv",), writes=("attn",))
-        elif self.shape.micro_batches[j].fresh:
+            self._ready[j] = self.compute(kind, layer, j, (before,), reads=("qkv",), writes=("attn",))
+        elif self._of(j).fresh or self.layout.attention == "gpu":
             self._attend_on_device(layer, j, before)
         else:
             self._attend_on_host(layer, j, before)
+        self._attended = layer * self.count + j + 1
 
     def load_hidden(self, layer: int, j: int) -> None:
         """Bring the attention output of micro-batch ``j`` up, where the host attended across a link."""
-        if not self.layout.discrete or self.shape.micro_batches[j].fresh:
+        if not self.layout.discrete or self.layout.attention == "gpu" or self._of(j).fresh:
             return
-        up = costs.hidden_bytes(self.layout.model, self.layout.dtype, self.shape.micro_batches[j].tokens)
+        up = costs.hidden_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
         deps = (self._ready[j],)
-        self._ready[j] = self._cross(TaskKind.LOAD_HIDDEN, Lane.H2D, layer, j, deps, up, "attn_host", "attn")
+        self._ready[j] = self.cross(TaskKind.LOAD_HIDDEN, Lane.H2D, layer, j, deps, up, "attn_host", "attn")
 
     def post_attention(self, layer: int, j: int) -> None:
-        """Output projection, router and experts of micro-batch ``j``; reads every ring slot of the layer."""
-        mine = self.layer_pages(layer)
-        ring = tuple(Buffer(space="ring", index=self._page_slot(k)[1]) for k in mine)
-        # Pages arrive on one lane in stream order, so the last one's arrival is everyone's.
-        arrived = (self._delivered[mine[-1]],) if mine else ()
-        kind, deps = TaskKind.POST_ATTENTION, (self._ready[j], *arrived)
-        task = self._compute(kind, layer, j, deps, reads=("attn",), writes=("hidden",), ring=ring)
+        """Output projection, router and experts of micro-batch ``j``; reads every ring slot of the layer.
+
+        Where the CPU computes experts across a link, they are on their way when this is done; `combine` ends it.
+        """
+        if self.layout.cpu_layers[layer]:
+            self._experts_over_the_link(layer, j)
+            return
+        kind, deps = TaskKind.POST_ATTENTION, (self._ready[j], *self.arrived(layer))
+        ring = self.ring(layer)
+        task = self.compute(kind, layer, j, deps, reads=("attn",), writes=("hidden",), also_reads=ring)
         self._ready[j] = task
-        self._last_post[layer] = task
+        self.read_ring(layer, task)
+
+    def combine(self, layer: int, j: int) -> None:
+        """Bring up what the CPU's experts made of micro-batch ``j`` and add it; nothing to do where it made nothing."""
+        if j not in self._returning:
+            return
+        up = costs.residual_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
+        deps = (self._returning.pop(j),)
+        loaded = self.cross(TaskKind.LOAD_EXPERTS, Lane.H2D, layer, j, deps, up, "experts_host", "experts")
+        both = (loaded, self._device_part.pop(j))
+        self._ready[j] = self.compute(TaskKind.COMBINE, layer, j, both, reads=("experts",), writes=("hidden",))
+
+    def route(self, layer: int, j: int) -> None:
+        """Micro-batch ``j`` up to its router, for experts that run once for all; a layer without experts whole."""
+        if self.layout.model.moe_layers[layer]:
+            self._ready[j] = self._route(layer, j)
+        else:
+            self.post_attention(layer, j)
+
+    def experts(self, layer: int) -> None:
+        """The experts of ``layer``, once for all micro-batches; nothing to do where there are none."""
+        if not self.layout.model.moe_layers[layer]:
+            return
+        everyone = range(self.count)
+        task = self.add(
+            Task(
+                kind=TaskKind.EXPERTS,
+                lane=self.layout.compute,
+                layer=layer,
+                micro_batch=ALL,
+                deps=(self._ready[self.count - 1], *self.arrived(layer)),
+                reads=(*(Buffer(space="routed", index=j) for j in everyone), *self.ring(layer)),
+                writes=tuple(Buffer(space="hidden", index=j) for j in everyone),
+            )
+        )
+        self._ready = dict.fromkeys(everyone, task)
+        self.read_ring(layer, task)
 
     def sample(self, j: int) -> None:
         """The next token of every sequence of micro-batch ``j`` whose prompt is complete."""
-        if self.shape.micro_batches[j].samples:
+        if self._of(j).samples:
             last = self.layout.model.num_layers - 1
-            self._compute(TaskKind.SAMPLE, last, j, (self._ready[j],), reads=("hidden",))
+            self.compute(TaskKind.SAMPLE, last, j, (self._ready[j],), reads=("hidden",))
 
-    def finish(self, builder: str) -> Schedule:
-        """The finished schedule."""
-        total = len(self.layout.streamed)
-        ahead = sorted(k for k in self._delivered if k >= total)
-        return Schedule(
-            builder=builder,
-            tasks=tuple(self.tasks),
-            stream_advance=total,
-            carried_out=tuple(self._delivered[k] for k in ahead),
-        )
+    def _of(self, j: int) -> MicroBatchShape:
+        return self.shape.micro_batches[j]
+
+    def _context_crosses(self, micro_batch: MicroBatchShape) -> bool:
+        return self.layout.context_crosses and not micro_batch.fresh and micro_batch.context > 0
 
     def _attend_on_device(self, layer: int, j: int, before: int) -> None:
-        tokens = self.shape.micro_batches[j].tokens
-        attention = self._compute(TaskKind.ATTENTION, layer, j, (before,), reads=("qkv",), writes=("attn",))
-        down = costs.kv_bytes(self.layout.model, self.layout.dtype, tokens)
-        deps = (before, *_present(self._stored.get(j)))
-        sent = self._cross(TaskKind.OFFLOAD_KV, Lane.D2H, layer, j, deps, down, "qkv", "qkv_host")
-        stored = self._compute(TaskKind.STORE_KV, layer, j, (sent,), reads=("qkv_host",), lane=Lane.CPU)
-        self._sent_down[j], self._stored[j] = sent, stored
+        """Over the new keys and values, those on the device, and those that were brought up. The new ones go down."""
+        step, layout = layer * self.count + j, self.layout
+        loaded = self._context_loaded.get(step)
+        context = (Buffer(space="context", index=step % 2),) if loaded is not None else ()
+        deps = (before, *present(loaded))
+        attention = self.compute(
+            TaskKind.ATTENTION, layer, j, deps, reads=("qkv",), writes=("attn",), also_reads=context
+        )
+        if loaded is not None:
+            self._context_used[step % 2] = attention
         self._ready[j] = attention
+        if layout.attention == "gpu" and not layout.context_crosses:
+            return
+        down = layout.kv_down_bytes(self._of(j).tokens)
+        deps = (before, *present(self._stored.get(j)))
+        sent = self.cross(TaskKind.OFFLOAD_KV, Lane.D2H, layer, j, deps, down, "qkv", "qkv_host")
+        self._sent_down[j] = sent
+        self._stored[j] = self._store(layer, j, sent)
+
+    def _store(self, layer: int, j: int, sent: int) -> int:
+        task = self.add(
+            Task(
+                kind=TaskKind.STORE_KV,
+                lane=Lane.CPU,
+                layer=layer,
+                micro_batch=j,
+                deps=(sent,),
+                reads=(Buffer(space="qkv_host", index=j),),
+                writes=(self._cache(layer, j),) if self.layout.context_crosses else (),
+            )
+        )
+        self._stored_by_layer.setdefault(layer, []).append(task)
+        return task
+
+    def _cache(self, layer: int, j: int) -> Buffer:
+        """What micro-batch ``j`` adds to the cache of ``layer`` in host memory."""
+        return Buffer(space="cache", index=layer * self.count + j)
 
     def _attend_on_host(self, layer: int, j: int, before: int) -> None:
-        down = costs.qkv_bytes(self.layout.model, self.layout.dtype, self.shape.micro_batches[j].tokens)
-        sent = self._cross(TaskKind.OFFLOAD_QKV, Lane.D2H, layer, j, (before,), down, "qkv", "qkv_host")
+        down = costs.qkv_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
+        sent = self.cross(TaskKind.OFFLOAD_QKV, Lane.D2H, layer, j, (before,), down, "qkv", "qkv_host")
         kind, lane = TaskKind.CPU_ATTENTION, Lane.CPU
-        self._ready[j] = self._compute(kind, layer, j, (sent,), reads=("qkv_host",), writes=("attn_host",), lane=lane)
+        self._ready[j] = self.compute(kind, layer, j, (sent,), reads=("qkv_host",), writes=("attn_host",), lane=lane)
 
-    def _cross(
-        self, kind: TaskKind, lane: Lane, layer: int, j: int, deps: tuple[int, ...], size: int, source: str, target: str
-    ) -> int:
-        return self._add(
-            Task(
-                kind=kind,
-                lane=lane,
-                layer=layer,
-                micro_batch=j,
-                bytes=size,
-                deps=deps,
-                reads=(Buffer(space=source, index=j),),
-                writes=(Buffer(space=target, index=j),),
-            )
+    def _route(self, layer: int, j: int) -> int:
+        written = ("hidden", "routed")
+        return self.compute(TaskKind.ROUTE, layer, j, (self._ready[j],), reads=("attn",), writes=written)
+
+    def _experts_over_the_link(self, layer: int, j: int) -> None:
+        """The CPU's share: down, computed, and waiting to come up. The device's, if it has any, meanwhile."""
+        down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
+        routed = self._route(layer, j)
+        sent = self.cross(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, (routed,), down, "routed", "routed_host")
+        here, there = self.ring(layer), self.arrived(layer)
+        all_on_cpu = self.layout.experts == "host"
+        task = self.compute(
+            TaskKind.CPU_EXPERTS,
+            layer,
+            j,
+            (sent, *(there if all_on_cpu else ())),
+            reads=("routed_host",),
+            writes=("experts_host",),
+            also_reads=here if all_on_cpu else (),
+            lane=Lane.CPU,
         )
-
-    def _compute(
-        self,
-        kind: TaskKind,
-        layer: int,
-        j: int,
-        deps: Sequence[int],
-        *,
-        reads: Sequence[str] = (),
-        writes: Sequence[str] = (),
-        ring: tuple[Buffer, ...] = (),
-        lane: Lane | None = None,
-    ) -> int:
-        return self._add(
-            Task(
-                kind=kind,
-                lane=lane or self.layout.compute,
-                layer=layer,
-                micro_batch=j,
-                deps=tuple(deps),
-                reads=(*(Buffer(space=space, index=j) for space in reads), *ring),
-                writes=tuple(Buffer(space=space, index=j) for space in writes),
+        self._returning[j], self._device_part[j] = task, routed
+        if not all_on_cpu:
+            deps = (routed, *there)
+            task = self.compute(
+                TaskKind.EXPERTS, layer, j, deps, reads=("routed",), writes=("hidden",), also_reads=here
             )
-        )
-
-    def _page_slot(self, k: int) -> tuple[Page, int]:
-        return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
-
-    def _layer_of(self, k: int) -> int:
-        return self.layout.streamed[k % len(self.layout.streamed)].layer
-
-    def _add(self, task: Task) -> int:
-        if self._chained and self.tasks:
-            previous = len(self.tasks) - 1
-            if previous not in task.deps and task.kind is not TaskKind.CARRIED_PAGE:
-                task = replace(task, deps=(*task.deps, previous))
-        self.tasks.append(task)
-        return len(self.tasks) - 1
-
-
-def _present(*tasks: int | None) -> tuple[int, ...]:
-    return tuple(task for task in tasks if task is not None)
+            self._device_part[j] = task
+        self.read_ring(layer, task)

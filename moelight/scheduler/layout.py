@@ -2,57 +2,104 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from moelight.core.dtypes import DType
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page
 from moelight.hrm import costs
 from moelight.hrm.footprint import pinned_slots, ring_slots
-from moelight.hrm.placement import place
+from moelight.hrm.placement import Placement, place
 from moelight.profiles.model import ModelProfile
+
+# Where experts run, by ``Policy.ffn_device``.
+EXPERT_HOMES = {"gpu": "device", "split": "split", "cpu": "host"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """The pipeline of one engine: fixed from load to close.
 
-    ``streamed`` are the pages that cross every pass, in order of use; ``from_disk`` says which come from disk, and
-    ``layer_pages`` which positions belong to each layer.
-    With ``discrete`` the experts run beside their own memory: attention's inputs and outputs cross a link, and pages
-    pass through ``pinned_slots``. Otherwise pages are read straight into the ring.
+    Attributes:
+        dtype: what units work in and what crosses between them; ``page_dtype`` and ``kv_dtype`` are the experts' and
+            the cache's own.
+        discrete: a GPU takes part, so a link lies between two memories. Without one, the CPU does everything.
+        attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (fresh prompts attend on the GPU).
+        experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` where they lie, the GPU the others.
+        kv_host: the share of every context whose keys and values live in host memory.
+        streamed: the pages that move every pass, in order of use; ``from_disk`` says which come from disk, and
+            ``layer_pages`` which positions belong to each layer.
+        cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
+        ring_slots: beside the experts. Across a link, pages pass through ``pinned_slots`` first.
     """
 
     model: ModelProfile
     dtype: DType
+    page_dtype: DType
+    kv_dtype: DType
     discrete: bool
+    attention: str
+    experts: str
+    kv_host: float
     streamed: tuple[Page, ...]
     from_disk: tuple[bool, ...]
     layer_pages: tuple[range, ...]
+    computed: tuple[Page, ...]
+    cpu_layers: tuple[bool, ...]
     ring_slots: int
     pinned_slots: int
 
     @property
     def compute(self) -> Lane:
-        """The lane of norms, projections, routers and experts."""
+        """The lane of norms, projections and routers."""
         return Lane.DEVICE if self.discrete else Lane.CPU
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page on any link."""
-        return costs.page_bytes(self.model, self.dtype)
+        return costs.page_bytes(self.model, self.page_dtype)
+
+    @property
+    def pages_cross(self) -> bool:
+        """Pages go up the link; otherwise they are read straight into the ring."""
+        return self.discrete and self.experts != "host"
+
+    @property
+    def context_crosses(self) -> bool:
+        """Cached keys and values go up the link to be attended to."""
+        return self.attention == "gpu" and self.kv_host > 0
+
+    def kv_down_bytes(self, tokens: int) -> int:
+        """What one layer's new keys and values of ``tokens`` tokens take on their way to host memory."""
+        return costs.kv_bytes(self.model, self.dtype, self._host_tokens(tokens))
+
+    def context_bytes(self, tokens: int) -> int:
+        """What one layer's keys and values of ``tokens`` cached tokens take on their way up."""
+        return self._host_tokens(tokens) * costs.kv_layer_bytes(self.model, self.kv_dtype)
+
+    def _host_tokens(self, tokens: int) -> int:
+        return math.ceil(tokens * self.kv_host - 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """``fresh`` prompts attend over their own new keys and values; all others need the paged cache.
+    """``fresh`` prompts attend over their own new keys and values; all others need the cache.
 
-    ``samples``: at least one sequence gets a new token at the end of the pass.
+    Attributes:
+        samples: at least one sequence gets a new token at the end of the pass.
+        context: cached tokens of all sequences together. It stays 0 where keys and values do not cross the link, so
+            that schedules can be kept by shape.
+        continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two). It stays
+            False where ``context`` stays 0.
     """
 
     tokens: int
     fresh: bool = False
     samples: bool = True
+    context: int = 0
+    continues: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +111,50 @@ class PassShape:
     wraps: bool = False
 
 
-def layout_of(model: ModelProfile, policy: Policy, dtype: DType) -> Layout:
-    """The pipeline that ``policy`` makes of ``model``."""
-    placement = place(model, policy)
-    discrete = policy.ffn_device == "gpu"
+def layout_of(model: ModelProfile, policy: Policy, dtype: DType, *, discrete: bool | None = None) -> Layout:
+    """The pipeline that ``policy`` makes of ``model``, worked in ``dtype``.
+
+    ``discrete``: whether the machine has a GPU, where the policy alone cannot tell (both devices ``cpu``).
+
+    Raises:
+        ConfigError: homes and devices of the policy contradict each other.
+    """
+    discrete = policy.discrete if discrete is None else discrete
+    _check(policy, discrete=discrete)
+    placement, experts = place(model, policy), EXPERT_HOMES[policy.ffn_device]
     return Layout(
         model=model,
         dtype=dtype,
+        page_dtype=dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype),
+        kv_dtype=dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype),
         discrete=discrete,
+        attention=policy.attention_device,
+        experts=experts,
+        kv_host=policy.kv.host,
         streamed=placement.streamed,
         from_disk=tuple(placement.homes[page] == "disk" for page in placement.streamed),
         layer_pages=_layer_ranges(model.num_layers, placement.streamed),
+        computed=placement.computed,
+        cpu_layers=_cpu_layers(model, placement, experts) if discrete else (False,) * model.num_layers,
         ring_slots=ring_slots(placement),
-        pinned_slots=pinned_slots(placement) if discrete else 0,
+        pinned_slots=pinned_slots(placement) if discrete and experts != "host" else 0,
     )
+
+
+def _check(policy: Policy, *, discrete: bool) -> None:
+    if policy.discrete and not discrete:
+        raise ConfigError("attention_device and ffn_device must be cpu on a machine without a GPU")
+    if policy.weights.device and policy.ffn_device == "cpu":
+        raise ConfigError("weights: a share on device needs ffn_device gpu or split, not cpu")
+    if policy.kv.disk or (policy.kv.device and policy.attention_device == "cpu"):
+        raise ConfigError("kv: the cache lives in host memory; a share on device needs attention_device gpu")
+
+
+def _cpu_layers(model: ModelProfile, placement: Placement, experts: str) -> tuple[bool, ...]:
+    if experts == "host":
+        return model.moe_layers
+    some = {page.layer for page in placement.computed}
+    return tuple(layer in some for layer in range(model.num_layers))
 
 
 def _layer_ranges(num_layers: int, streamed: tuple[Page, ...]) -> tuple[range, ...]:

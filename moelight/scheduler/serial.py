@@ -10,14 +10,14 @@ from moelight.scheduler.layout import Layout, PassShape
 def build(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: bring its pages, then run each micro-batch through it."""
     draft = Draft(layout, shape, chained=True)
-    micro_batches = range(len(shape.micro_batches))
+    micro_batches = range(draft.count)
     for layer in range(layout.model.num_layers):
-        for page in draft.layer_pages(layer):
-            draft.deliver(page)
+        draft.deliver_layer(layer)
         for j in micro_batches:
             draft.attend(layer, j)
             draft.load_hidden(layer, j)
             draft.post_attention(layer, j)
+            draft.combine(layer, j)
     for j in micro_batches:
         draft.sample(j)
     return draft.finish("serial")

@@ -1,7 +1,7 @@
 """Proves that a schedule is safe to run on lanes that know nothing of each other.
 
 Checked: dependencies point backwards (so there is no cycle); every micro-batch passes every act of every layer once,
-on its lane, with both crossings where there is a link; every page of the stream is brought once and is in its slot
+on its lane, with its crossings where there is a link; every page of the stream is brought once and is in its slot
 when its layer's experts run; what each task touches and moves is what the ledger says; and every two tasks that
 contend for a buffer are ordered, so no slot is overwritten while it is read.
 """
@@ -9,36 +9,14 @@ contend for a buffer are ordered, so no slot is overwritten while it is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
-from moelight.core.dtypes import DType
 from moelight.core.errors import ScheduleError
-from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
-from moelight.hrm import costs
-from moelight.profiles.model import ModelProfile
+from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task
+from moelight.scheduler import expected
 from moelight.scheduler.layout import Layout, PassShape
 
 _COMPARED = ("kind", "lane", "slot", "bytes", "reads", "writes")
-
-_Buffers = tuple[Buffer, ...]
-
-# What each act reads and writes of its micro-batch, and what it moves.
-_Moves = Callable[[ModelProfile, DType, int], int]
-_ACTS: dict[TaskKind, tuple[str | None, str | None, _Moves | None]] = {
-    TaskKind.EMBED: (None, "hidden", None),
-    TaskKind.PRE_ATTENTION: ("hidden", "qkv", None),
-    TaskKind.ATTENTION: ("qkv", "attn", None),
-    TaskKind.OFFLOAD_QKV: ("qkv", "qkv_host", costs.qkv_bytes),
-    TaskKind.OFFLOAD_KV: ("qkv", "qkv_host", costs.kv_bytes),
-    TaskKind.STORE_KV: ("qkv_host", None, None),
-    TaskKind.CPU_ATTENTION: ("qkv_host", "attn_host", None),
-    TaskKind.LOAD_HIDDEN: ("attn_host", "attn", costs.hidden_bytes),
-    TaskKind.POST_ATTENTION: ("attn", "hidden", None),
-    TaskKind.SAMPLE: ("hidden", None, None),
-}
-_HOST_SIDE = {TaskKind.CPU_ATTENTION: Lane.CPU, TaskKind.STORE_KV: Lane.CPU}
-_CROSSINGS = {TaskKind.OFFLOAD_QKV: Lane.D2H, TaskKind.OFFLOAD_KV: Lane.D2H, TaskKind.LOAD_HIDDEN: Lane.H2D}
 
 
 def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
@@ -50,7 +28,7 @@ def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     order = HappensBefore(schedule)
     _check_acts(schedule, layout, shape)
     _check_pages(schedule, layout, shape)
-    _check_cache(schedule)
+    _check_cache(schedule, layout)
     _check_buffers(schedule, order)
     _check_bytes(schedule, layout, shape)
 
@@ -106,51 +84,14 @@ def _check_acts(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     """Every act of the pass is there once, and is what its kind, layer and micro-batch say."""
     acts = [task for task in schedule.tasks if task.page is None]
     done = Counter((task.kind, task.layer, task.micro_batch) for task in acts)
-    expected: Counter[tuple[TaskKind, int, int]] = Counter()
-    for j, micro_batch in enumerate(shape.micro_batches):
-        expected[TaskKind.EMBED, 0, j] += 1
-        if micro_batch.samples:
-            expected[TaskKind.SAMPLE, layout.model.num_layers - 1, j] += 1
-        for layer in range(layout.model.num_layers):
-            for kind in _kinds(layout, fresh=micro_batch.fresh):
-                expected[kind, layer, j] += 1
-    if done != expected:
-        missing, extra = expected - done, done - expected
+    wanted = expected.act_counts(schedule, layout, shape)
+    if done != wanted:
+        missing, extra = wanted - done, done - wanted
         what, which = ("misses", missing) if missing else ("repeats or invents", extra)
         kind, layer, j = next(iter(which))
         raise ScheduleError(f"the pass {what} {kind}({layer},{j})")
     for task in acts:
-        _compare(task, _act(layout, shape, task.kind, task.layer, task.micro_batch))
-
-
-def _kinds(layout: Layout, *, fresh: bool) -> tuple[TaskKind, ...]:
-    around = (TaskKind.PRE_ATTENTION, TaskKind.POST_ATTENTION)
-    if not layout.discrete:
-        return (*around, TaskKind.CPU_ATTENTION)
-    if fresh:
-        return (*around, TaskKind.ATTENTION, TaskKind.OFFLOAD_KV, TaskKind.STORE_KV)
-    return (*around, TaskKind.OFFLOAD_QKV, TaskKind.CPU_ATTENTION, TaskKind.LOAD_HIDDEN)
-
-
-def _act(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
-    """The act as it must be, dependencies aside."""
-    source, target, moves = _ACTS[kind]
-    if kind is TaskKind.CPU_ATTENTION and not layout.discrete:
-        source, target = "qkv", "attn"
-    ring = layout.layer_pages[layer] if kind is TaskKind.POST_ATTENTION else range(0)
-    return Task(
-        kind=kind,
-        lane=_HOST_SIDE.get(kind) or _CROSSINGS.get(kind) or layout.compute,
-        layer=layer,
-        micro_batch=j,
-        bytes=moves(layout.model, layout.dtype, shape.micro_batches[j].tokens) if moves else 0,
-        reads=(*_buffers(source, j), *(Buffer(space="ring", index=k % layout.ring_slots) for k in ring)),
-        writes=_buffers(target, j),
-    )
-
-
-def _buffers(space: str | None, j: int) -> tuple[Buffer, ...]:
-    return () if space is None else (Buffer(space=space, index=j),)
+        _compare(task, expected.act(layout, shape, task.kind, task.layer, task.micro_batch))
 
 
 def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
@@ -162,7 +103,7 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     for number, task in enumerate(schedule.tasks):
         if task.page is not None:
             space = task.writes[0].space if task.writes else ""
-            if space not in (("ring", "pinned") if layout.discrete else ("ring",)):
+            if space not in (("ring", "pinned") if layout.pages_cross else ("ring",)):
                 raise ScheduleError(f"{task.name} brings its page to no ring")
             k = position.get(task.page, total) + times[space, task.page] * total
             if space == "pinned" and k < shape.carried:
@@ -170,14 +111,14 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             times[space, task.page] += 1
             if task.page not in position or k >= 2 * total:
                 raise ScheduleError(f"{task.name} brings a page that is not wanted (again)")
-            _compare(task, _page_task(layout, shape, k, space))
+            _compare(task, expected.page_task(layout, shape, k, space))
             for buffer in task.reads:
                 if held.get(buffer) != k:
                     raise ScheduleError(f"{task.name} finds {_held(layout, held, buffer)} in {buffer}")
             held.update(dict.fromkeys(task.writes, k))
             if space == "ring":
                 arrivals[k] = number
-        elif task.kind is TaskKind.POST_ATTENTION:
+        elif expected.reads_ring(layout, task.kind):
             for k in layout.layer_pages[task.layer]:
                 buffer = Buffer(space="ring", index=k % layout.ring_slots)
                 if held.get(buffer) != k:
@@ -203,30 +144,6 @@ def _check_carried(
             raise ScheduleError(f"{schedule.tasks[arrivals[k]].name} is overwritten before the next pass")
 
 
-def _page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
-    """The task that brings position ``k`` of the stream into ``space``, dependencies aside."""
-    at = k % len(layout.streamed)
-    slot = k % (layout.pinned_slots if space == "pinned" else layout.ring_slots)
-    pinned: _Buffers = (Buffer(space="pinned", index=k % layout.pinned_slots),) if layout.discrete else ()
-    source: _Buffers = ()
-    also: _Buffers = ()
-    if space == "ring" and k < shape.carried:
-        kind, lane, also = TaskKind.CARRIED_PAGE, Lane.H2D if layout.discrete else Lane.DISK, pinned
-    elif space == "ring" and layout.discrete:
-        kind, lane, source = TaskKind.SEND_PAGE, Lane.H2D, pinned
-    else:
-        kind, lane = (TaskKind.READ_PAGE, Lane.DISK) if layout.from_disk[at] else (TaskKind.STAGE_PAGE, Lane.STAGE)
-    return Task(
-        kind=kind,
-        lane=lane,
-        page=layout.streamed[at],
-        slot=slot,
-        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.page_bytes,
-        reads=source,
-        writes=(Buffer(space=space, index=slot), *also),
-    )
-
-
 def _held(layout: Layout, held: dict[Buffer, int], buffer: Buffer) -> str:
     if buffer not in held:
         return "nothing"
@@ -238,52 +155,29 @@ def _page_name(layout: Layout, k: int) -> str:
     return f"page {page.layer}:e{page.expert}"
 
 
-def _check_cache(schedule: Schedule) -> None:
+def _check_cache(schedule: Schedule, layout: Layout) -> None:
     """A prompt may be cut over micro-batches, so within a layer they store and attend in their order."""
-    last: dict[int, Task] = {}
+    last: dict[tuple[Lane, int], Task] = {}
     for task in schedule.tasks:
-        if task.kind in _HOST_SIDE:
-            before = last.get(task.layer)
+        if expected.appends(layout, task.kind):
+            before = last.get((task.lane, task.layer))
             if before is not None and before.micro_batch > task.micro_batch:
                 raise ScheduleError(f"{task.name} comes after {before.name}, which may need its keys and values")
-            last[task.layer] = task
+            last[task.lane, task.layer] = task
 
 
-def _compare(task: Task, expected: Task) -> None:
-    if replace(task, deps=()) == expected:
+def _compare(task: Task, wanted: Task) -> None:
+    if replace(task, deps=()) == wanted:
         return
     for field in _COMPARED:
-        found, wanted = getattr(task, field), getattr(expected, field)
-        if found != wanted:
-            raise ScheduleError(f"{task.name}: {field} is {found!s}, not {wanted!s}")
-    raise ScheduleError(f"{task.name} is not {expected.name}")
+        found, right = getattr(task, field), getattr(wanted, field)
+        if found != right:
+            raise ScheduleError(f"{task.name}: {field} is {found!s}, not {right!s}")
+    raise ScheduleError(f"{task.name} is not {wanted.name}")
 
 
 def _check_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
-    expected = expected_bytes(schedule, layout, shape)
+    wanted = expected.expected_bytes(schedule, layout, shape)
     found = {lane: size for lane, size in schedule.lane_bytes().items() if size}
-    if found != expected:
-        raise ScheduleError(f"the pass moves {found} bytes, the ledger says {expected}")
-
-
-def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict[Lane, int]:
-    """What the ledger says must cross each lane: every streamed page once, less those carried in, plus those carried
-    out; and for each layer and micro-batch its queries, keys, values and attention output."""
-    model, dtype, layers = layout.model, layout.dtype, layout.model.num_layers
-    total = len(layout.streamed)
-    carried_out = len(schedule.carried_out)
-    moved = [k % total for k in range(shape.carried, total + carried_out)] if total else []
-    from_disk = sum(layout.from_disk[k] for k in moved)
-    sizes: Counter[Lane] = Counter()
-    sizes[Lane.DISK] += from_disk * layout.page_bytes
-    if layout.discrete:
-        sizes[Lane.STAGE] += (len(moved) - from_disk) * layout.page_bytes
-        sizes[Lane.H2D] += len(moved) * layout.page_bytes
-        for micro_batch in shape.micro_batches:
-            tokens = micro_batch.tokens
-            if micro_batch.fresh:
-                sizes[Lane.D2H] += layers * costs.kv_bytes(model, dtype, tokens)
-            else:
-                sizes[Lane.D2H] += layers * costs.qkv_bytes(model, dtype, tokens)
-                sizes[Lane.H2D] += layers * costs.hidden_bytes(model, dtype, tokens)
-    return {lane: size for lane, size in sizes.items() if size}
+    if found != wanted:
+        raise ScheduleError(f"the pass moves {found} bytes, the ledger says {wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -14,10 +15,12 @@ import pytest
 
 from moelight.batch import job
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
+from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.stats import LaneStats, Stats
+from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
 
 DEMO = Path(job.__file__).parents[1] / "demo"
@@ -27,7 +30,9 @@ class StandIn:
     """An engine that answers in a shuffled order; a prompt of more than 20 tokens is more than it can serve."""
 
     def __init__(self) -> None:
-        self.plan = SimpleNamespace(why="because the test says so")
+        self.plan: SimpleNamespace | None = SimpleNamespace(why="because the test says so")
+        self.policy = Policy(model="demo", batch_size=2, micro_batch_size=2, kv_tokens=64)
+        self.profile = profile_from_dir(DEMO)
         self.progress_tokens = 0
         self.requests: list[Request] = []
         self.workload: Workload | None = None
@@ -214,6 +219,25 @@ def test_stats_and_trace(engine: StandIn, tmp_path: Path) -> None:
     assert json.loads(stats.read_text()) == engine.stats.as_dict()
     bars = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert [bar["args"]["pass"] for bar in bars] == [0, 1]
+    data = json.loads(trace.read_text())["otherData"]
+    assert data["source"] == "measured" and data["policy"]["batch_size"] == 2
+    assert data["predicted"]["cpu"]["busy_s"] > 0 and data["hardware"]
+
+
+def test_a_policy_is_told_where_no_plan_says_why(engine: StandIn, tmp_path: Path) -> None:
+    heard, engine.plan = Heard(), None
+    job.run_job(job.JobOptions(prompts=prompts(tmp_path, {"prompt": "a"})), progress=heard)
+    assert "as the policy says: N = 2 in micro-batches of 2, cgopipe" in heard.why
+
+
+def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moelight.engine import engine as room
+
+    opened: list[Any] = []
+    monkeypatch.setattr(room, "Engine", lambda policy, *, device: opened.append((policy, device)))
+    given = Policy(model="mixtral", batch_size=2)
+    job.open_engine(job.JobOptions(prompts=Path("p"), policy=given, model="here", device="cpu"), Workload())
+    assert opened == [(dataclasses.replace(given, model="here"), "cpu")]
 
 
 def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:

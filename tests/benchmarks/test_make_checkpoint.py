@@ -83,6 +83,12 @@ def test_transformers_loads_it_and_our_audit_finds_nothing(
     assert 0.018 < numbers.std().item() < 0.022
 
 
+@pytest.mark.parametrize("model", ["dbrx", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_a_model_that_cannot_be_run_is_not_made(maker: ModuleType, model: str) -> None:
+    with pytest.raises(ConfigError, match=f"{model}: .* can be planned for but not run yet"):
+        maker.scaled_config(model)
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_gives_others(maker: ModuleType, tmp_path: Path) -> None:
     config = maker.scaled_config("mixtral", **TINY)
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):

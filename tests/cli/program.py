@@ -18,7 +18,11 @@ DEMO = ROOT / "moelight" / "demo"
 
 
 def moelight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``moelight`` with ``arguments``; stdout and stderr are pipes unless ``options`` say otherwise."""
+    """``moelight`` with ``arguments``; stdout and stderr are pipes unless ``options`` say otherwise.
+
+    ``env_extra`` adds to the environment.
+    """
+    extra = options.pop("env_extra", {})
     settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     # One thread: on a busy machine torch's threads spend their time waiting for each other.
     environment = {
@@ -27,6 +31,7 @@ def moelight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
         "COLUMNS": "100",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        **extra,
     }
     return subprocess.run(
         [sys.executable, "-m", "moelight.cli.main", *map(str, arguments)],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moelight import __version__
 from moelight.core.schedule import Lane
 from tests.cli.program import ROOT, moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
@@ -32,7 +33,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plain() -> list[dict[str, Any]]:
     done = moelight("generate", EXAMPLES, "--token-ids")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr.startswith("moelight: demo: N = ") and done.stderr.count("\n") == 1
     return read_rows(done.stdout)
 
 
@@ -55,10 +57,12 @@ def test_the_output_file_holds_the_same(plain: list[dict[str, Any]], tmp_path: P
     done = moelight(
         "generate", EXAMPLES, "-o", out, "--token-ids", "--stats", stats, "--trace", trace, "--schedule", "serial"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("moelight: demo: N = ") and done.stderr.count("\n") == 1
     assert read_rows(out.read_text()) == plain
     check_stats(json.loads(stats.read_text()), plain)
     check_trace(json.loads(trace.read_text()), json.loads(stats.read_text()))
+    check_prediction(json.loads(trace.read_text())["otherData"])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "stats.json", "trace.json"]
 
 
@@ -90,6 +94,14 @@ def check_trace(trace: dict[str, Any], stats: dict[str, Any]) -> None:
     assert {bar["args"]["pass"] for bar in bars} == set(range(stats["passes"]))
     rows = {event["tid"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert {bar["tid"] for bar in bars} == rows
+
+
+def check_prediction(data: dict[str, Any]) -> None:
+    assert data["moelight"] == __version__ and data["source"] == "measured"
+    assert data["policy"]["model"] == "demo" and data["policy"]["schedule"] == "serial"
+    assert set(data["predicted"]) <= {str(lane) for lane in Lane} and data["predicted"]["cpu"]["busy_s"] > 0
+    assert data["pass_s"] >= max(lane["busy_s"] for lane in data["predicted"].values()) * 0.999
+    assert all(rate > 0 for rate in data["roofs"].values())
 
 
 def test_the_same_tokens_from_a_crowded_machine(plain: list[dict[str, Any]]) -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 import typer.main
 
 from moelight.cli.main import app
 from moelight.core.request import SamplingParams
 from moelight.scheduler import SCHEDULES
-from tests.cli.program import moelight
+from tests.cli.program import ROOT, moelight
 
+QUESTION = {
+    "--hw",
+    "--model",
+    "-m",
+    "--workload",
+    "--prompt-len",
+    "--max-prompt-len",
+    "--gen-len",
+    "--num-requests",
+}
+LIMITS = {"--device-memory", "--host-memory", "--disk"}
+CHOICES = {"--fix", "--no-cache"}
 OPTIONS = {
     "moelight": {"--version", "--traceback"},
     "generate": {
@@ -28,6 +41,8 @@ OPTIONS = {
         "--batch-size",
         "--micro-batch-size",
         "--schedule",
+        "--policy",
+        "--hw",
         "--device",
         "--token-ids",
         "--stats",
@@ -35,8 +50,36 @@ OPTIONS = {
         "--show",
         "--no-show",
     },
+    "optimize": {
+        *QUESTION,
+        *LIMITS,
+        *CHOICES,
+        "--estimator",
+        "--weight-dtype",
+        "--kv-dtype",
+        "--output",
+        "-o",
+        "--json",
+    },
+    "simulate": {
+        *QUESTION,
+        *LIMITS,
+        *CHOICES,
+        "--policy",
+        "--schedule",
+        "--passes",
+        "--trace",
+        "--plot",
+        "--json",
+    },
+    "roofline": {*QUESTION, *CHOICES, "--policy", "--plot", "--json"},
+    "report": {"TRACE", "--output", "-o"},
+    "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
+    "profile": {"--device", "--output", "-o", "--quick", "--disk-dir"},
     "doctor": {"--json"},
 }
+# Every command that plans can be asked for its help.
+PLANNING = ("optimize", "simulate", "roofline", "inspect")
 
 
 def options_of(command) -> set[str]:  # type: ignore[no-untyped-def]
@@ -59,8 +102,9 @@ def test_commands_and_options_are_these() -> None:
 def test_defaults_of_generate() -> None:
     command = typer.main.get_command(app).commands["generate"]
     defaults = {parameter.name: parameter.default for parameter in command.params if parameter.name != "help"}
-    assert defaults["model"] == "demo"
+    assert defaults["model"] is None  # demo, or the policy's
     assert (defaults["max_tokens"], defaults["seed"], defaults["device"]) == (256, 0, "auto")
+    assert (defaults["hw"], defaults["policy"]) == ("auto", None)
     greedy = SamplingParams()
     for name in ("temperature", "top_p", "top_k"):
         assert defaults[name] == getattr(greedy, name), name
@@ -72,8 +116,29 @@ def test_help_names_what_there_is() -> None:
         assert name in text
 
 
+@pytest.mark.parametrize("command", PLANNING)
+def test_planning_starts_from_the_machine_at_hand_and_mtbench(command: str) -> None:
+    found = typer.main.get_command(app).commands[command]
+    defaults = {parameter.name: parameter.default for parameter in found.params if parameter.name != "help"}
+    assert defaults["hw"] == (None if command == "inspect" else "auto")
+    assert defaults["workload"] is None and defaults["prompt_len"] is None
+    text = " ".join(moelight(command, "--help").stdout.split())
+    for name in OPTIONS[command]:
+        assert name in text
+    assert "mtbench" in text
+
+
 def test_help_without_a_command() -> None:
     done = moelight()
     assert done.returncode == 0
-    assert "generate" in done.stdout and "doctor" in done.stdout
+    for command in OPTIONS:
+        assert command in done.stdout
     assert done.stderr == ""
+
+
+def test_the_reference_names_every_command_and_option() -> None:
+    reference = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    for command, options in OPTIONS.items():
+        assert command in reference
+        for option in options:
+            assert option in reference, f"{command} {option}"

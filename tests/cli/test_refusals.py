@@ -27,6 +27,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "dense" / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     (directory / "hollow").mkdir()
     (directory / "file").write_text("x")
+    (directory / "policy.yaml").write_text("model: demo\nbatchsize: 4\n")
+    (directory / "gpu.yaml").write_text("model: demo\nffn_device: gpu\n")
     for name in ("torn", "wordless"):
         shutil.copytree(DEMO, directory / name)
     weights = (directory / "torn" / "model.safetensors").read_bytes()
@@ -69,6 +71,21 @@ REFUSED = {
     "seed too large": ("@/good.jsonl --seed 18446744073709551616", ["seed"]),
     "an empty stop": ("@/good.jsonl --stop=", ["stop"]),
     "batch size 0": ("@/good.jsonl --batch-size 0", ["--batch-size"]),
+    "no such policy": ("@/good.jsonl --policy @/none.yaml", ["@/none.yaml"]),
+    "a policy with a wrong key": (
+        "@/good.jsonl --policy @/policy.yaml",
+        ["@/policy.yaml:2", "batchsize", "batch_size"],
+    ),
+    "a policy and a batch size": (
+        "@/good.jsonl --policy @/policy.yaml --batch-size 4",
+        ["--policy @/policy.yaml", "--batch-size 4", "contradict"],
+    ),
+    "a policy and a budget": (
+        "@/good.jsonl --policy @/policy.yaml --host-memory 1GiB",
+        ["--policy @/policy.yaml", "--host-memory 1GiB", "contradict"],
+    ),
+    "a policy for a GPU": ("@/good.jsonl --policy @/gpu.yaml --device cpu", ["gpu"]),
+    "unknown machine": ("@/good.jsonl --hw l44", ["l44", "'l4'"]),
     "no prompts named": ("", ["PROMPTS.jsonl"]),
     "one argument too many": ("@/good.jsonl @/empty.jsonl", ["argument"]),
     "an option without its value": ("@/good.jsonl --model", ["--model"]),

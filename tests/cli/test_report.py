@@ -1,83 +1,97 @@
-"""What a person sees of a job, without running one."""
+"""``moelight report``: a trace becomes a table and a page, or one clear line."""
 
 from __future__ import annotations
 
-import io
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from moelight.batch.job import JobResult
-from moelight.cli.report import Bar, TableOfRows, printable
-from moelight.core.schedule import Lane
-from moelight.observe.stats import LaneStats, Stats
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("Grüße 世 🦊", "Grüße 世 🦊"),
-        ("two\nlines\tand", "two\nlines\tand"),
-        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
-        ("\u202eturned", "\\u202eturned"),
-        ("half \ud800", "half \\ud800"),
-        ("\x9b2J", "\\x9b2J"),
-    ],
-)
-def test_nothing_steers_the_terminal(text: str, shown: str) -> None:
-    assert printable(text) == shown
+from moelight.observe.trace import About, LaneForecast
+from tests.cli.program import moelight, read_rows, write_prompts
+from tests.cli.program import moelight_inside as run
+from tests.observe.traces import write_passes
 
 
-def drawn(table: TableOfRows) -> str:
-    console = Console(file=io.StringIO(), width=60, color_system=None)
-    console.print(table.table)
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-def test_a_table_takes_text_as_it_is() -> None:
-    table = TableOfRows()
-    table.row("[bold]prompt[/bold]", {"text": "[red]x[/red] :smile:", "finish_reason": "stop"})
-    table.row("cut", {"text": "endless", "finish_reason": "length"})
-    table.row("bad", {"line": 3, "error": {"code": "c", "message": "no \x1b[0m token"}})
-    text = drawn(table)
-    for said in ("[bold]prompt[/bold]", "[red]x[/red] :smile:", "endless …", "error: no \\x1b[0m token"):
-        assert said in text
-
-
-def test_long_text_is_folded_and_kept() -> None:
-    table = TableOfRows()
-    table.row("p" * 100, {"text": "c" * 300, "finish_reason": "stop"})
-    text = drawn(table)
-    assert max(map(len, text.splitlines())) <= 60
-    assert text.count("p") == 100 + "prompt completion".count("p")
-    assert text.count("c") == 300 + "prompt completion".count("c")
-
-
-def test_the_bar_counts_tokens_and_sums_up() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    table = TableOfRows()
-    with Bar(console, table) as bar:
-        bar.planned("mixtral: everything stays")
-        bar.tokens(500, 2000)
-        bar.tokens(900, 1000)
-        bar.row("p", {"text": "t", "finish_reason": "stop"})
-    stats = Stats(
-        wall_s=2.0,
-        load_s=0.5,
-        prompt_tokens=5,
-        completion_tokens=900,
-        passes=3,
-        peak_rss_bytes=3 << 30,
-        lanes={Lane.CPU: LaneStats()},
-    )
-    bar.summarize(JobResult(completed=7, failed=0, stats=stats), None)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+def test_the_table_and_the_page(tmp_path: Path) -> None:
+    done = run("report", write_passes(tmp_path / "run.json", 5))
+    assert (done.returncode, done.stderr) == (0, "")
+    words = " ".join(done.stdout.split())
     for said in (
-        "mixtral: everything stays",
-        "900/1,000 tokens",
-        "7 completions, 900 tokens in 2.0 s",
-        "450 tok/s",
-        "3.0GiB",
+        "demo on t4 · 5 passes measured, 5.00 s",
+        "The median pass took 1.00 s; 1.25 s were predicted (−20 %). h2d was the busiest lane",
+        "lane predicted measured off by of pass",
+        "h2d 500 ms 500 ms 0 % 50 %",
+        "2.00 kB/s 50 %",
+        "cpu 200 ms 250 ms +25 % 25 %",
+        "device – 500 ms – 50 %",
+        f"page: {tmp_path / 'run.html'}",
     ):
-        assert said in text
-    assert table.table.row_count == 1
+        assert said in words, said
+    page = (tmp_path / "run.html").read_text()
+    assert page.startswith("<!doctype html>") and "run.json" in page
+
+
+def test_the_page_may_lie_elsewhere(tmp_path: Path) -> None:
+    trace = write_passes(tmp_path / "run.json", 1, about=None)
+    done = run("report", trace, "-o", tmp_path / "else.html")
+    assert done.returncode == 0 and "1 pass measured" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else.html", "run.json"]
+    done = run("report", trace, "-o", "-")
+    assert done.returncode == 0 and done.stdout == (tmp_path / "else.html").read_text()
+
+
+@pytest.mark.parametrize("width", ["80", "100", "120"])
+def test_the_table_fits_the_terminal(width: str, tmp_path: Path) -> None:
+    trace = write_passes(tmp_path / "run.json", 3)
+    done = moelight("report", trace, env_extra={"COLUMNS": width})
+    assert max(map(len, done.stdout.splitlines())) <= int(width)
+    assert "…" not in done.stdout.replace(str(tmp_path), "")
+
+
+def test_what_a_trace_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    about = About(
+        version="1",
+        source="measured",
+        policy={"model": "\x1b[2Jevil"},
+        hardware="[red]t4",
+        predicted={"cpu": LaneForecast(busy_s=1.0)},
+    )
+    done = run("report", write_passes(tmp_path / "run.json", 1, about=about))
+    assert "\x1b" not in done.stdout and "\\x1b[2Jevil on [red]t4" in done.stdout
+
+
+REFUSED = {
+    "no such trace": ("@/none.json", ["@/none.json", "No such file"]),
+    "a directory": ("@", ["@", "directory"]),
+    "no trace": ("@/prompts.jsonl", ["@/prompts.jsonl", "not a trace"]),
+    "cut off": ("@/torn.json", ["@/torn.json", "cut off"]),
+    "empty": ("@/empty.json", ["@/empty.json", "cut off"]),
+    "over the trace": ("@/good.json -o @/good.json", ["same file"]),
+    "in no directory": ("@/good.json -o @/none/page.html", ["@/none"]),
+    "nothing named": ("", ["TRACE"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_in_one_clear_line(kind: str, tmp_path: Path) -> None:
+    text = write_passes(tmp_path / "good.json", 2).read_text()
+    (tmp_path / "torn.json").write_text(text[: len(text) // 2])
+    (tmp_path / "empty.json").write_text("")
+    write_prompts(tmp_path / "prompts.jsonl", {"prompt": "x"})
+    before = sorted(tmp_path.iterdir())
+    arguments, words = REFUSED[kind]
+    done = run("report", *arguments.replace("@", str(tmp_path)).split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("moelight: error: ") and done.stderr.count("\n") == 1
+    for word in words:
+        assert word.replace("@", str(tmp_path)) in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_of_the_engine_can_be_reported(tmp_path: Path) -> None:
+    prompts, trace = write_prompts(tmp_path / "p.jsonl", {"prompt": "add 17 and 25 ="}), tmp_path / "run.json"
+    done = run("generate", prompts, "--trace", trace, "--max-tokens", "6")
+    assert done.returncode == 0 and len(read_rows(done.stdout)) == 1
+    done = run("report", trace)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cpu" in done.stdout and "median pass" in done.stdout

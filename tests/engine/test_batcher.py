@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, Generation, Load, Piece, partition
-from moelight.hrm.footprint import pass_tokens
+from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 from tests.shapes import examples
 
 BLOCK = 16
+GPU = Policy(model="m", attention_device="gpu", ffn_device="gpu", micro_batch_tokens=100, kv_block_size=BLOCK)
 
 
 def generation(index: int, prompt: int, answer: int) -> Generation:
@@ -33,11 +35,12 @@ class Run:
     generations: list[Generation]
     blocks: int
     random: Random
+    window: int | None = None
     passes: list[list[Load]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks)
-        self.batcher = Batcher(self.policy, self.pool, discrete=self.discrete)
+        self.batcher = Batcher(self.policy, self.pool, discrete=self.discrete, window=self.window)
         self.finished: list[Generation] = []
 
     def drive(self, *, early: bool = True) -> None:
@@ -86,6 +89,11 @@ class Run:
             singles = [piece.count == 1 for piece in load.pieces]
             assert singles == sorted(singles, reverse=True), "single tokens come first"
             assert load.fresh == (self.discrete and all(piece.start == 0 for piece in load.pieces))
+            if policy.attention_device == "gpu" and not load.fresh:
+                assert sum(self.seen(piece) for piece in load.pieces) <= kv_buffer_tokens(policy)
+
+    def seen(self, piece: Piece) -> int:
+        return piece.count + (piece.start if self.window is None else min(piece.start, self.window - 1))
 
     def check_blocks(self) -> None:
         held = [block for g in self.batcher.alive for block in g.blocks]
@@ -111,8 +119,46 @@ def runs(draw: st.DrawFn) -> Run:
     generations = [generation(index, prompt, answer) for index, (prompt, answer) in enumerate(sizes)]
     largest = max(-(-(prompt + answer) // BLOCK) for prompt, answer in sizes)
     blocks = largest + draw(st.integers(0, 40))
-    random = draw(st.randoms(use_true_random=False))
-    return Run(policy, draw(st.booleans()), generations, blocks, random)
+    random, window = draw(st.randoms(use_true_random=False)), draw(st.none() | st.integers(1, 40))
+    if draw(st.booleans()):
+        return Run(policy, draw(st.booleans()), generations, blocks, random, window)
+    longest = max(prompt + answer for prompt, answer in sizes)
+    least = -(-longest * policy.batch_size // mu)
+    policy = replace(policy, attention_device="gpu", kv_tokens=max(longest, draw(st.integers(least, least + 500))))
+    return Run(policy, True, generations, blocks, random, window)
+
+
+def test_contexts_that_the_device_attends_over_share_a_buffer() -> None:
+    """Four sequences of 40, 30, 20 and 10 cached tokens; a buffer holds 63, so one micro-batch of four becomes two."""
+    policy = replace(GPU, batch_size=4, micro_batch_size=2, kv_tokens=100)
+    assert kv_buffer_tokens(policy) == 63
+    batcher = Batcher(policy, BlockPool(50), discrete=True)
+    batcher.add([generation(index, 10 * (4 - index), 5) for index in range(4)])
+    for load in batcher.next_pass():
+        assert load.fresh
+        for piece in load.pieces:
+            batcher.advance(piece, 1 if piece.completes else None)
+    loads = batcher.next_pass()
+    assert sorted(sorted(piece.start for piece in load.pieces) for load in loads) == [[10, 40], [20, 30]]
+    wide = Batcher(replace(policy, micro_batch_size=3), BlockPool(50), discrete=True)
+    wide.add([generation(index, 60, 5) for index in range(2)])
+    for load in wide.next_pass():
+        for piece in load.pieces:
+            wide.advance(piece, 1 if piece.completes else None)
+    assert [len(load.pieces) for load in wide.next_pass()] == [1, 1], "60 and 60 are more than 94"
+
+
+def test_a_request_that_no_buffer_can_hold_is_refused_with_what_would_do() -> None:
+    policy = replace(GPU, batch_size=8, micro_batch_size=2, kv_tokens=400)
+    batcher = Batcher(policy, BlockPool(50), discrete=True)
+    batcher.check_buffer(125)
+    with pytest.raises(InputError, match=r"may reach 126 tokens, .* holds 125; .* a micro_batch_size of 3 or more"):
+        batcher.check_buffer(126)
+    Batcher(replace(policy, micro_batch_size=3), BlockPool(50), discrete=True).check_buffer(126)
+    with pytest.raises(InputError, match=r"may reach 401 tokens, .* kv_tokens of 401 or more"):
+        batcher.check_buffer(401)
+    Batcher(policy, BlockPool(50), discrete=True, window=20).check_buffer(401)
+    Batcher(replace(policy, attention_device="cpu"), BlockPool(50), discrete=True).check_buffer(401)
 
 
 @examples(150)

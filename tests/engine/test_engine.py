@@ -253,7 +253,11 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
     policy = Policy(model=str(model))
     for wrong, words in (
         (replace(policy, ffn_device="gpu"), "ffn_device is 'gpu', but the machine has no GPU"),
-        (replace(policy, attention_device="gpu"), "KV cache lives in host memory"),
+        (replace(policy, attention_device="gpu"), "attention_device is 'gpu', but the machine has no GPU"),
+        (
+            replace(policy, schedule="flexgen"),
+            "needs a GPU, and there is none; here these do: cgopipe, fastdecode, ser",
+        ),
         (replace(policy, weights=Shares(device=0.5, host=0.5)), "a share on 'device' needs a GPU"),
         (replace(policy, schedule="cgopip"), "did you mean 'cgopipe'"),
         (
@@ -263,10 +267,45 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Engine(wrong, device="cpu")
+    beside = replace(policy, ffn_device="gpu", attention_device="gpu")
+    for wrong, words in (
+        (policy, "ffn_device is 'cpu', but the machine has a GPU"),
+        (replace(beside, kv=Shares(device=0.3, host=0.7)), "whole KV cache in one place; take kv host=1 or device=1"),
+        (
+            replace(beside, schedule="fastdecode"),
+            "needs attention_device cpu, not gpu; here these do: cgopipe, flexgen",
+        ),
+        (replace(beside, ffn_device="split", schedule="module"), "no part of the experts on the CPU"),
+        (replace(policy, ffn_device="gpu", kv=Shares(device=1.0)), "a share on device needs attention_device gpu"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Engine(wrong, device="twin")
+    with pytest.raises(ConfigError, match="schedule 'flexgen' needs a GPU, and there is none"):
+        Engine.from_pretrained(model, device="cpu", schedule="flexgen")
     with pytest.raises(ConfigError, match="this machine runs without a GPU"):
         Engine.from_pretrained(model, device="cpu", device_memory="1GiB")
     with pytest.raises(ConfigError, match="did you mean 'serial'"):
         Engine.from_pretrained(model, device="cpu", schedule="serail")
+
+
+def test_a_request_longer_than_a_buffer_for_contexts_is_refused(model: Path) -> None:
+    devices = {"ffn_device": "gpu", "attention_device": "gpu"}
+    policy = Policy(model=str(model), batch_size=8, micro_batch_size=2, kv_tokens=128, **devices)  # type: ignore[arg-type]
+    with Engine(policy, device="twin") as engine:
+        assert engine.generate([[65] * 32], EIGHT)[0].completion_tokens == 8
+        with pytest.raises(InputError, match=r"reach 41 tokens.*holds 40.*micro_batch_size of 3 or more") as caught:
+            engine.generate([[65] * 33], EIGHT)
+        assert caught.value.code == "kv_capacity_exceeded"
+
+
+@pytest.mark.parametrize("schedule", ["flexgen", "flexgen-c", "module"])
+def test_a_schedule_that_is_asked_for_is_planned_and_carried_out(model: Path, schedule: str) -> None:
+    work = Workload(num_requests=5, prompt_len=8, max_prompt_len=16, gen_len=8)
+    sizes = {"host_memory": "300MiB", "device_memory": "300MiB"}
+    with Engine.from_pretrained(model, device="twin", workload=work, schedule=schedule, **sizes) as engine:  # type: ignore[arg-type]
+        assert engine.policy.schedule == schedule
+        assert engine.policy.attention_device == ("gpu" if schedule == "flexgen" else "cpu")
+        assert engine.generate([[BOS, 65]], EIGHT)[0].completion_tokens == 8
 
 
 def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
@@ -275,11 +314,26 @@ def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
         assert engine.plan is not None
         assert engine.policy.batch_size == 3
         assert engine.policy == engine.plan.policy
-        assert engine.plan.footprint.total("host") <= 300 << 20
+        assert engine.plan.use_of("host").total_bytes <= 300 << 20
         assert engine.generate([[BOS, 65]], EIGHT)[0].completion_tokens == 8
 
 
+BESIDE = {"ffn_device": "gpu", "attention_device": "gpu"}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_may_be_held_in_another_format(model: Path, dtype: str) -> None:
-    with open_engine(model, weight_dtype=dtype, weights=Shares(host=0.5, disk=0.5)) as engine:
+@pytest.mark.parametrize(
+    "devices",
+    [
+        {},
+        {"schedule": "module"},
+        {**BESIDE, "schedule": "flexgen"},
+        {**BESIDE, "kv": Shares(device=1.0)},
+        {"ffn_device": "split", "cpu_experts": 0.5},
+        {"attention_device": "gpu"},
+    ],
+)
+def test_weights_may_be_held_in_another_format(model: Path, dtype: str, devices: dict[str, Any]) -> None:
+    policy = Policy(model=str(model), weight_dtype=dtype, weights=Shares(host=0.5, disk=0.5), **devices)
+    with Engine(policy, device="twin" if policy.discrete else "cpu") as engine:
         assert all(c.completion_tokens == 8 for c in engine.generate(PROMPTS, EIGHT))

@@ -93,7 +93,7 @@ def test_every_lane_of_the_machine_has_its_figures(model: Path, device: str, lan
     assert engine.timeline is trace[-1]
 
 
-@pytest.mark.parametrize("schedule", ["cgopipe", "serial"])
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial", "fastdecode", "module"])
 def test_without_a_link_a_pass_reads_the_streamed_pages_once(model: Path, schedule: str) -> None:
     """However many micro-batches ride in it; and the whole run reads no page more."""
     policy = Policy(model=str(model), batch_size=6, weights=Shares(host=0.4, disk=0.6), schedule=schedule)
@@ -106,7 +106,7 @@ def test_without_a_link_a_pass_reads_the_streamed_pages_once(model: Path, schedu
             assert engine.stats.lanes[Lane.DISK].bytes == streamed * len(trace)
 
 
-@pytest.mark.parametrize("schedule", ["cgopipe", "serial"])
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial", "fastdecode", "flexgen-c", "flexgen-loop", "module"])
 def test_across_a_link_a_pass_sends_the_streamed_pages_once(model: Path, schedule: str) -> None:
     policy = Policy(
         model=str(model),
@@ -141,6 +141,35 @@ def test_queries_keys_and_values_of_every_token_cross_once_a_layer(model: Path) 
     assert lanes[Lane.H2D].bytes == layers * decode * q
 
 
+@pytest.mark.parametrize("schedule", ["cgopipe", "flexgen", "flexgen-loop", "serial"])
+def test_keys_and_values_of_every_token_go_down_once_and_contexts_come_up(model: Path, schedule: str) -> None:
+    """Where the device attends: of prompts that are not cut every decoded token brings all that came before it."""
+    policy = Policy(
+        model=str(model),
+        batch_size=20,
+        ffn_device="gpu",
+        attention_device="gpu",
+        weights=Shares(device=1.0),
+        schedule=schedule,
+    )
+    with Engine(policy, device="twin") as engine:
+        traced(engine)
+        profile, lanes = engine.profile, engine.stats.lanes
+    tokens = sum(map(len, PROMPTS)) + 4 * len(PROMPTS)
+    context = sum(len(prompt) + step for prompt in PROMPTS for step in range(4))
+    kv, layers = 2 * profile.attention.kv_dim * 4, profile.num_layers
+    assert lanes[Lane.D2H].bytes == layers * tokens * kv
+    assert lanes[Lane.H2D].bytes == layers * context * kv
+
+
+def test_a_cache_on_the_device_leaves_the_link_to_the_pages(model: Path) -> None:
+    devices = {"ffn_device": "gpu", "attention_device": "gpu", "kv": Shares(device=1.0)}
+    with Engine(Policy(model=str(model), weights=Shares(device=1.0), **devices), device="twin") as engine:  # type: ignore[arg-type]
+        traced(engine)
+        lanes = engine.stats.lanes
+    assert lanes[Lane.D2H].bytes == lanes[Lane.H2D].bytes == lanes[Lane.CPU].tasks == 0
+
+
 @pytest.mark.parametrize("device", ["cpu", "twin"])
 def test_in_the_least_memory_every_pass_moves_what_the_plan_says(model: Path, device: str) -> None:
     work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
@@ -150,7 +179,7 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(model: Path, de
         placement = place(engine.profile, engine.policy)
         page = page_bytes(engine.profile, FLOAT32)
         assert engine.plan is not None
-        assert {tier: engine.plan.footprint.total(tier.removesuffix("_memory")) for tier in least} == least
+        assert {tier: engine.plan.use_of(tier.removesuffix("_memory")).total_bytes for tier in least} == least
     kind = TaskKind.READ_PAGE if device == "cpu" else TaskKind.SEND_PAGE
     assert placement.streamed
     assert {page_traffic(timeline, kind) for timeline in trace} == {len(placement.streamed) * page}

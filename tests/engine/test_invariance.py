@@ -22,6 +22,8 @@ from moelight.profiles.stored import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import LANE_KINDS
 from moelight.scheduler import SCHEDULES
+from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.needs import misfit
 from tests.engines import Tiny, least_memory
 from tests.shapes import examples
 
@@ -32,6 +34,31 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
 }
 Answers = list[tuple[int, tuple[int, ...], str]]
+
+# Every choice of devices: with pages at home on every tier, some of them computed by the CPU where it may.
+HERE = Shares(device=0.25, host=0.5, disk=0.25)
+CACHE_ON_DEVICE = Shares(device=1.0)
+DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {"weights": Shares(host=0.3, disk=0.7)},
+    "gpu": {"ffn_device": "gpu", "weights": HERE},
+    "gpu-attention": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE},
+    "gpu-cache": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE, "kv": CACHE_ON_DEVICE},
+    "split": {"ffn_device": "split", "weights": HERE, "cpu_experts": 0.3},
+    "split-attention": {"attention_device": "gpu", "ffn_device": "split", "weights": HERE, "cpu_experts": 0.5},
+    "cpu-experts": {"attention_device": "gpu", "ffn_device": "cpu", "weights": Shares(host=0.5, disk=0.5)},
+    "cpu-experts-cache": {"attention_device": "gpu", "weights": Shares(host=1.0), "kv": CACHE_ON_DEVICE},
+}
+
+
+def fits(schedule: str, policy: Policy) -> bool:
+    homes = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+    return misfit(schedule, discrete=policy.discrete, **homes) is None
+
+
+def served() -> list[tuple[str, str]]:
+    """Every order of work on every choice of devices that it can serve."""
+    made = {name: Policy(model="m", **chosen) for name, chosen in DEVICES.items()}
+    return [(name, devices) for name in SCHEDULES.names() for devices, policy in made.items() if fits(name, policy)]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -77,7 +104,7 @@ def truth(model: Path) -> Answers:
 
 
 def run(policy: Policy, *, lanes: str = "auto") -> Answers:
-    device = "twin" if policy.ffn_device == "gpu" else "cpu"
+    device = "twin" if policy.discrete else "cpu"
     with Engine(policy, device=device, lanes=lanes) as engine:
         return answers(engine.generate(PROMPTS, SAMPLING))
 
@@ -104,15 +131,28 @@ def test_every_budget_gives_the_same_tokens(model: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("lanes", LANE_KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES.names())
-@pytest.mark.parametrize("processor", ["cpu", "gpu"])
+@pytest.mark.parametrize(("schedule", "devices"), served())
 def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
-    tiny: Tiny, schedule: str, lanes: str, processor: str
+    tiny: Tiny, schedule: str, devices: str, lanes: str
 ) -> None:
     model = tiny("mixtral", **MODELS["mixtral"])
-    weights = Shares(device=0.25, host=0.5, disk=0.25) if processor == "gpu" else Shares(host=0.3, disk=0.7)
-    policy = Policy(model=str(model), ffn_device=processor, weights=weights, schedule=schedule, micro_batch_size=5)
+    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=5, **DEVICES[devices])
     assert run(policy, lanes=lanes) == truth(model)
+
+
+@pytest.mark.parametrize(("schedule", "devices"), served())
+def test_every_schedule_serves_every_model_with_cut_prompts(model: Path, schedule: str, devices: str) -> None:
+    """Micro-batches of twelve tokens: prompts are cut, and their ends ride with decoding sequences."""
+    policy = Policy(
+        model=str(model),
+        schedule=schedule,
+        batch_size=9,
+        micro_batch_size=4,
+        micro_batch_tokens=12,
+        kv_tokens=9 * 160,
+        **DEVICES[devices],
+    )
+    assert run(policy) == truth(model)
 
 
 @pytest.mark.parametrize(("n", "processor"), [(1, "gpu"), (2, "cpu"), (7, "gpu"), (64, "cpu"), (64, "gpu")])
@@ -128,12 +168,12 @@ def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, proce
         assert answers([replace(c, index=c.index - start) for c in found[start : start + len(wanted)]]) == wanted
 
 
-@pytest.mark.parametrize("processor", ["cpu", "gpu"])
-def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(model: Path, processor: str) -> None:
+@pytest.mark.parametrize("devices", DEVICES)
+def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(model: Path, devices: str) -> None:
     """Four tokens a micro-batch: a prompt of 150 is cut in 38 chunks, and takes several passes."""
-    policy = Policy(model=str(model), batch_size=3, micro_batch_size=2, micro_batch_tokens=4, ffn_device=processor)
+    policy = Policy(model=str(model), batch_size=3, micro_batch_size=2, micro_batch_tokens=4, **DEVICES[devices])
     passes = 0
-    with Engine(policy, device="twin" if processor == "gpu" else "cpu") as engine:
+    with Engine(policy, device="twin" if policy.discrete else "cpu") as engine:
         assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
         passes = engine.stats.passes
     assert passes > sum(map(len, PROMPTS)) // (3 + 8 * 4)
@@ -151,25 +191,30 @@ def test_the_order_of_requests_does_not_matter(model: Path) -> None:
 
 @st.composite
 def policies(draw: st.DrawFn, model: Path) -> Policy:
-    """Any policy a user may write for this model."""
-    profile = profile_from_dir(model)
-    gpu, total, mu = draw(st.booleans()), len(pages(profile)), draw(st.integers(1, 12))
-    device = draw(st.integers(0, total)) if gpu else 0
+    """Any policy a user may write for this model, with room for its longest request."""
+    total, mu, n = len(pages(profile_from_dir(model))), draw(st.integers(1, 12)), draw(st.integers(1, 48))
+    schedule, devices = draw(st.sampled_from(served()))
+    chosen = dict(DEVICES[devices])
+    ffn = chosen.get("ffn_device", "cpu")
+    device = draw(st.integers(0, total)) if ffn != "cpu" else 0
     host = draw(st.integers(0, total - device))
+    chosen["weights"] = Shares(device=device / total, host=host / total, disk=(total - device - host) / total)
+    if ffn == "split":
+        chosen["cpu_experts"] = draw(st.integers(0, host)) / total
+    least = 256 if chosen.get("attention_device") != "gpu" else max(256, 160 * n // mu)
     return Policy(
         model=str(model),
-        batch_size=draw(st.integers(1, 48)),
+        batch_size=n,
         micro_batch_size=mu,
         micro_batch_tokens=draw(st.integers(mu, 80)),
-        kv_tokens=draw(st.integers(256, 4000)),
-        ffn_device="gpu" if gpu else "cpu",
-        weights=Shares(device=device / total, host=host / total, disk=(total - device - host) / total),
-        schedule=draw(st.sampled_from(SCHEDULES.names())),
+        kv_tokens=draw(st.integers(least, least + 4000)),
+        schedule=schedule,
         kv_block_size=draw(st.sampled_from(KV_BLOCK_SIZES)),
+        **chosen,
     )
 
 
-@examples(6)
+@examples(20)
 @given(data=st.data())
 def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> None:
     policy, lanes = data.draw(policies(model)), data.draw(st.sampled_from(LANE_KINDS))
@@ -177,11 +222,10 @@ def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", SCHEDULES.names())
-def test_a_real_device_gives_the_same_tokens(model: Path, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[1] != "cpu"])
+def test_a_real_device_gives_the_same_tokens(model: Path, schedule: str, devices: str) -> None:
     """Streams and events of the accelerator that is here; prompts attend there, weights cross its link."""
-    weights = Shares(device=0.25, host=0.5, disk=0.25)
-    policy = Policy(model=str(model), micro_batch_size=5, ffn_device="gpu", weights=weights, schedule=schedule)
+    policy = Policy(model=str(model), micro_batch_size=5, schedule=schedule, **DEVICES[devices])
     with Engine(policy, device="auto") as engine:
         assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
 

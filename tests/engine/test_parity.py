@@ -44,11 +44,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie": True, "attention_bias": True, "norm_topk_prob": True, "clip_qkv": None},
     ),
 }
+CUT = {"micro_batch_tokens": 12, "micro_batch_size": 5}
 WHERE = {
     "cpu": {},
     "twin": {"device": "twin"},
-    "chunks": {"micro_batch_tokens": 12, "micro_batch_size": 5},
-    "twin, chunks": {"device": "twin", "micro_batch_tokens": 12, "micro_batch_size": 5},
+    "chunks": CUT,
+    "twin, chunks": {"device": "twin", **CUT},
+    "experts of a pass at once": {"schedule": "module", **CUT},
+    "attention on the device": {"device": "twin", "attention_device": "gpu", **CUT},
+    "cache on the device": {"device": "twin", "attention_device": "gpu", "kv": Shares(device=1.0), **CUT},
+    "experts on both": {"device": "twin", "ffn_device": "split", "cpu_experts": 0.5, **CUT},
+    "experts on the host": {"device": "twin", "ffn_device": "cpu", "attention_device": "gpu", **CUT},
 }
 
 

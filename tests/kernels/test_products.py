@@ -22,6 +22,7 @@ LIMITS = {FLOAT32: 1e-5, BFLOAT16: 2e-2, FLOAT16: 3e-3}
 @pytest.fixture(params=[False, True], ids=["no tiles", "tiles"], autouse=True)
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "has_tiles", lambda: request.param)
+    monkeypatch.setattr(native, "has_fast_bfloat16", lambda: request.param)
 
 
 @pytest.fixture(params=[1 << 21, 1000], ids=["one slab", "many slabs"], autouse=True)

@@ -19,7 +19,7 @@ from moelight.profiles.model import ModelProfile
 from tests.shapes import examples, placed
 
 CPU = torch.device("cpu")
-BOUNDS = {"transient", "runtime"}
+BOUNDS = {"transient", "host_transient", "runtime"}
 
 
 @examples(25)

@@ -9,7 +9,7 @@ import pytest
 
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.trace import trace_text, write_trace
+from moelight.observe.trace import About, LaneForecast, trace_text, write_trace
 
 PASSES = (
     Timeline(
@@ -75,3 +75,33 @@ def test_bars_of_one_row_do_not_overlap(events: list[dict]) -> None:  # type: ig
 def test_an_empty_run_is_a_trace_too() -> None:
     events = json.loads("".join(trace_text([])))["traceEvents"]
     assert [event["ph"] for event in events] == ["M"]
+
+
+ABOUT = About(
+    version="1.2.3",
+    source="measured",
+    policy={"model": "demo", "weights": {"host": 1.0}},
+    hardware="t4",
+    predicted={"h2d": LaneForecast(busy_s=0.5, bytes=64), "cpu": LaneForecast(busy_s=0.25)},
+    pass_s=0.75,
+    roofs={"h2d": 1e9},
+    notes={"why": "the link binds"},
+)
+
+
+def test_what_a_trace_says_of_its_run() -> None:
+    data = json.loads("".join(trace_text(PASSES, ABOUT)))["otherData"]
+    assert data == {
+        "moelight": "1.2.3",
+        "source": "measured",
+        "hardware": "t4",
+        "policy": {"model": "demo", "weights": {"host": 1.0}},
+        "predicted": {"h2d": {"busy_s": 0.5, "bytes": 64}, "cpu": {"busy_s": 0.25, "bytes": 0}},
+        "pass_s": 0.75,
+        "roofs": {"h2d": 1e9},
+        "notes": {"why": "the link binds"},
+    }
+
+
+def test_saying_nothing_leaves_the_words_out() -> None:
+    assert set(json.loads("".join(trace_text(PASSES)))) == {"displayTimeUnit", "traceEvents"}

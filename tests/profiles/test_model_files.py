@@ -10,22 +10,51 @@ import pytest
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.hrm.costs import page_bytes
-from moelight.profiles.files import profile_names
+from moelight.profiles.files import profile_names, read_yaml
 from moelight.profiles.model_files import load_model_profile, model_config
 from moelight.profiles.stored import dense_tensors, pages
 from tests.tiny import tiny_config
 
+# As published on the model cards, rounded as there; without layers that only predict further tokens ahead.
+BILLIONS = {
+    "dbrx": 131.6,
+    "deepseek-moe-16b": 16.4,
+    "deepseek-v2": 235.7,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671.0,
+    "glm-4.5-air": 106.9,
+    "gpt-oss-120b": 116.8,
+    "gpt-oss-20b": 20.9,
+    "mixtral-8x22b": 140.6,
+    "mixtral-8x7b": 46.7,
+    "olmoe-1b-7b": 6.9,
+    "phi-3.5-moe": 41.9,
+    "qwen1.5-moe-a2.7b": 14.3,
+    "qwen2-57b-a14b": 57.4,
+    "qwen3-235b-a22b": 235.1,
+    "qwen3-30b-a3b": 30.5,
+}
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("mixtral-8x7b", 46.703), ("qwen3-30b-a3b", 30.532), ("olmoe-1b-7b", 6.919)]
-)
+
+def test_these_models_are_shipped() -> None:
+    assert list(profile_names("model")) == sorted(BILLIONS)
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_shipped_models_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     model = load_model_profile(name)
     experts = len(pages(model)) * page_bytes(model, BFLOAT16) // BFLOAT16.itemsize
     parameters = experts + sum(tensor.elements for tensor in dense_tensors(model))
     assert model.name == name
     assert model.dtype == "bfloat16"
-    assert round(parameters / 1e9, 3) == billions
+    assert round(parameters / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", profile_names("model"))
+def test_every_shipped_model_says_where_it_was_read(name: str) -> None:
+    source = read_yaml(profile_names("model")[name]).entries()["source"].text()
+    assert source.startswith("https://huggingface.co/")
+    assert source.endswith("/config.json")
 
 
 @pytest.mark.parametrize("name", profile_names("model"))
@@ -68,3 +97,34 @@ def test_a_misspelt_key_of_the_config_is_an_error_not_a_default(tmp_path: Path) 
         ConfigError, match=r"mine\.yaml:4: unknown key 'num_local_expert'.*did you mean 'num_local_experts'"
     ):
         load_model_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "  rope_scaling: {type: yarn, factr: 40}",
+            "unknown key 'factr' in config.rope_scaling (did you mean 'factor'",
+        ),
+        ("  attn_config: {kv_n_head: 8}", "unknown key 'kv_n_head' in config.attn_config (did you mean 'kv_n_heads'"),
+        (
+            "  ffn_config: {ffn_act_fn: {nam: silu}}",
+            "unknown key 'nam' in config.ffn_config.ffn_act_fn (did you mean 'name'",
+        ),
+        ("  rope_parameters: {factor: 1, factor: 2}", "'factor' is given twice"),
+    ],
+)
+def test_nested_keys_are_as_strict(line: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\nconfig:\n  model_type: dbrx\n{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_model_profile(str(path))
+    assert "mine.yaml:4: " in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_nested_key_may_be_null(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    shipped = profile_names("model")["mixtral-8x7b"].read_text(encoding="utf-8")
+    path.write_text(f"{shipped}  rope_scaling: null\n", encoding="utf-8")
+    assert load_model_profile(str(path)) == load_model_profile("mixtral-8x7b")

@@ -20,11 +20,13 @@ from tests.shapes import small_layout
 
 PATIENCE_S = 10.0
 LAYOUT = small_layout((True, True, True), experts=3, near=1, host=4)
+DEVICE_ATTENDS = small_layout((True, True, True), experts=3, near=1, host=4, attention_device="gpu")
 MIXED = (MicroBatchShape(tokens=4), MicroBatchShape(tokens=3, fresh=True), MicroBatchShape(tokens=1))
 
 
 def build(*, carried: int = 0, wraps: bool = False, builder: str = "cgopipe") -> Schedule:
-    return SCHEDULES.get(builder)(LAYOUT, PassShape(micro_batches=MIXED, carried=carried, wraps=wraps))
+    layout = DEVICE_ATTENDS if builder == "flexgen" else LAYOUT
+    return SCHEDULES.get(builder)(layout, PassShape(micro_batches=MIXED, carried=carried, wraps=wraps))
 
 
 def nothing() -> None:

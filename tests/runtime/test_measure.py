@@ -116,6 +116,12 @@ def test_garbage_is_no_limit(garbage: str, tmp_path: Path) -> None:
     assert measure.memory_limit_bytes(proc=proc) == measure.physical_bytes()
 
 
+def test_the_processor_says_its_name(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon: the second\nmodel name\t: another\n")
+    assert measure.processor_name(proc=tmp_path) == "Xeon: the second"
+    assert measure.processor_name(proc=tmp_path / "none")
+
+
 def test_this_process() -> None:
     assert 0 < measure.memory_limit_bytes() <= measure.physical_bytes()
     assert 0 < measure.available_bytes() <= measure.memory_limit_bytes()

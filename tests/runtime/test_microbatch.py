@@ -1,20 +1,20 @@
-"""Packing: rows without padding, each token where its sequence's blocks say, crossings that do not overlap."""
+"""Packing: rows without padding, each token where its sequence's blocks say."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.runtime.microbatch import Chunk, Crossing, pack
+from moelight.runtime.context import Chunk
+from moelight.runtime.microbatch import pack
 from tests.shapes import examples
 
 BLOCK = 16
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> list[Chunk]:
+def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
     """Sequences at any place of their prompts, single tokens first, each with blocks of its own."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=6))
     free = draw(st.permutations(range(60)))
@@ -29,7 +29,7 @@ def chunks(draw: st.DrawFn) -> list[Chunk]:
 
 
 @examples(80)
-@given(given_chunks=chunks())
+@given(given_chunks=chunk_lists())
 def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]) -> None:
     total = sum(len(chunk.token_ids) for chunk in given_chunks)
     mb = pack(given_chunks, block_size=BLOCK, hidden=torch.zeros(total, 8), crossing=None, fresh=False)
@@ -74,32 +74,3 @@ def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
     assert mb.decoding == 0
     assert mb.block_tables.shape[0] == 0
     assert mb.sample_rows.numel() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_what_crosses_fits_and_arrives_unchanged(dtype: torch.dtype, tokens: int) -> None:
-    """q, k and v go down side by side, the output comes up beside them; the share is used to its last byte."""
-    q, k, v = (torch.randn(tokens, heads, 4).to(dtype) for heads in (6, 2, 2))
-    size = dtype.itemsize
-    up_bytes = tokens * 6 * 4 * size
-    share = torch.zeros(up_bytes + tokens * 10 * 4 * size, dtype=torch.uint8)
-    crossing = Crossing(share, up_bytes, dtype)
-    up = crossing.up(q.shape)
-    up.fill_(9)
-    landed = crossing.down(q, k, v)
-    assert all(torch.equal(there, part) for there, part in zip(landed, (q, k, v), strict=True))
-    assert up.eq(9).all()
-    q.zero_()
-    assert landed[0].ne(0).any(), "what landed is a copy"
-    everything = torch.cat([part.reshape(-1) for part in (*landed, up)])
-    assert torch.equal(everything, share.view(dtype))
-
-
-def test_keys_and_values_alone_cross_too() -> None:
-    q, k, v = (torch.randn(3, heads, 4) for heads in (6, 2, 2))
-    crossing = Crossing(torch.zeros(3 * 16 * 4 * 4, dtype=torch.uint8), 3 * 6 * 4 * 4, torch.float32)
-    landed = crossing.down(q[:0], k, v)
-    assert landed[0].shape == (0, 6, 4)
-    assert torch.equal(landed[1], k)
-    assert torch.equal(landed[2], v)

@@ -15,6 +15,9 @@ const char* isa_name(Isa isa);
 // operating system saves its registers too.
 std::vector<std::pair<std::string, bool>> cpu_features();
 
+// Who made the processor, as cpuid spells it ("AuthenticAMD"); empty where there is no cpuid.
+std::string cpu_vendor();
+
 // True when this build contains code for `isa` and this processor runs it.
 bool isa_runs(Isa isa);
 

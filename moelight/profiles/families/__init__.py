@@ -16,6 +16,14 @@ FAMILIES: Registry[Family] = Registry(
         "mixtral": "moelight.profiles.families.mixtral:FAMILY",
         "qwen3_moe": "moelight.profiles.families.qwen_moe:QWEN3_MOE",
         "olmoe": "moelight.profiles.families.olmoe:FAMILY",
+        "qwen2_moe": "moelight.profiles.families.qwen_moe:QWEN2_MOE",
+        "deepseek": "moelight.profiles.families.deepseek:DEEPSEEK",
+        "deepseek_v2": "moelight.profiles.families.deepseek:DEEPSEEK_V2",
+        "deepseek_v3": "moelight.profiles.families.deepseek:DEEPSEEK_V3",
+        "dbrx": "moelight.profiles.families.dbrx:FAMILY",
+        "gpt_oss": "moelight.profiles.families.gpt_oss:FAMILY",
+        "phimoe": "moelight.profiles.families.phimoe:FAMILY",
+        "glm4_moe": "moelight.profiles.families.glm_moe:GLM4_MOE",
     },
 )
 

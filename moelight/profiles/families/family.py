@@ -2,40 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
+from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import TensorNames
+
+# Every type of rotary positions that transformers knows. Their constants change no size, so planning takes them all.
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """One ``model_type``: where its ``config.json`` keeps things, and what it means when a key is absent.
 
-    ``kv_heads`` None means as many as query heads. ``normalize`` None reads ``norm_topk_prob``. ``window_flag`` names
-    the key that switches ``sliding_window`` on (None: present means on). ``sparse_layers`` reads ``mlp_only_layers``
-    and ``decoder_sparse_step``.
+    Fields that carry a number are the default of a key; where the number is None the key is required, unless the
+    field says otherwise below.
+
+    Attributes:
+        keys: keys that this family calls differently (see `HFConfig`).
+        only: keys of which one meaning is known: their values; others are refused.
+        kv_heads: None: as many as query heads.
+        head_dim: None: hidden size over heads.
+        rope_types: types of rotary positions that can be used.
+        rotary_share: default of ``partial_rotary_factor``; None: the key is not read.
+        dtype: of a checkpoint that does not say.
+        bias_key: the key that gives q, k and v a bias, and with ``output_bias`` the output projection too.
+        qk_norm, qk_norm_flag: the kind of norm, and the key that switches it on (empty: always on).
+        windowed: ``sliding_window`` is read; absent, it is ``window`` (None: no window).
+        window_flag: the key that switches the window on (empty: it is).
+        alternating: only the layers that ``layer_types`` calls sliding have the window; without that key, every other
+            one from the first, up to ``max_window_layers``.
+        latent: the keys of latent attention are read.
+        normalize: None: ``norm_topk_prob``, whose default is ``normalize_default``.
+        grouped: defaults of ``n_group`` and ``topk_group``; None: the keys are not read.
+        scale: default of ``routed_scaling_factor``; None: the key is not read.
+        sparse_layers: ``mlp_only_layers`` and ``decoder_sparse_step`` are read.
+        first_dense: default of ``first_k_dense_replace``, read with ``moe_layer_freq``; None: neither is read.
+        shared_width: default of ``shared_expert_intermediate_size``; None: the key is not read.
+        shared_experts: default of ``n_shared_experts`` (each as wide as an expert); None: the key is not read.
+        clamp: default of ``swiglu_limit``; None: the key is not read.
+        head_bias: ``lm_head_bias`` is read.
     """
 
     model_type: str
     names: TensorNames
     expert_width_key: str
-    num_experts: int
-    top_k: int
+    num_experts: int | None
+    top_k: int | None
     kv_heads: int | None
     max_positions: int
     norm_eps: float
     rope_theta: float
     weights_in_model_dtype: bool
-    normalize: bool | None = None
+    head_dim: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("default", "linear")
+    rotary_share: float | None = None
+    dtype: str = "float32"
+    bias_key: str = ""
+    bias_default: bool = False
+    output_bias: bool = True
     qk_norm: str = "none"
+    qk_norm_flag: str = ""
     clip_qkv: bool = False
-    bias: bool = False
     windowed: bool = False
-    window_flag: str | None = None
+    window: int | None = None
+    window_flag: str = ""
+    alternating: bool = False
+    sinks: bool = False
+    latent: bool = False
+    scoring: str = "softmax"
+    normalize: bool | None = None
+    normalize_default: bool = False
+    grouped: tuple[int, int] | None = None
+    scale: float | None = None
+    router_bias: bool = False
+    selection_bias: bool = False
     sparse_layers: bool = False
+    first_dense: int | None = None
+    shared_width: int | None = None
+    shared_experts: int | None = None
+    shared_gate: bool = False
+    expert_bias: bool = False
+    clamp: float | None = None
+    norm: str = "rms"
+    norm_bias: bool = False
+    head_bias: bool = False
 
 
 def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile:
@@ -44,8 +101,11 @@ def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile
     Raises:
         ConfigError: a key is missing, of the wrong type, or contradicts another.
     """
+    config = config.with_keys(family.keys)
+    for key, known in family.only.items():
+        config.refuse_other(key, known)
     layers = config.integer("num_hidden_layers")
-    moe_layers = _moe_layers(config, layers) if family.sparse_layers else (True,) * layers
+    moe_layers = _moe_layers(config, family, layers)
     profile = ModelProfile(
         name=name,
         model_type=family.model_type,
@@ -55,70 +115,152 @@ def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile
         max_positions=config.integer("max_position_embeddings", default=family.max_positions),
         norm_eps=config.number("rms_norm_eps", default=family.norm_eps),
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
-        dtype=config.dtype(),
-        attention=_attention(config, family),
+        dtype=config.dtype(default=family.dtype),
+        attention=_attention(config, family, layers),
         router=_router(config, family),
-        experts=ExpertSpec(
-            num_experts=config.integer("num_local_experts", "num_experts", default=family.num_experts),
-            intermediate_size=config.integer(family.expert_width_key),
-            activation=config.activation(),
-        ),
+        experts=_experts(config, family),
         moe_layers=moe_layers,
         dense_intermediate_size=0 if all(moe_layers) else config.integer("intermediate_size"),
         names=family.names,
+        norm=family.norm,
+        norm_bias=family.norm_bias,
+        head_bias=family.head_bias and config.flag("lm_head_bias", default=False),
     )
     _check(profile, config.where)
     return profile
 
 
-def _attention(config: HFConfig, family: Family) -> AttentionSpec:
+def _attention(config: HFConfig, family: Family, layers: int) -> AttentionSpec:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    theta, factor = config.rope(default_theta=family.rope_theta)
-    switched_on = family.window_flag is None or config.flag(family.window_flag, default=False)
-    has_window = family.windowed and switched_on and config.find("sliding_window") is not None
+    rope_type, theta, factor = config.rope(default_theta=family.rope_theta, known=family.rope_types)
+    bias = bool(family.bias_key) and config.flag(family.bias_key, default=family.bias_default)
+    normed = not family.qk_norm_flag or config.flag(family.qk_norm_flag, default=False)
     has_clip = family.clip_qkv and config.find("clip_qkv") is not None
+    window = _window(config, family)
+    latent = _latent(config) if family.latent else None
+    if latent is not None:
+        kv_heads, head_dim = heads, latent.nope_head_dim + latent.rope_head_dim
+    else:
+        kv_heads = config.integer("num_key_value_heads", default=family.kv_heads or heads)
+        head_dim = config.integer("head_dim", default=family.head_dim or hidden // heads)
     return AttentionSpec(
         num_heads=heads,
-        num_kv_heads=config.integer("num_key_value_heads", default=family.kv_heads or heads),
-        head_dim=config.integer("head_dim", default=hidden // heads),
-        qk_norm=family.qk_norm,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        qk_norm=family.qk_norm if normed else "none",
         clip_qkv=config.number("clip_qkv") if has_clip else None,
-        bias=family.bias and config.flag("attention_bias", default=False),
-        window=config.integer("sliding_window") if has_window else None,
+        qkv_bias=bias,
+        output_bias=bias and family.output_bias,
+        sinks=family.sinks,
+        window=window,
+        window_layers=_window_layers(config, layers) if family.alternating and window is not None else (),
+        latent=latent,
         rope_theta=theta,
         rope_factor=factor,
+        rope_type=rope_type,
+        rotary_share=1.0 if family.rotary_share is None else config.rotary_share(default=family.rotary_share),
     )
+
+
+def _latent(config: HFConfig) -> LatentSpec:
+    """The defaults are those of DeepSeek-V2 and V3, which agree."""
+    return LatentSpec(
+        q_lora_rank=config.integer_or_none("q_lora_rank", default=1536),
+        kv_lora_rank=config.integer("kv_lora_rank", default=512),
+        nope_head_dim=config.integer("qk_nope_head_dim", default=128),
+        rope_head_dim=config.integer("qk_rope_head_dim", default=64),
+        value_head_dim=config.integer("v_head_dim", default=128),
+    )
+
+
+def _window(config: HFConfig, family: Family) -> int | None:
+    switched_on = not family.window_flag or config.flag(family.window_flag, default=False)
+    if not family.windowed or not switched_on:
+        return None
+    return config.integer_or_none("sliding_window", default=family.window)
+
+
+def _window_layers(config: HFConfig, layers: int) -> tuple[bool, ...]:
+    types = config.words("layer_types", _LAYER_TYPES, count=layers)
+    if types:
+        return tuple(kind == "sliding_attention" for kind in types)
+    last = config.integer("max_window_layers", default=layers, least=0)
+    return tuple(layer % 2 == 0 and layer < last for layer in range(layers))
 
 
 def _router(config: HFConfig, family: Family) -> RouterSpec:
     normalize = family.normalize
+    if normalize is None:
+        normalize = config.flag("norm_topk_prob", default=family.normalize_default)
+    groups, top_groups = family.grouped or (1, 1)
+    if family.grouped is not None:
+        groups = config.integer("n_group", default=groups)
+        top_groups = config.integer("topk_group", default=top_groups)
     return RouterSpec(
         top_k=config.integer("num_experts_per_tok", default=family.top_k),
-        normalize=config.flag("norm_topk_prob", default=False) if normalize is None else normalize,
+        normalize=normalize,
         weights_in_model_dtype=family.weights_in_model_dtype,
+        scoring=family.scoring,
+        groups=groups,
+        top_groups=top_groups,
+        scale=1.0 if family.scale is None else config.number("routed_scaling_factor", default=family.scale),
+        bias=family.router_bias,
+        selection_bias=family.selection_bias,
     )
 
 
-def _moe_layers(config: HFConfig, layers: int) -> tuple[bool, ...]:
-    """A layer has experts unless it is listed in ``mlp_only_layers`` or falls between the sparse steps."""
-    dense = config.integers("mlp_only_layers")
-    step = config.integer("decoder_sparse_step", default=1)
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+def _experts(config: HFConfig, family: Family) -> ExpertSpec:
+    width = config.integer(family.expert_width_key)
+    shared = 0
+    if family.shared_width is not None:
+        shared = config.integer("shared_expert_intermediate_size", default=family.shared_width, least=0)
+    elif family.shared_experts is not None:
+        shared = width * (config.integer_or_none("n_shared_experts", default=family.shared_experts, least=0) or 0)
+    return ExpertSpec(
+        num_experts=config.integer("num_local_experts", "num_experts", default=family.num_experts),
+        intermediate_size=width,
+        activation=config.activation(),
+        shared_intermediate_size=shared,
+        shared_gate=family.shared_gate and shared > 0,
+        bias=family.expert_bias,
+        clamp=None if family.clamp is None else config.number("swiglu_limit", default=family.clamp),
+    )
+
+
+def _moe_layers(config: HFConfig, family: Family, layers: int) -> tuple[bool, ...]:
+    """Which layers have experts.
+
+    ``sparse_layers``: those not listed in ``mlp_only_layers`` that do not fall between the sparse steps.
+    ``first_dense``: those after the first ``first_k_dense_replace``, every ``moe_layer_freq``-th.
+    """
+    if family.sparse_layers:
+        dense = config.integers("mlp_only_layers")
+        step = config.integer("decoder_sparse_step", default=1)
+        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    if family.first_dense is not None:
+        first = config.integer("first_k_dense_replace", default=family.first_dense, least=0)
+        step = config.integer("moe_layer_freq", default=1)
+        return tuple(layer >= first and layer % step == 0 for layer in range(layers))
+    return (True,) * layers
 
 
 def _check(profile: ModelProfile, where: str) -> None:
-    attention = profile.attention
+    attention, router, experts = profile.attention, profile.router, profile.experts
     if attention.num_heads % attention.num_kv_heads:
         raise ConfigError(
             f"{where}: num_attention_heads ({attention.num_heads}) must be a multiple of "
             f"num_key_value_heads ({attention.num_kv_heads})"
         )
-    if attention.head_dim % 8 or attention.head_dim > 256:
+    if attention.latent is None and (attention.head_dim % 8 or attention.head_dim > 256):
         raise ConfigError(f"{where}: head_dim ({attention.head_dim}) must be a multiple of 8 and at most 256")
-    if profile.router.top_k > profile.experts.num_experts:
+    if router.top_k > experts.num_experts:
         raise ConfigError(
-            f"{where}: num_experts_per_tok ({profile.router.top_k}) exceeds the "
-            f"{profile.experts.num_experts} experts there are"
+            f"{where}: num_experts_per_tok ({router.top_k}) exceeds the {experts.num_experts} experts there are"
+        )
+    if experts.num_experts % router.groups or router.top_groups > router.groups:
+        raise ConfigError(
+            f"{where}: n_group ({router.groups}) must divide the {experts.num_experts} experts, and topk_group "
+            f"({router.top_groups}) must be at most n_group"
         )
     if not profile.num_moe_layers:
         raise ConfigError(f"{where}: no layer has experts, so this is a dense model")

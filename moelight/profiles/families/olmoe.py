@@ -16,5 +16,5 @@ FAMILY = Family(
     weights_in_model_dtype=True,
     qk_norm="projection",
     clip_qkv=True,
-    bias=True,
+    bias_key="attention_bias",
 )

@@ -1,0 +1,146 @@
+"""What a person sees of a job: a bar on stderr while it runs, a table afterwards, one line on rows that failed.
+
+Knows rich and terminals. Refuses to know how a job is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from moelight.batch import job
+from moelight.batch.output import STANDARD_OUTPUT
+from moelight.cli.tables import printable
+from moelight.core.units import format_bytes
+
+
+def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
+    """Run the job and return how many of its lines became error rows."""
+    table = TableOfRows() if as_table else None
+    plain = table if table is not None else Plain()
+    rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
+    bar = Bar(Console(stderr=True), table) if sys.stderr.isatty() and not rows_on_screen else None
+    with bar if bar is not None else contextlib.nullcontext():
+        result = job.run_job(options, progress=bar or plain)
+    if table is not None:
+        # Rows on stdout are for programs: the table keeps out of their way.
+        Console(stderr=options.output == STANDARD_OUTPUT).print(table.table)
+    if bar is not None:
+        bar.summarize(result, options.output)
+    elif plain.why and not rows_on_screen:
+        print(printable(f"moelight: {plain.why}"), file=sys.stderr)
+    if result.first_error is not None:
+        first = result.first_error
+        total = result.completed + result.failed
+        print(
+            printable(
+                f"moelight: {result.failed} of {total} lines were not served; the first is line {first.line}: "
+                f"{first.message}"
+            ),
+            file=sys.stderr,
+        )
+    return result.failed
+
+
+class Plain(job.Progress):
+    """Keeps how the model is run, for pipes and logs: there it is said once the job is done, so that a job that is
+    refused, or breaks, leaves the one line that says why."""
+
+    why = ""
+
+    def planned(self, why: str) -> None:
+        """Keep it."""
+        self.why = why
+
+
+class TableOfRows(Plain):
+    """Collects the rows of a job as a table of prompts beside completions."""
+
+    def __init__(self) -> None:
+        self.table = Table(show_lines=True, header_style="bold", expand=False)
+        self.table.add_column("prompt", overflow="fold", ratio=1)
+        self.table.add_column("completion", overflow="fold", ratio=1)
+
+    def row(self, shown: str, row: dict[str, Any]) -> None:
+        """Add one row; a failed one shows its error."""
+        if "error" in row:
+            answer = Text(f"error: {printable(row['error']['message'])}", style="red")
+        else:
+            answer = Text(printable(row["text"]))
+            if row["finish_reason"] == "length":
+                answer.append(" …", style="dim")
+        self.table.add_row(Text(printable(shown)), answer)
+
+
+class Bar(job.Progress):
+    """The progress bar. Rows are passed on to ``table``."""
+
+    def __init__(self, console: Console, table: TableOfRows | None) -> None:
+        self._table = table
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            _Tokens(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("loading", total=None)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def planned(self, why: str) -> None:
+        """Say how the model will be run, and start counting."""
+        self._progress.console.print(Text(printable(why), style="dim"), soft_wrap=True)
+        self._progress.reset(self._task, description="generating")
+
+    def tokens(self, done: int, expected: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=done, total=max(done, expected))
+
+    def row(self, shown: str, row: dict[str, Any]) -> None:
+        """Pass the row on."""
+        if self._table is not None:
+            self._table.row(shown, row)
+
+    def summarize(self, result: job.JobResult, output: Path | None) -> None:
+        """One line when all is done."""
+        stats = result.stats
+        where = "" if output in (None, STANDARD_OUTPUT) else f" -> {output}"
+        self._console.print(
+            Text(
+                printable(
+                    f"{result.completed} completions, {stats.completion_tokens:,} tokens in {stats.wall_s:.1f} s "
+                    f"({stats.tokens_per_s:,.0f} tok/s), load {stats.load_s:.1f} s, "
+                    f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"
+                ),
+                style="dim",
+            ),
+            soft_wrap=True,
+        )
+
+
+class _Tokens(ProgressColumn):
+    """``1,234/16,384 tokens  56 tok/s``"""
+
+    def render(self, task: Task) -> Text:
+        """The column's text; empty until the first pass."""
+        if task.total is None:
+            return Text("")
+        speed = "" if not task.speed else f"  {task.speed:,.0f} tok/s"
+        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{speed}")

@@ -1,0 +1,109 @@
+"""``moelight optimize``: the best policy for a machine, a model and a workload, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moelight.cli import question as ask
+from moelight.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moelight.optimizer.plan import Plan
+
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="POLICY.yaml", help="Write the policy for generate --policy.")
+]
+
+
+def optimize(
+    model: ask.Model,
+    hw: ask.Hw = ask.AUTO,
+    workload: ask.WorkloadName = None,
+    prompt_len: ask.PromptLen = None,
+    max_prompt_len: ask.MaxPromptLen = None,
+    gen_len: ask.GenLen = None,
+    num_requests: ask.NumRequests = None,
+    estimator: ask.Estimator = ask.ESTIMATORS[0],
+    device_memory: ask.DeviceMemory = None,
+    host_memory: ask.HostMemory = None,
+    disk: ask.Disk = None,
+    fix: ask.Fix = None,
+    weight_dtype: ask.WeightDtype = ask.AUTO,
+    kv_dtype: ask.KvDtype = ask.AUTO,
+    output: _Output = None,
+    as_json: ask.Json = False,
+    no_cache: ask.NoCache = False,
+) -> None:
+    """Find the fastest policy that fits the memory, and say why.
+
+    The answer states how far from it the best there can be is at most.
+    """
+    from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
+
+    if output is not None:
+        if as_json and output == STANDARD_OUTPUT:
+            raise ConfigError("--json and --output - contradict each other: both are for standard output")
+        check_writable(output, what="output")
+    question = ask.read_question(
+        hw=hw,
+        model=model,
+        workload=workload,
+        prompt_len=prompt_len,
+        max_prompt_len=max_prompt_len,
+        gen_len=gen_len,
+        num_requests=num_requests,
+        estimator=estimator,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        fix=fix,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        no_cache=no_cache,
+    )
+    plan = question.plan()
+    if output is not None:
+        with whole_file(output, what="output") as write:
+            write(policy_file(plan).encode())
+    if as_json:
+        from moelight.optimizer.plan import plan_as_dict
+
+        typer.echo(json.dumps(plan_as_dict(plan), indent=2, allow_nan=False))
+    elif output != STANDARD_OUTPUT:
+        from moelight.cli.plan_view import print_plan
+        from moelight.cli.tables import open_console
+
+        print_plan(open_console(), plan, workload_name=question.workload_name)
+
+
+def policy_file(plan: Plan) -> str:
+    """The text of the policy file of ``plan``, with what it is for and why above it."""
+    from moelight.profiles.policy_files import policy_text
+
+    return policy_text(plan.policy, comments=_comments(plan))
+
+
+def _comments(plan: Plan) -> Iterator[str]:
+    from moelight import __version__
+    from moelight.core.units import format_bytes
+    from moelight.observe.figures import rate_or_count, seconds_text
+
+    work, estimate = plan.workload, plan.estimate
+    yield (
+        f"{plan.policy.model} on {plan.hardware}: {work.num_requests} prompts of {work.prompt_len} tokens (at most "
+        f"{work.max_prompt_len}), {work.gen_len} generated each. Planned by moelight {__version__} ({plan.estimator})."
+    )
+    yield (
+        f"Estimate: {rate_or_count(estimate.tokens_per_s)} tokens/s end to end, "
+        f"{rate_or_count(estimate.decode_tokens_per_s)} while decoding; a decode pass takes "
+        f"{seconds_text(estimate.pass_s)}; {estimate.binding} binds."
+    )
+    used = (f"{use.tier} {format_bytes(use.total_bytes)} of {format_bytes(use.capacity_bytes)}" for use in plan.memory)
+    yield f"Memory: {', '.join(used)}."
+    yield f"Why: {plan.why}"
+    yield "Run it: moelight generate PROMPTS.jsonl --policy THIS_FILE --model DIRECTORY_OF_THE_CHECKPOINT"

@@ -1,0 +1,176 @@
+"""A plan for people: what to do, what it promises, what it takes, what binds, and what would help.
+
+Knows rich and plans. Refuses to know how a plan is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
+from moelight.core.units import format_bytes
+from moelight.observe.figures import rate_or_count, seconds_text, share_text
+from moelight.optimizer.plan import Plan, TierUse
+
+_PALETTE = ("blue", "cyan", "green", "magenta", "yellow", "bright_black")
+_LANE_WORDS = {
+    "disk": "reads of pages",
+    "stage": "staging copies",
+    "h2d": "link up",
+    "d2h": "link down",
+    "device": "GPU",
+    "cpu": "CPU",
+    "dram": "host memory",
+}
+
+
+def print_plan(console: Console, plan: Plan, *, workload_name: str) -> None:
+    """All of ``plan``, on 80 columns or more."""
+    for part in (_head(plan, workload_name), *_blocks(plan, console.width)):
+        console.print(part)
+        console.print()
+    console.print(Group(heading("why"), indented(Text(printable(plan.why)))))
+
+
+def _head(plan: Plan, workload_name: str) -> RenderableType:
+    policy, work, estimate = plan.policy, plan.workload, plan.estimate
+    longest = "" if work.max_prompt_len == work.prompt_len else f" (at most {work.max_prompt_len:,})"
+    named = f"{workload_name}: " if workload_name else ""
+    work_line = (
+        f"{named}{work.num_requests:,} prompts of {work.prompt_len:,} tokens{longest}, {work.gen_len:,} generated each"
+    )
+    speed = Text.assemble(
+        (f"{rate_or_count(estimate.tokens_per_s)} tokens/s", "bold green"),
+        f" end to end, {rate_or_count(estimate.decode_tokens_per_s)} while decoding; ",
+        f"a decode pass takes {seconds_text(estimate.pass_s)}",
+    )
+    return Group(
+        title(policy.model, plan.hardware), Text(printable(work_line), style="dim"), Text(), speed, _proof(plan)
+    )
+
+
+def _proof(plan: Plan) -> Text:
+    """How far from the best there can be, and how it is known."""
+    if plan.estimator == "paper":
+        return Text(f"the paper's estimator, over its whole grid; solved in {seconds_text(plan.solve_s)}", style="dim")
+    gap = 1 - plan.estimate.tokens_per_s / plan.bound_tokens_per_s if plan.bound_tokens_per_s else 0.0
+    best = "proven: no policy is faster" if gap < 5e-4 else f"proven: no policy is more than {share_text(gap)} faster"
+    return Text(f"{best}; solved in {seconds_text(plan.solve_s)}", style="dim")
+
+
+def _blocks(plan: Plan, width: int) -> Iterator[RenderableType]:
+    yield Group(heading("policy"), indented(_policy(plan)))
+    yield Group(heading("lanes in a decode pass"), indented(_lanes(plan, width)))
+    yield Group(heading("memory"), indented(_memory(plan, width)))
+    if plan.helps:
+        yield Group(heading("what would help most"), indented(_helps(plan)))
+
+
+def _policy(plan: Plan) -> Table:
+    policy = plan.policy
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    count = policy.num_micro_batches
+    batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches of {policy.micro_batch_size:,}"
+    grid.add_row("batch", f"{policy.batch_size:,} sequences in {batches}")
+    grid.add_row("prompts", f"in micro-batches of {policy.micro_batch_tokens:,} tokens")
+    grid.add_row("attention", f"on the {policy.attention_device.upper()}; keys and values {_shares(policy.kv)}")
+    experts = {"cpu": "on the CPU", "gpu": "on the GPU", "split": "on both"}[policy.ffn_device]
+    if policy.ffn_device == "split":
+        experts += f", {share_text(policy.cpu_experts)} of them by the CPU where they lie"
+    grid.add_row("experts", f"{experts}; weights {_shares(policy.weights)}")
+    own = policy.weight_dtype == policy.kv_dtype == "auto"
+    each = f"experts {_dtype(policy.weight_dtype)}, keys and values {_dtype(policy.kv_dtype)}"
+    grid.add_row("numbers", "as the model has them" if own else each)
+    grid.add_row("order", policy.schedule)
+    return grid
+
+
+def _shares(shares: object) -> str:
+    found = {tier: getattr(shares, tier) for tier in ("device", "host", "disk") if getattr(shares, tier) > 0}
+    if len(found) == 1:
+        return {"device": "in device memory", "host": "in host memory", "disk": "on disk"}[next(iter(found))]
+    return ", ".join(f"{share_text(share)} {tier}" for tier, share in found.items())
+
+
+def _dtype(name: str) -> str:
+    return "as the model has them" if name == "auto" else f"in {name}"
+
+
+def _lanes(plan: Plan, width: int) -> Table:
+    estimate = plan.estimate
+    room = max(12, min(44, width - 56))
+    table = plain_table("lane", "", "at work", "of pass", "", numbers=("at work", "of pass"))
+    longest = max((*estimate.lanes.values(), estimate.pass_s)) or 1.0
+    for lane, seconds in sorted(estimate.lanes.items(), key=lambda item: -item[1]):
+        if seconds <= 0:
+            continue
+        binds = lane == estimate.binding
+        drawn = bar(seconds / longest, room, style="yellow" if binds else "blue")
+        note = Text(_LANE_WORDS.get(lane, ""), style="dim")
+        if binds:
+            note.append(", binds", style="bold yellow not dim")
+        share = share_text(seconds / estimate.pass_s) if estimate.pass_s else ""
+        table.add_row(Text(lane, style="bold" if binds else ""), drawn, seconds_text(seconds), share, note)
+    return table
+
+
+def _memory(plan: Plan, width: int) -> RenderableType:
+    """Each tier as a bar of its purposes, and their sizes below it."""
+    blocks: list[RenderableType] = []
+    room = max(12, min(44, width - 46))
+    for use in plan.memory:
+        if not use.total_bytes:
+            continue
+        share = use.total_bytes / use.capacity_bytes if use.capacity_bytes else 1.0
+        full = f"{format_bytes(use.total_bytes)} of {format_bytes(use.capacity_bytes)}, "
+        line = Text(f"{use.tier:<8}").append_text(_stacked(use, room)).append(f"  {full}{share_text(share)}")
+        blocks += [line, indented(_purposes(use, width - 10), by=8)]
+    return Group(*blocks)
+
+
+def _parts(use: TierUse) -> list[tuple[str, int, str]]:
+    """Purposes that take something, largest first: name, bytes, colour."""
+    found = sorted(((name, size) for name, size in use.by_purpose if size), key=lambda part: -part[1])
+    return [(name, size, _PALETTE[min(n, len(_PALETTE) - 1)]) for n, (name, size) in enumerate(found)]
+
+
+def _stacked(use: TierUse, room: int) -> Text:
+    parts, drawn = _parts(use), Text()
+    for position in range(room):
+        at = (position + 0.5) / room * max(use.capacity_bytes, use.total_bytes)
+        colour, end = "", 0
+        for _, size, style in parts:
+            end += size
+            if at < end:
+                colour = style
+                break
+        drawn.append("█" if colour else "·", style=colour or "grey30")
+    return drawn
+
+
+def _purposes(use: TierUse, room: int) -> Text:
+    """What the colours stand for, in lines of at most ``room`` characters."""
+    words, line = Text(), 0
+    for name, size, colour in _parts(use):
+        item = f" {name.replace('_', ' ')} {format_bytes(size)}"
+        if line and line + 3 + len(item) > room:
+            words.append("\n")
+            line = 0
+        words.append("  " if line else "").append("■", style=colour).append(item, style="dim")
+        line += (2 if line else 0) + 1 + len(item)
+    return words
+
+
+def _helps(plan: Plan) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(justify="right", style="green", no_wrap=True)
+    grid.add_column()
+    for help_ in plan.helps:
+        grid.add_row(share_text(help_.gain, signed=True), help_.change)
+    return grid

@@ -1,0 +1,226 @@
+"""``moelight simulate``: a policy's passes on a virtual clock, in one order of work or in all that are possible."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moelight.cli import question as ask
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from moelight.optimizer.rehearse import PassRun, Rehearsal, Stage
+
+ALL = "all"
+_MOST_BARS = 250
+
+_Schedule = Annotated[
+    str | None, typer.Option("--schedule", metavar="NAME|all", help="The order of work; the policy's if not given.")
+]
+_Passes = Annotated[int, typer.Option("--passes", min=1, max=1000, help="Decode passes, one after another.")]
+_Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE.json", help="Write the best one's passes for Perfetto here.")
+]
+_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the last pass: .png, .svg or .pdf.")]
+
+
+def simulate(
+    model: ask.OptionalModel = None,
+    hw: ask.Hw = ask.AUTO,
+    workload: ask.WorkloadName = None,
+    prompt_len: ask.PromptLen = None,
+    max_prompt_len: ask.MaxPromptLen = None,
+    gen_len: ask.GenLen = None,
+    num_requests: ask.NumRequests = None,
+    device_memory: ask.DeviceMemory = None,
+    host_memory: ask.HostMemory = None,
+    disk: ask.Disk = None,
+    fix: ask.Fix = None,
+    policy: ask.PolicyFile = None,
+    schedule: _Schedule = None,
+    passes: _Passes = 3,
+    trace: _Trace = None,
+    plot: _Plot = None,
+    as_json: ask.Json = False,
+    no_cache: ask.NoCache = False,
+) -> None:
+    """Run a policy's passes on a virtual clock.
+
+    The policy is the planner's, or that of --policy.
+    """
+    from moelight.batch.output import check_writable
+    from moelight.optimizer.rehearse import Stage
+    from moelight.scheduler import SCHEDULES
+
+    if schedule not in (None, ALL):
+        SCHEDULES.get(schedule)
+    for what, path in {"trace": trace, "plot": plot}.items():
+        if path is not None:
+            check_writable(path, what=what)
+    question, chosen = ask.read_question_or_policy(
+        policy,
+        hw=hw,
+        model=model,
+        workload=workload,
+        prompt_len=prompt_len,
+        max_prompt_len=max_prompt_len,
+        gen_len=gen_len,
+        num_requests=num_requests,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        fix=fix,
+        no_cache=no_cache,
+    )
+    stage = Stage(chosen or question.plan().policy, question.model, question.hardware, question.workload)
+    names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)
+    found = sorted((stage.rehearse(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
+    if plot is not None:
+        _plot(plot, question, found)
+    if trace is not None:
+        _write_trace(trace, stage, found[0])
+    if as_json:
+        typer.echo(json.dumps(simulation_as_dict(stage, found), indent=2))
+    else:
+        _print(stage, found, trace, plot)
+
+
+def simulation_as_dict(stage: Stage, found: Sequence[Rehearsal]) -> dict[str, Any]:
+    """The same as plain values: seconds, bytes, shares; best order of work first."""
+    from moelight.optimizer.plan import policy_as_dict
+
+    return {
+        "policy": policy_as_dict(stage.policy),
+        "hardware": stage.hardware.name,
+        "schedules": [
+            {
+                "schedule": run.schedule,
+                "estimate": {
+                    "pass_s": run.estimate.pass_s,
+                    "tokens_per_s": run.estimate.tokens_per_s,
+                    "lanes": dict(run.estimate.lanes),
+                },
+                "tokens_per_s": run.tokens_per_s,
+                "decode": _pass_as_dict(run.steady),
+                "with_prompts": None if run.with_prompts is None else _pass_as_dict(run.with_prompts),
+            }
+            for run in found
+        ],
+    }
+
+
+def _pass_as_dict(run: PassRun) -> dict[str, Any]:
+    return {
+        "pass_s": run.seconds,
+        "decode_tokens": run.decode_tokens,
+        "prompt_tokens": run.prompt_tokens,
+        "decode_tokens_per_s": run.tokens_per_s,
+        "lanes": {
+            str(lane): {"busy_s": busy, "share": busy / run.seconds, "bytes": run.lane_bytes.get(lane, 0)}
+            for lane, busy in run.busy_s.items()
+        },
+        "binding": str(run.binding),
+        "idle_share": run.idle_share,
+    }
+
+
+def _write_trace(path: Path, stage: Stage, run: Rehearsal) -> None:
+    from moelight.batch.forecast import about
+    from moelight.batch.output import whole_file
+    from moelight.observe.trace import trace_text
+
+    facts = about(stage, run.schedule, source="simulated")
+    with whole_file(path, what="trace") as write:
+        for piece in trace_text(run.timelines, facts):
+            write(piece.encode())
+
+
+def _plot(path: Path, question: ask.Question, found: Sequence[Rehearsal]) -> None:
+    """As many layers from the middle of the pass as leave room for bars."""
+    from moelight.cli.tables import machine_words
+    from moelight.observe.gantt import excerpt, plot_timelines
+    from moelight.optimizer.rehearse import layer_starts
+
+    layers = question.model.num_layers
+    crowd = max(len(run.steady.timeline.spans) for run in found) / layers
+    shown = min(layers, max(1, round(_MOST_BARS / crowd)))
+    first = (layers - shown) // 2
+    what = "a decode pass" if shown == layers else f"{shown} of the {layers} layers of a decode pass"
+    heading = f"{what[0].upper()}{what[1:]}: {question.model.name} on {machine_words(question.hardware.name)}"
+    rows = []
+    for run in found:
+        timeline, starts = run.steady.timeline, layer_starts(run.steady.timeline)
+        if shown < layers:
+            timeline = excerpt(timeline, starts[first], starts.get(first + shown, timeline.end_s))
+        rows.append((run.schedule, timeline))
+    plot_timelines(path, rows, title=heading)
+
+
+def _print(stage: Stage, found: Sequence[Rehearsal], trace: Path | None, plot: Path | None) -> None:
+    from rich.text import Text
+
+    from moelight.cli.tables import heading, indented, open_console, printable, title
+
+    console, policy = open_console(), stage.policy
+    console.print(title(stage.model.name, stage.hardware.name))
+    console.print(
+        Text(
+            f"N = {policy.batch_size:,} in micro-batches of {policy.micro_batch_size:,}; attention on the "
+            f"{policy.attention_device}, experts on {policy.ffn_device}",
+            style="dim",
+        )
+    )
+    console.print()
+    console.print(heading("simulated" if len(found) == 1 else "simulated, best first"))
+    console.print(indented(_speeds(found)))
+    console.print()
+    console.print(heading("lanes at work in a decode pass, %"))
+    console.print(indented(_lanes(found)))
+    written = [f"{what}: {path}" for what, path in {"trace": trace, "figure": plot}.items() if path is not None]
+    if written:
+        console.print()
+        console.print(Text(printable("\n".join(written)), style="dim"))
+
+
+def _speeds(found: Sequence[Rehearsal]) -> RenderableType:
+    from moelight.cli.tables import plain_table
+    from moelight.observe.figures import rate_or_count, seconds_text
+
+    heads = ("order", "decode pass", "estimated", "tokens/s", "with prompts", "end to end")
+    table = plain_table(*heads, numbers=heads[1:])
+    for run in found:
+        first = "–" if run.with_prompts is None else seconds_text(run.with_prompts.seconds)
+        steady = run.steady
+        table.add_row(
+            run.schedule,
+            seconds_text(steady.seconds),
+            seconds_text(run.estimate.pass_s),
+            rate_or_count(steady.tokens_per_s),
+            first,
+            rate_or_count(run.tokens_per_s),
+        )
+    return table
+
+
+def _lanes(found: Sequence[Rehearsal]) -> RenderableType:
+    from rich.text import Text
+
+    from moelight.cli.tables import plain_table
+    from moelight.core.schedule import Lane
+    from moelight.observe.figures import share_text
+
+    used = [lane for lane in Lane if any(lane in run.steady.busy_s for run in found)]
+    table = plain_table("order", *map(str, used), "binding lane idle", numbers=(*map(str, used), "binding lane idle"))
+    for run in found:
+        steady, cells = run.steady, []
+        for lane in used:
+            share = 100 * steady.busy_s.get(lane, 0.0) / steady.seconds
+            text = f"{share:.0f}" if share >= 1 else f"{share:.1f}"
+            cells.append(Text(text, style="bold yellow" if lane is steady.binding else ""))
+        table.add_row(run.schedule, *cells, f"{steady.binding} {share_text(steady.idle_share)}")
+    return table

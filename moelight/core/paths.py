@@ -1,0 +1,47 @@
+"""Where moelight keeps what it can make again: one directory, named by the environment or by the desktop's habits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+CACHE_VARIABLE = "MOELIGHT_CACHE"
+
+
+def cache_directory(*parts: str) -> Path:
+    """``$MOELIGHT_CACHE``, else ``$XDG_CACHE_HOME/moelight``, else ``~/.cache/moelight``; with ``parts`` below it.
+
+    Nothing is created.
+    """
+    own, desktop = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    base = Path(own) if own else Path(desktop) / "moelight" if desktop else Path.home() / ".cache" / "moelight"
+    return base.joinpath(*parts)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that it is there complete or not at all; directories are made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        part.chmod(0o666 & ~_umask())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _umask() -> int:
+    """The permissions that new files of this process do not get; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,78 @@
+"""What a model consists of: parameters and bytes by kind, from its profile alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moelight.core.dtypes import DType, dtype_named
+from moelight.hrm import costs
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.stored import Stored, dense_tensors
+
+ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
+    "embedding and head",
+    "attention, norms and routers",
+    "dense layers",
+    "shared experts",
+    "experts",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """A model's parts.
+
+    Attributes:
+        parameters: by kind, in the order above.
+        active: how many of them one token meets, both ends included.
+        bytes: by kind, in ``dtype``.
+        page_bytes: one expert of one layer.
+        kv_token_bytes: what one token leaves in the cache, over all layers.
+    """
+
+    dtype: str
+    parameters: dict[str, int]
+    active: int
+    bytes: dict[str, int]
+    pages: int
+    page_bytes: int
+    kv_token_bytes: int
+
+    @property
+    def total_parameters(self) -> int:
+        """All of them."""
+        return sum(self.parameters.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """All weights."""
+        return sum(self.bytes.values())
+
+
+def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtype: DType | None = None) -> Inventory:
+    """The parts of ``model``. ``weight_dtype`` is of the experts; everything else has the model's own."""
+    own = dtype_named(model.dtype)
+    page_dtype, cache_dtype = weight_dtype or own, kv_dtype or own
+    parameters = dict.fromkeys((ENDS, ATTENTION, DENSE_LAYERS, SHARED), 0)
+    for tensor in dense_tensors(model):
+        parameters[_kind(tensor)] += tensor.elements
+    per_page = costs.page_elements(model)
+    pages = model.num_moe_layers * model.experts.num_experts
+    active = sum(parameters.values()) + model.num_moe_layers * model.router.top_k * per_page
+    sizes = {kind: count * own.itemsize for kind, count in parameters.items()}
+    return Inventory(
+        dtype=page_dtype.name,
+        parameters={**parameters, EXPERTS: pages * per_page},
+        active=active,
+        bytes={**sizes, EXPERTS: pages * costs.page_bytes(model, page_dtype)},
+        pages=pages,
+        page_bytes=costs.page_bytes(model, page_dtype),
+        kv_token_bytes=costs.kv_token_bytes(model, cache_dtype),
+    )
+
+
+def _kind(tensor: Stored) -> str:
+    if tensor.layer < 0:
+        return ENDS
+    family = tensor.name.partition("_")[0]
+    return {"dense": DENSE_LAYERS, "shared": SHARED}.get(family, ATTENTION)

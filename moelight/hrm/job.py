@@ -1,0 +1,194 @@
+"""A whole job as a few kinds of passes: how often each comes, and how many tokens of which sort it carries.
+
+N sequences are alive at a time; each brings its prompt in one pass and one token in every pass after (DESIGN of the
+pass). A pass carries at most N + 8 T tokens, decoding sequences first, so prompts that do not fit one pass come in
+cohorts, pass after pass, and a slot that falls free is refilled at the next pass. So a job is a row of waves of
+``gen_len`` passes; or, where prompts take longer than that, one stream of cohorts. All counts may be arrays over many
+candidates; none is rounded but the number of full waves, as averages over long jobs need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.hrm.footprint import PROMPT_MICRO_BATCHES
+from moelight.profiles.workload import Workload
+
+KINDS = ("first prompts", "prompts", "decode", "last prompts", "overlap", "last decode", "drain")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """``count`` passes with ``decode_tokens`` sequences that decode, at a context of ``context`` tokens each, and
+    ``prompt_tokens`` of prompts of ``prompt_len`` each. Arrays may hold several kinds of passes, one along the first
+    dimension."""
+
+    count: Any
+    decode_tokens: Any
+    prompt_tokens: Any
+    context: float
+    prompt_len: float
+
+    @property
+    def prompts(self) -> Any:
+        """Prompts in a pass."""
+        return self.prompt_tokens / self.prompt_len
+
+    def kind(self, index: int) -> Passes:
+        """One of several kinds."""
+        count, decode, prompt = (a[index] for a in (self.count, self.decode_tokens, self.prompt_tokens))
+        return passes(count, decode, prompt, context=self.context, prompt_len=self.prompt_len)
+
+
+def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float, prompt_len: float) -> Passes:
+    """`Passes` from anything numpy understands."""
+    return Passes(
+        count=np.asarray(count, dtype=float),
+        decode_tokens=np.asarray(decode_tokens, dtype=float),
+        prompt_tokens=np.asarray(prompt_tokens, dtype=float),
+        context=context,
+        prompt_len=prompt_len,
+    )
+
+
+def passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> Passes:
+    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` sequences alive.
+
+    The first cohorts start together with nothing; those of every later wave take the places of the wave before. What
+    full waves leave of the requests is a last, smaller wave, which starts while the last full one runs out. Exact in
+    sum: every prompt is brought once, and every sequence decodes ``gen_len`` - 1 times.
+    """
+    requests, gen = workload.num_requests, workload.gen_len
+    alive = np.minimum(np.asarray(batch_size, dtype=float), requests)
+    waves = np.floor(requests / alive)
+    rest = requests - waves * alive
+    wave = _Wave.of(workload, alive, batch_size, micro_batch_tokens)
+    cohorts, size = wave.cohorts, wave.size
+    last = np.where(rest > 0, np.maximum(1.0, rest / size), 0.0)
+    left = cohorts - last
+    overlap = np.where(rest > 0, np.maximum(left - 1.0, 0.0), 0.0)
+    running_out = (alive * (cohorts - 1.0) - overlap * size * left) / 2.0  # tokens of the wave before the last one
+    each = running_out / np.maximum(last, 1.0) + (rest - rest / np.maximum(last, 1.0)) / 2.0
+    draining = np.where(rest > 0, last, cohorts) - 1.0, np.where(rest > 0, rest, alive) / 2.0
+    nothing = np.zeros_like(alive)
+    in_waves = (
+        (cohorts, wave.first, wave.prompts),
+        ((waves - 1.0) * cohorts, wave.refilling, wave.prompts),
+        (waves * (gen - cohorts), alive, nothing),
+        (last, each, rest * workload.prompt_len / np.maximum(last, 1.0)),
+        (overlap, rest + size * left / 2.0, nothing),
+        (np.where(rest > 0, gen - last - overlap, 0.0), rest, nothing),
+        (*draining, nothing),
+    )
+    streaming = _streaming(workload, requests / size, size, nothing)
+    return _chosen(cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
+
+
+def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tuple[tuple[Any, Any, Any], ...]:
+    """Kinds of passes where cohorts come one after the other from first to last, and each decodes beside the next
+    ``gen_len`` - 1: ``cohorts`` in all."""
+    gen, prompts, none = workload.gen_len, size * workload.prompt_len, (nothing, nothing, nothing)
+    ramp = gen + nothing, size * (gen - 1.0) / 2.0, prompts
+    steady = np.maximum(cohorts - gen, 0.0), size * (gen - 1.0), prompts
+    return ramp, steady, none, none, none, none, (gen - 1.0 + nothing, size * gen / 2.0, nothing)
+
+
+def decode_pass(workload: Workload, batch_size: Any) -> Passes:
+    """The pass in which every slot decodes."""
+    alive = np.minimum(np.asarray(batch_size, dtype=float), workload.num_requests)
+    return _passes(workload, np.ones_like(alive), alive, np.zeros_like(alive))
+
+
+def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prompt_tokens: tuple[Any, Any]) -> Passes:
+    """Kinds of passes that together take no longer than the job does, for any N in the range ``sequences`` and any T in
+    ``prompt_tokens``, where a pass takes no less with more in it, and no less than its part with a part in it.
+
+    Where all these N make the same number of full waves, every kind of `passes_of` comes at least as often as here and
+    carries at least as much. Elsewhere a last wave takes at least its share of a full one. The third kind decodes with
+    all slots; it is the only one whose number of micro-batches is that of the policy. One single candidate is exact.
+    """
+    requests, gen = workload.num_requests, workload.gen_len
+    least, most = (np.asarray(bound, dtype=float) for bound in sequences)
+    few, many = prompt_tokens
+    slow, fast = _Wave.of(workload, least, least, few), _Wave.of(workload, least, least, many)
+    longest, widest = _Wave.of(workload, most, most, few), _Wave.of(workload, most, most, many)
+    first, refilling = np.minimum(slow.first, fast.first), np.minimum(slow.refilling, fast.refilling)
+    waves = np.floor(requests / most)
+    alike = np.floor(requests / least) == waves
+    rest = np.where(alike, np.maximum(requests - waves * most, 0.0), 0.0)
+    mixed = (rest > 0) & (longest.cohorts > gen)
+    last = np.where(rest > 0, np.maximum(np.where(mixed, 0.0, 1.0), rest / widest.size), 0.0)
+    most_last = np.maximum(1.0, (requests - waves * least) / slow.size)
+    begun = np.where(alike, fast.cohorts, np.minimum(2.0 * longest.cohorts, requests / widest.size))
+    refills = np.where(alike, (waves - 1.0) * fast.cohorts, np.maximum(requests / widest.size - begun, 0.0))
+    decoding = np.where(alike, waves, requests / most) * np.maximum(gen - longest.cohorts, 0.0)
+    overlap = np.where((rest > 0) & ~mixed, np.maximum(fast.cohorts - most_last - 1.0, 0.0), 0.0)
+    after = np.where((rest > 0) & ~mixed, np.maximum(gen - most_last - overlap, 0.0), 0.0)
+    drain = np.where(rest > 0, np.where(mixed, gen, last), np.where(alike, np.minimum(fast.cohorts, gen), 1.0)) - 1.0
+    draining = np.where(rest > 0, rest / 2.0, first)
+    nothing = np.zeros_like(first)
+    in_waves = (
+        (begun, first, slow.prompts),
+        (refills, refilling, slow.prompts),
+        (decoding, least, nothing),
+        (last, first, np.minimum(rest, slow.size) * workload.prompt_len),
+        (overlap, np.maximum(first, rest), nothing),
+        (after, rest, nothing),
+        (drain, np.where(mixed, np.minimum(draining, first), draining), nothing),
+    )
+    streaming = _streaming(workload, requests / widest.size, slow.size, nothing)
+    bounds = _chosen(fast.cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
+    single = (least == most) & (np.asarray(few) == np.asarray(many))
+    return _chosen(single, passes_of(workload, most, many), bounds)
+
+
+def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:
+    """``these`` passes where ``condition`` holds, ``those`` elsewhere."""
+    names = ("count", "decode_tokens", "prompt_tokens")
+    return replace(those, **{name: np.where(condition, getattr(these, name), getattr(those, name)) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wave:
+    """``alive`` sequences whose prompts come in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one a pass.
+    Beside them decode ``first`` sequences on average where nothing was alive before, ``refilling`` where slots were."""
+
+    alive: Any
+    cohorts: Any
+    size: Any
+    prompts: Any
+    first: Any
+    refilling: Any
+
+    @classmethod
+    def of(cls, workload: Workload, alive: Any, batch_size: Any, micro_batch_tokens: Any) -> _Wave:
+        """The largest cohort beside which all others of the wave decode: a p + alive - a <= N + 8 T; or, where there
+        are more than ``gen_len`` of them, those still decoding: a p + a (n - 1) <= N + 8 T."""
+        gen, prompt_len = workload.gen_len, workload.prompt_len
+        room = PROMPT_MICRO_BATCHES * np.asarray(micro_batch_tokens, dtype=float) + batch_size
+        beside_all = (room - alive) / max(prompt_len - 1.0, 1e-9)
+        size = np.minimum(alive, np.maximum(beside_all, room / (prompt_len + gen - 1.0)))
+        cohorts = alive / size
+        streams = size * (gen - 1.0)
+        return cls(
+            alive=alive,
+            cohorts=cohorts,
+            size=size,
+            prompts=size * prompt_len,
+            first=np.where(cohorts > gen, streams * (1.0 - gen / (2.0 * cohorts)), (alive - size) / 2.0),
+            refilling=np.where(cohorts > gen, streams, alive - size),
+        )
+
+
+def _stacked(workload: Workload, rows: Iterable[tuple[Any, Any, Any]]) -> Passes:
+    """From ``(count, decode tokens, prompt tokens)`` of each kind."""
+    return _passes(workload, *(np.stack(np.broadcast_arrays(*column)) for column in zip(*rows, strict=True)))
+
+
+def _passes(workload: Workload, count: Any, decode_tokens: Any, prompt_tokens: Any) -> Passes:
+    context = workload.prompt_len + workload.gen_len / 2
+    return passes(count, decode_tokens, prompt_tokens, context=context, prompt_len=float(workload.prompt_len))

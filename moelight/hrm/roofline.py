@@ -1,0 +1,319 @@
+"""The Hierarchical Roofline Model (MoE-Lightning, section 3.2): roofs and turning points of a chain of memories.
+
+A level is a memory and what computes beside it. Level i computes; data may be at home on a farther level j, behind a
+link. The intensity I_x^i of work x is its flops over the bytes it touches at level i. Knows rates and intensities, and
+where a policy's attention and experts lie. Refuses to estimate seconds, and to draw (``observe.roofline_plot``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from moelight.core.dtypes import DTYPES, FLOAT16, DType
+from moelight.core.policy import Policy
+from moelight.hrm import costs
+from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
+
+ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """Memory ``name`` of ``bandwidth`` bytes/s, beside ``processor`` of ``peak_flops`` flop/s (none: ``""`` and 0).
+
+    ``link_bandwidth``: bytes/s from the next farther level to this one; 0 at the end of the chain.
+    """
+
+    name: str
+    processor: str
+    peak_flops: float
+    bandwidth: float
+    link_bandwidth: float = 0.0
+
+
+Chain = tuple[Level, ...]
+
+
+def chain_of(hardware: HardwareProfile) -> Chain:
+    """The levels of a machine, nearest to the strongest processor first: device, host, disk, as far as there are any.
+
+    GPUs count together, and so do their links. Where no link is stated, as for disks, the slower memory limits it.
+    """
+    tiers = [tier for name in ("device", "host", "disk") if (tier := hardware.tier(name)) is not None]
+    levels: list[Level] = []
+    for tier, farther in zip(tiers, [*tiers[1:], None], strict=True):
+        unit = hardware.processor({"device": "gpu", "host": "cpu"}.get(tier.name, ""))
+        count = unit.count if unit is not None and tier.name == "device" else 1
+        link = 0.0
+        if farther is not None:
+            stated = hardware.link(farther.name, tier.name)
+            slower = min(tier.bandwidth_bytes_per_s, farther.bandwidth_bytes_per_s)
+            link = slower if stated is None else stated.bandwidth_bytes_per_s * count
+        levels.append(
+            Level(
+                name=tier.name,
+                processor="" if unit is None else unit.name,
+                peak_flops=0.0 if unit is None else unit.peak_flops * unit.count,
+                bandwidth=tier.bandwidth_bytes_per_s * count,
+                link_bandwidth=link,
+            )
+        )
+    return tuple(levels)
+
+
+def link_between(chain: Chain, near: int, far: int) -> float:
+    """B_peak^{j,i}: bytes/s from level ``far`` (j) to level ``near`` (i) of ``chain``; the slowest link on the way."""
+    return min(level.link_bandwidth for level in chain[near:far])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Roofs, flop/s
+
+
+def compute_roof(level: Level) -> float:
+    """Eq. (4): P_x^i <= P_peak^i."""
+    return level.peak_flops
+
+
+def memory_roof(level: Level, intensity: float) -> float:
+    """Eq. (5): P_x^i <= B_peak^i I_x^i."""
+    return level.bandwidth * intensity
+
+
+def link_roof(link_bandwidth: float, far_intensity: float) -> float:
+    """Eq. (6): P_x^i <= B_peak^{j,i} I_x^j, the cross-level roof."""
+    return link_bandwidth * far_intensity
+
+
+def attainable_from(level: Level, link_bandwidth: float, intensity: float, far_intensity: float) -> float:
+    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for work whose data come from level j."""
+    return min(attainable(level, intensity), link_roof(link_bandwidth, far_intensity))
+
+
+def attainable(level: Level, intensity: float) -> float:
+    """Eq. (8): min(P_peak^i, B_peak^i I_x^i), for work whose data are all at level i."""
+    return min(compute_roof(level), memory_roof(level, intensity))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Turning points, flop per byte
+
+
+def turning_point(level: Level) -> float:
+    """Eq. (3): P_peak / B_peak, where memory no longer limits a level that is looked at alone."""
+    return level.peak_flops / level.bandwidth
+
+
+def first_turning_point(far: Level, link_bandwidth: float, far_intensity: float = inf) -> float:
+    """Eq. (9), P1: min(P_peak^j, B_peak^j I_x^j) / B_peak^{j,i}. Work of less intensity at j is done at j, not shipped.
+
+    Without ``far_intensity``: where the link's roof passes under the compute roof of j.
+    """
+    return attainable(far, far_intensity) / link_bandwidth
+
+
+def second_turning_point(near: Level, link_bandwidth: float, intensity: float = inf) -> float:
+    """Eq. (10), P2: min(P_peak^i, B_peak^i I_x^i) / B_peak^{j,i}. Work of less intensity at j waits for the link.
+
+    Without ``intensity``: where the link's roof reaches the compute roof of i.
+    """
+    return attainable(near, intensity) / link_bandwidth
+
+
+def balance_point(near: Level, link_bandwidth: float, intensity: float) -> float:
+    """Eq. (11): the I_x^j at which B_peak^i I_x^i = B_peak^{j,i} I_x^j.
+
+    Past it more intensity at j (a larger N) helps no more; only more at i (a larger μ) does.
+    """
+    return memory_roof(near, intensity) / link_bandwidth
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Intensities, flop per byte
+
+
+def attention_intensity(model: ModelProfile, context: float, *, kv_dtype: DType = FLOAT16) -> float:
+    """Decode attention of one layer over ``context`` tokens, scores and values: flops over queries in, outputs out,
+    keys and values read. Windows and latent attention as the ledger has them."""
+    seen = float(costs.seen_positions(model, context)) / model.num_layers
+    crossing = ACTIVATION_BYTES * (costs.attention_width(model) + costs.attention_out_width(model))
+    return float(costs.attention_flops(model, seen)) / (crossing + seen * costs.kv_layer_bytes(model, kv_dtype))
+
+
+def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOAT16) -> float:
+    """The same as the paper's figures 4 and 5 count it: flops of scores and softmax only, (2 d + 2) n_q L, and
+    queries and outputs in the cache's format too. Half of `attention_intensity`."""
+    spec = model.attention
+    flops = context * spec.num_heads * (2 * spec.head_dim + 2)
+    return flops * 8 / (dtype.bits * (2 * spec.q_dim + context * spec.cache_width))
+
+
+def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
+    """Experts of one layer over ``tokens``: 6 t h1 h2 k flops over 2 t h1 + 2 t h2 + W_i bytes, each expert read once.
+
+    With t = μ it is I^i of the level that computes. With t = N and ``share``, the part of the weights that comes from
+    there, it is I^j of a farther level j: static weights near the processor (r_w) raise it.
+    """
+    h1, h2 = model.hidden_size, model.experts.intermediate_size
+    weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
+    return 6.0 * tokens * h1 * h2 * model.router.top_k / (ACTIVATION_BYTES * tokens * (h1 + h2) + weights)
+
+
+def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
+    """The tokens at which `ffn_intensity` is ``intensity``; infinite where it never is."""
+    h1, h2 = model.hidden_size, model.experts.intermediate_size
+    weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
+    each = 6.0 * h1 * h2 * model.router.top_k - ACTIVATION_BYTES * intensity * (h1 + h2)
+    return intensity * weights / each if each > 0 else inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A policy under the roofs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Work of a policy under the roofs.
+
+    ``level`` computes, its data are at home on ``home`` (the same where nothing crosses). ``intensity`` is at
+    ``level``, ``home_intensity`` at ``home``; ``flops`` is attained, and ``bound`` says by what: ``compute``,
+    ``memory`` or ``link``.
+    """
+
+    work: str
+    level: str
+    home: str
+    intensity: float
+    home_intensity: float
+    flops: float
+    bound: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """Turning point ``name`` of a link: where on the axis of intensities at ``far``, and how many flop/s there."""
+
+    name: str
+    near: str
+    far: str
+    far_intensity: float
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """A machine's roofs, a policy's work under them, and the turning points that matter to it."""
+
+    machine: str
+    model: str
+    chain: Chain
+    points: tuple[Point, ...]
+    marks: tuple[Mark, ...]
+    batch_size: int
+    micro_batch_size: int
+
+
+def roofline_of(hardware: HardwareProfile, model: ModelProfile, policy: Policy, workload: Workload) -> Roofline:
+    """Where decoding under ``policy`` lies: attention at the average context, experts at μ and N."""
+    chain = chain_of(hardware)
+    attention, experts = _attention_point(chain, model, policy, workload), _ffn_points(chain, model, policy)
+    return Roofline(
+        machine=hardware.name,
+        model=model.name,
+        chain=chain,
+        points=(attention, *experts),
+        marks=_marks(chain, experts[0]),
+        batch_size=policy.batch_size,
+        micro_batch_size=policy.micro_batch_size,
+    )
+
+
+def _place(chain: Chain, name: str) -> int:
+    return next(place for place, level in enumerate(chain) if level.name == name)
+
+
+def _level_of(chain: Chain, processor: str) -> int:
+    """The level beside ``processor``; the nearest where the machine has none such."""
+    return next((place for place, level in enumerate(chain) if level.processor == processor), 0)
+
+
+def _point(chain: Chain, work: str, near: int, far: int, intensity: float, far_intensity: float) -> Point:
+    level = chain[near]
+    bounds = {"compute": compute_roof(level), "memory": memory_roof(level, intensity)}
+    if far != near:
+        bounds["link"] = link_roof(link_between(chain, near, far), far_intensity)
+    bound = min(bounds, key=bounds.__getitem__)
+    return Point(
+        work=work,
+        level=level.name,
+        home=chain[far].name,
+        intensity=intensity,
+        home_intensity=far_intensity,
+        flops=bounds[bound],
+        bound=bound,
+    )
+
+
+def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload: Workload) -> Point:
+    """Keys and values that are not at home where attention is computed cross the link."""
+    near = _level_of(chain, policy.attention_device)
+    context = workload.prompt_len + workload.gen_len / 2
+    intensity = attention_intensity(model, context, kv_dtype=_dtype(policy.kv_dtype, model))
+    homes = {"device": policy.kv.device, "host": policy.kv.host}
+    far = max((_place(chain, name) for name, share in homes.items() if share and _has(chain, name)), default=near)
+    if far <= near:
+        return _point(chain, "attention", near, near, intensity, intensity)
+    return _point(chain, "attention", near, far, intensity, intensity / homes[chain[far].name])
+
+
+def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Point, ...]:
+    """Experts on the level that computes them, from the level whose link is the tightest; with ``split`` also those
+    that the CPU computes in place."""
+    dtype = _dtype(policy.weight_dtype, model)
+    near = _level_of(chain, "cpu" if policy.ffn_device == "cpu" else "gpu")
+    intensity = ffn_intensity(model, policy.micro_batch_size, weight_dtype=dtype)
+    shares = {"host": policy.weights.host - policy.cpu_experts, "disk": policy.weights.disk}
+    options = [_point(chain, "ffn", near, near, intensity, intensity)]
+    for name, share in shares.items():
+        if share > 0 and _has(chain, name) and (far := _place(chain, name)) > near:
+            streamed = ffn_intensity(model, policy.batch_size, share=share, weight_dtype=dtype)
+            options.append(_point(chain, "ffn", near, far, intensity, streamed))
+    links = [point for point in options if point.home != point.level]
+    points = [min(links, key=lambda point: point.flops) if links else options[0]]
+    if policy.cpu_experts > 0:
+        beside = _level_of(chain, "cpu")
+        points.append(_point(chain, "ffn on the CPU", beside, beside, intensity, intensity))
+    return tuple(points)
+
+
+def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
+    """P1 of every link whose far end computes; P2 and the balance point of the link that the experts wait for."""
+    found = []
+    for far in range(1, len(chain)):
+        near, level = far - 1, chain[far]
+        if level.peak_flops:
+            link = chain[near].link_bandwidth
+            found.append(_mark("P1", chain, near, far, first_turning_point(level, link)))
+    near = _place(chain, ffn.level)
+    far = _place(chain, ffn.home) if ffn.home != ffn.level else near + 1
+    if far < len(chain):
+        link = link_between(chain, near, far)
+        found.append(_mark("P2", chain, near, far, second_turning_point(chain[near], link, ffn.intensity)))
+        found.append(_mark("balance", chain, near, far, balance_point(chain[near], link, ffn.intensity)))
+    return tuple(found)
+
+
+def _mark(name: str, chain: Chain, near: int, far: int, far_intensity: float) -> Mark:
+    flops = link_roof(link_between(chain, near, far), far_intensity)
+    return Mark(name=name, near=chain[near].name, far=chain[far].name, far_intensity=far_intensity, flops=flops)
+
+
+def _has(chain: Chain, name: str) -> bool:
+    return any(level.name == name for level in chain)
+
+
+def _dtype(name: str, model: ModelProfile) -> DType:
+    return DTYPES[model.dtype if name == "auto" else name]

@@ -1,0 +1,270 @@
+"""A report as one HTML page that needs nothing else: figures, a Gantt chart to zoom and move, and the policy.
+
+Knows HTML; its style and script are ``page.css`` and ``page.js``. Whatever comes from a trace is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from moelight.core.schedule import Lane, TaskKind
+from moelight.core.units import format_bytes
+from moelight.observe.figures import rate_text, seconds_text, share_text
+from moelight.observe.report import LaneReport, PassFigures, Report
+from moelight.observe.trace_reading import Recording
+
+MOST_TASKS_SHOWN = 60_000
+MOST_WINDOWS = 1200
+_HERE = Path(__file__).parent
+_FAR_OFF = 0.25
+
+# One hue a family of tasks: experts blue, attention amber, weights green, what crosses for attention violet, ends grey.
+COLOURS = {
+    TaskKind.POST_ATTENTION: "#2f6fde",
+    TaskKind.CPU_EXPERTS: "#0e9bb5",
+    TaskKind.COMBINE: "#7db3f5",
+    TaskKind.EXPERTS: "#1d4fb8",
+    TaskKind.ROUTE: "#5b9bd5",
+    TaskKind.PRE_ATTENTION: "#7d6ff0",
+    TaskKind.ATTENTION: "#f59e0b",
+    TaskKind.CPU_ATTENTION: "#e8873a",
+    TaskKind.STORE_KV: "#d9b44a",
+    TaskKind.READ_PAGE: "#15803d",
+    TaskKind.STAGE_PAGE: "#5fb36a",
+    TaskKind.SEND_PAGE: "#2e9e5b",
+    TaskKind.CARRIED_PAGE: "#a7d7b5",
+    TaskKind.OFFLOAD_QKV: "#c04fb0",
+    TaskKind.LOAD_HIDDEN: "#e0559b",
+    TaskKind.OFFLOAD_KV: "#b07cc6",
+    TaskKind.LOAD_KV: "#9c3f8f",
+    TaskKind.OFFLOAD_HIDDEN: "#d98cc0",
+    TaskKind.LOAD_EXPERTS: "#f2a0c4",
+    TaskKind.EMBED: "#94a3b8",
+    TaskKind.SAMPLE: "#64748b",
+}
+_PALE = 150
+
+
+def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[str]:
+    """The page in pieces. ``title`` names the trace.
+
+    Of a long run only some passes, evenly spread, keep their tasks (`MOST_TASKS_SHOWN`); the page says so.
+    """
+    shown = shown_passes([figures.tasks for figures in report.passes], MOST_TASKS_SHOWN)
+    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    yield "<!doctype html>\n<html lang=en><meta charset=utf-8>\n"
+    yield "<meta name=viewport content='width=device-width, initial-scale=1'>\n"
+    yield (
+        "<meta http-equiv=Content-Security-Policy "
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+    )
+    yield f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n<main>\n"
+    yield from _head(report, title)
+    yield from _lanes(report)
+    yield from _chart(report, shown, set(recording.bars.kinds))
+    yield from _policy(report)
+    version = f"moelight {escape(report.about.version)}" if report.about is not None else "moelight"
+    yield f"<footer>{version}, from {escape(title)}. Nothing on this page is fetched from anywhere.</footer>\n</main>\n"
+    yield f"<script id=trace type=application/json>{_data(report, recording, shown)}</script>\n"
+    yield f"<script>\n{script}</script>\n</html>\n"
+
+
+def shown_passes(tasks: Sequence[int], most: int) -> list[int]:
+    """Positions of the passes whose tasks a page can hold: all, or as many as fit, evenly spread, and one at least."""
+    count, total = len(tasks), max(sum(tasks), 1)
+    kept = min(count, most * count // total)
+    while kept > 1:
+        spread = sorted({round(k * (count - 1) / (kept - 1)) for k in range(kept)})
+        if sum(tasks[position] for position in spread) <= most:
+            return spread
+        kept = min(kept - 1, kept * 9 // 10)
+    return [count // 2]
+
+
+def _head(report: Report, title: str) -> Iterator[str]:
+    about = report.about
+    policy: Mapping[str, Any] = about.policy if about is not None else {}
+    name = str(policy.get("model", title))
+    yield f"<header><p class=kicker>moelight report · {report.source}</p>\n<h1>{escape(name)}</h1>\n"
+    machine = about.hardware if about is not None else ""
+    words = ["on this machine" if machine == "auto" else f"on {machine}"] if machine else []
+    words += list(_policy_words(policy))
+    yield f"<p>{escape(' · '.join(words))}</p></header>\n<div class=cards>\n"
+    yield _card(f"{len(report.passes):,}", "passes" if len(report.passes) != 1 else "pass")
+    yield _card(seconds_text(report.wall_s), "whole run")
+    yield _card(seconds_text(report.pass_s), f"median pass, {report.source}")
+    if report.predicted_pass_s is not None:
+        yield _card(seconds_text(report.predicted_pass_s), "decode pass, predicted")
+    busiest = report.busiest
+    yield _card(f"{escape(busiest.lane)} {share_text(busiest.share_of_pass)}", "the busiest lane")
+    yield "</div>\n"
+
+
+def _policy_words(policy: Mapping[str, Any]) -> Iterator[str]:
+    if "batch_size" in policy and "micro_batch_size" in policy:
+        yield f"N = {policy['batch_size']} in micro-batches of {policy['micro_batch_size']}"
+    if "attention_device" in policy and "ffn_device" in policy:
+        yield f"attention on {policy['attention_device']}, experts on {policy['ffn_device']}"
+    if "schedule" in policy:
+        yield f"schedule {policy['schedule']}"
+
+
+def _card(figure: str, words: str) -> str:
+    return f"<div class=card><b>{figure}</b><span>{words}</span></div>\n"
+
+
+def _lanes(report: Report) -> Iterator[str]:
+    source = report.source
+    if report.predicted_pass_s is None:
+        yield f"<section><h2>Lanes, {source}</h2>\n"
+        yield "<p class=note>This trace brings no prediction, so only what happened is shown. "
+    else:
+        yield f"<section><h2>Lanes: predicted beside {source}</h2>\n"
+        yield f"<p class=note>Predicted is one steady decode pass, {source} the median over all passes, lane by lane. "
+    yield "Rates are bytes over seconds in work, over the whole run.</p>\n<div class=wide><table><tr>"
+    keys = f"{_key('var(--predicted)')}predicted&ensp;{_key('var(--measured)')}{source}"
+    heads = ("lane", keys, "predicted", source, "off by", "of the pass", "bytes, predicted", f"bytes, {source}")
+    yield "".join(f"<th>{head}</th>" for head in (*heads, "rate", "of its roof")) + "</tr>\n"
+    longest = max(max(lane.busy_s, lane.predicted_s or 0.0) for lane in report.lanes) or 1.0
+    for lane in report.lanes:
+        yield _lane(lane, longest)
+    yield "</table></div></section>\n"
+
+
+def _lane(lane: LaneReport, longest: float) -> str:
+    bars = "" if lane.predicted_s is None else _bar("p", lane.predicted_s / longest)
+    bars += _bar("m", lane.busy_s / longest)
+    error = lane.error
+    off = _none() if error is None else share_text(error, signed=True)
+    if error is not None and abs(error) > _FAR_OFF:
+        off = f"<span class=off>{off}</span>"
+    cells = (
+        f"<td class=bars>{bars}</td>",
+        f"<td>{_none() if lane.predicted_s is None else seconds_text(lane.predicted_s)}</td>",
+        f"<td>{seconds_text(lane.busy_s)}</td>",
+        f"<td>{off}</td>",
+        f"<td>{share_text(lane.share_of_pass)}</td>",
+        f"<td>{format_bytes(lane.predicted_bytes) if lane.predicted_bytes else _none()}</td>",
+        f"<td>{format_bytes(round(lane.bytes)) if lane.bytes else _none()}</td>",
+        f"<td>{_none() if lane.bytes_per_s is None else rate_text(lane.bytes_per_s)}</td>",
+        f"<td>{_none() if lane.share_of_roof is None else share_text(lane.share_of_roof)}</td>",
+    )
+    return f"<tr><td>{escape(lane.lane)}</td>{''.join(cells)}</tr>\n"
+
+
+def _bar(kind: str, share: float) -> str:
+    return f"<div class='bar {kind}' style='width:{100 * share:.2f}%'></div>"
+
+
+def _key(colour: str) -> str:
+    return f"<span class=key style='background:{colour}'></span>"
+
+
+def _none() -> str:
+    return "<span class=none>–</span>"
+
+
+def _chart(report: Report, shown: Sequence[int], kinds: set[int]) -> Iterator[str]:
+    yield "<section><h2>What every lane did when</h2>\n<p class=note>"
+    if len(shown) < len(report.passes):
+        which = "1 pass" if len(shown) == 1 else f"{len(shown):,} passes, evenly spread,"
+        yield f"Of {len(report.passes):,} passes this page holds the tasks of {which} and the figures of all. "
+    yield (
+        "Scroll to zoom, drag to move, double-click for a pass; with the chart in focus also the arrow keys, + and −, "
+        "n and p for passes, 0 for all. A share beside a lane is how busy it is in the window.</p>\n"
+    )
+    yield "<div class=tools><button id=before>‹ pass</button><select id=pass aria-label=Pass></select>"
+    yield "<button id=after>pass ›</button><span class=space></span><button id=closer>zoom in</button>"
+    yield "<button id=farther>zoom out</button><button id=whole>whole run</button></div>\n"
+    yield "<canvas id=overview height=60></canvas>\n<div class=stage><canvas id=gantt tabindex=0 height=240></canvas>"
+    yield "<div id=tip></div></div>\n<noscript><p class=note>The chart needs JavaScript.</p></noscript>\n"
+    used = (kind for n, kind in enumerate(TaskKind) if n in kinds)
+    keys = "".join(f"<span>{_key(COLOURS[kind])}{kind}</span>" for kind in used)
+    yield f"<div class=legend>{keys}</div></section>\n"
+
+
+def _policy(report: Report) -> Iterator[str]:
+    about = report.about
+    if about is None or not (about.policy or about.notes):
+        return
+    yield "<section><h2>Policy</h2><dl>\n"
+    for name, value in (*about.policy.items(), *about.notes.items()):
+        yield f"<div><dt>{escape(str(name))}</dt><dd>{escape(_plain(value))}</dd></div>\n"
+    yield "</dl></section>\n"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _data(report: Report, recording: Recording, shown: Sequence[int]) -> str:
+    """What the script draws, safe inside a script element."""
+    lanes = [lane.lane for lane in report.lanes]
+    data = {
+        "end": max(figures.end_us for figures in report.passes) or 1.0,
+        "lanes": lanes,
+        "roofs": [lane.roof_bytes_per_s for lane in report.lanes],
+        "kinds": [{"name": str(kind), "colour": COLOURS[kind], "dark": _is_dark(COLOURS[kind])} for kind in TaskKind],
+        "numPasses": len(report.passes),
+        "passes": _windows(report, shown),
+        "first": len(shown) // 2,
+        "bars": _bars(recording, {report.passes[position].number for position in shown}, lanes),
+    }
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
+    """The passes in order, each from the end of the one before; of those not shown several may make one window."""
+    positions = [n for n, lane in enumerate(Lane) if any(str(lane) == found.lane for found in report.lanes)]
+    most, kept = -(-len(report.passes) // MOST_WINDOWS), set(shown)
+    groups: list[list[int]] = []
+    for position in range(len(report.passes)):
+        alone = position in kept or not groups or groups[-1][-1] in kept or len(groups[-1]) >= most
+        if alone:
+            groups.append([position])
+        else:
+            groups[-1].append(position)
+    return [_window([report.passes[p] for p in group], group[0] in kept, positions) for group in groups]
+
+
+def _window(group: Sequence[PassFigures], shown: bool, positions: Sequence[int]) -> dict[str, Any]:
+    first, last = group[0], group[-1]
+    length = sum(figures.length_us for figures in group)
+    name = str(first.number) if first is last else f"{first.number}–{last.number}"
+    shares = [sum(figures.busy_us[n] for figures in group) / length if length else 0.0 for n in positions]
+    return {
+        "name": name,
+        "shown": shown,
+        "start": round(first.end_us - first.length_us, 1),
+        "end": round(last.end_us, 1),
+        "shares": [round(share, 3) for share in shares],
+    }
+
+
+def _bars(recording: Recording, passes: set[int], lanes: Sequence[str]) -> dict[str, list[float]]:
+    bars, names = recording.bars, [str(lane) for lane in Lane]
+    rows = {n: lanes.index(name) for n, name in enumerate(names) if name in lanes}
+    kept = [i for i, number in enumerate(bars.passes) if number in passes]
+    kept = sorted(kept, key=bars.start_us.__getitem__)[:MOST_TASKS_SHOWN]
+    return {
+        "start": [round(bars.start_us[i], 1) for i in kept],
+        "length": [round(bars.length_us[i], 2) for i in kept],
+        "lane": [rows[bars.lanes[i]] for i in kept],
+        "kind": [bars.kinds[i] for i in kept],
+        "pass": [bars.passes[i] for i in kept],
+        "layer": [bars.layers[i] for i in kept],
+        "batch": [bars.micro_batches[i] for i in kept],
+        "expert": [bars.experts[i] for i in kept],
+        "bytes": [bars.bytes[i] for i in kept],
+    }
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue < _PALE

@@ -1,0 +1,329 @@
+"""Proof of how good any policy can be: branch and bound over boxes of N and numbers of micro-batches.
+
+A box is priced with the best of everything in it: passes that are fewer and carry less than those of any N in it
+(`bounding_passes`), weights read for its fewest micro-batches, a pipeline filled as by its most, memory as its smallest
+candidate leaves it, pages computed and cached wherever that is best, on a machine where more work never takes less time
+or is done at a lower rate. So no policy in the box is faster. Boxes that cannot beat the best known policy are dropped,
+the others are cut in two along their longest side, until what is left is within the gap or the boxes run out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moelight.hrm import costs
+from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
+from moelight.hrm.job import bounding_passes
+from moelight.hrm.lanes import NO_DISK_BYTES_PER_S, Homes, PassCost, pass_cost
+from moelight.hrm.orders import pass_s
+from moelight.hrm.speeds import at_best
+from moelight.optimizer.homes import Room, Wanted, fill, room_of
+from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Cells, Problem, Setting, cells, kv_tokens, settings
+
+GAP = 0.01
+EXACT = 1e-7
+SLACK = 1e-6  # of a block
+ALL_DECODE = 2  # the kind of passes in which every slot decodes
+AT_ONCE = 1000
+MOST_BOXES = 30_000  # of one setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Boxes:
+    """N from ``n0`` to ``n1``, micro-batches from ``b0`` to ``b1``, prompt tokens ``t``, pages computed by the CPU from
+    ``c0`` to ``c1`` and the share of the cache on the device from ``k0`` to ``k1``: arrays of one length."""
+
+    n0: Any
+    n1: Any
+    b0: Any
+    b1: Any
+    t: Any
+    c0: Any
+    c1: Any
+    k0: Any
+    k1: Any
+
+    def at(self, index: Any) -> _Boxes:
+        return _Boxes(**{name: getattr(self, name)[index] for name in _FIELDS})
+
+    def __len__(self) -> int:
+        return len(self.n0)
+
+
+_FIELDS = ("n0", "n1", "b0", "b1", "t", "c0", "c1", "k0", "k1")
+
+
+def least_seconds(problem: Problem, known_s: float) -> float:
+    """No policy does the job in less; ``known_s`` is what the best known one takes. Within `GAP` of it where the boxes
+    suffice."""
+    least = known_s
+    for setting in settings(problem):
+        boxes, bounds = _narrowed(problem, setting, known_s * (1 - GAP), MOST_BOXES)
+        least = min(least, float(np.min(bounds)) if len(boxes) else known_s * (1 - GAP))
+    return least
+
+
+def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cells]:
+    """The single candidates for sizes that some homes of pages might make faster than ``known_s``, most promising
+    first. Complete where the boxes suffice."""
+    found: list[tuple[float, Cells]] = []
+    for setting in settings(problem):
+        boxes, bounds = _narrowed(problem, setting, known_s * (1 - EXACT), most_boxes)
+        sizes = np.stack([boxes.n1, boxes.b1, boxes.t])[:, np.argsort(bounds, kind="stable")]
+        _, first = np.unique(sizes, axis=1, return_index=True)
+        mu, tokens = _micro_batches(problem, boxes)
+        for index in np.argsort(bounds, kind="stable")[np.sort(first)]:
+            size, part, most = (int(values[index]) for values in (boxes.n1, mu[0], tokens[0]))
+            found.append((float(bounds[index]), cells(problem, setting, np.int64(size), part, most)))
+    return [cell for _, cell in sorted(found, key=lambda item: item[0])]
+
+
+def _narrowed(problem: Problem, setting: Setting, goal_s: float, left: int) -> tuple[_Boxes, Any]:
+    """A setting's boxes that may hold something faster than ``goal_s``, and their bounds, cut until the boxes run out:
+    those with the lowest bounds first, so that the least of them rises fastest."""
+    setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
+    waiting, bounds = _open(problem, setting, _all(problem, setting), goal_s)
+    done, done_bounds = waiting.at([]), bounds[:0]
+    while len(waiting) and left > 0:
+        order = np.argsort(bounds, kind="stable")
+        first, rest = order[:AT_ONCE], order[AT_ONCE:]
+        longest = _longest_side(problem, waiting.at(first))
+        whole = first[longest < 0]
+        done, done_bounds = _joined(done, waiting.at(whole)), np.concatenate([done_bounds, bounds[whole]])
+        cut = _cut(problem, waiting.at(first[longest >= 0]), longest[longest >= 0])
+        left -= len(cut)
+        boxes, seconds = _open(problem, setting, cut, goal_s)
+        waiting, bounds = _joined(waiting.at(rest), boxes), np.concatenate([bounds[rest], seconds])
+    return _joined(done, waiting), np.concatenate([done_bounds, bounds])
+
+
+def _open(problem: Problem, setting: Setting, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
+    """The boxes that may hold something faster than ``goal_s``, and their bounds."""
+    seconds = _bound_s(problem, setting, boxes)
+    index = np.flatnonzero(seconds < goal_s)
+    return boxes.at(index), seconds[index]
+
+
+def _joined(*parts: _Boxes) -> _Boxes:
+    return _Boxes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS})
+
+
+def _all(problem: Problem, setting: Setting) -> _Boxes:
+    """Boxes that together hold every candidate of a setting."""
+    total, (fewest, most) = problem.pages, problem.sequences
+    number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
+    n = _ranges(fewest, most)
+    b = [(number, number)] if number is not None else _ranges(1, most)
+    tokens = [(t, t) for t in (PROMPT_MICRO_BATCH_TOKENS if fixed is None else (fixed,))]
+    computed, cache = [(0, 0)], [(0.0, 0.0)]
+    if setting.ffn_device == "split":
+        share = problem.share("cpu_experts")
+        edges = np.linspace(-1, total, 5).astype(int)
+        computed = [(low + 1, high) for low, high in pairwise(edges) if low < high]
+        computed = computed if share is None else [(round(share * total),) * 2]
+    if setting.attention_device == "gpu":
+        fixed_kv = problem.device_kv
+        half = 0.5 / int(kv_blocks(cells(problem, setting, np.int64(fewest), 1, 1)))  # a fixed share is met to a block
+        cache = (
+            [(0.0, 0.5), (0.5, 1.0)] if fixed_kv is None else [(max(0.0, fixed_kv - half), min(1.0, fixed_kv + half))]
+        )
+    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, computed, cache)]
+    index = np.stack([i.ravel() for i in np.meshgrid(*(np.arange(len(axis)) for axis in grid), indexing="ij")])
+    (n0, n1), (b0, b1), (t, _), (c0, c1), (k0, k1) = (axis[i].T for axis, i in zip(grid, index, strict=True))
+    return _trimmed(problem, _Boxes(n0=n0, n1=n1, b0=b0, b1=b1, t=t, c0=c0, c1=c1, k0=k0, k1=k1))
+
+
+def _ranges(fewest: int, most: int) -> list[tuple[int, int]]:
+    """``fewest`` to ``most`` in ranges that grow fourfold."""
+    edges = [fewest]
+    while 4 * edges[-1] <= most:
+        edges.append(4 * edges[-1])
+    return list(zip(edges, [*(edge - 1 for edge in edges[1:]), most], strict=True))
+
+
+def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
+    """Boxes without the sizes that cannot go together: N of at least as many sequences as micro-batches, a fixed number
+    in each of them, whole blocks of the cache. Boxes with nothing left are gone."""
+    n0, n1, b0, b1, mu = boxes.n0, boxes.n1, boxes.b0, boxes.b1, problem.count("micro_batch_size")
+    if mu is not None:
+        n0, n1 = np.maximum(n0, (b0 - 1) * mu + 1), np.minimum(n1, b1 * mu)
+        b0, b1 = np.maximum(b0, np.ceil(n0 / mu)), np.minimum(b1, np.ceil(n1 / mu))
+    n0, b1 = np.maximum(n0, b0), np.minimum(b1, n1)
+    blocks = np.ceil(kv_tokens(problem, np.maximum(n0, 1)) / problem.block_size)
+    single = n0 == n1
+    k0 = np.where(single, np.ceil(boxes.k0 * blocks - SLACK) / blocks, boxes.k0)
+    k1 = np.where(single, np.floor(boxes.k1 * blocks + SLACK) / blocks, boxes.k1)
+    trimmed = replace(boxes, n0=n0, n1=n1, b0=b0, b1=b1, k0=k0, k1=k1)
+    least = PROMPT_MICRO_BATCH_TOKENS[0]  # where a micro-batch has more sequences than tokens, T follows from it
+    apart = (boxes.t == least) | (boxes.t > np.ceil(n0 / b1)) if mu is None else np.ones_like(boxes.t, dtype=bool)
+    apart |= problem.count("micro_batch_tokens") is not None
+    return trimmed.at(np.flatnonzero((n0 <= n1) & (b0 <= b1) & (k0 <= k1) & apart))
+
+
+def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
+    """Seconds that no policy of each box undercuts; infinite where none fits."""
+    (mu, _), (few, many) = _micro_batches(problem, boxes)
+    smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few)
+    kinds = bounding_passes(problem.workload, (boxes.n0, boxes.n1), (few, many))
+    room = _most_room(problem, smallest, boxes, many)
+    filled = fill(
+        problem, smallest, Wanted(computed=boxes.c1, device_kv=boxes.k0), off_host=boxes.k1, in_host=boxes.c0, room=room
+    )
+    wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in range(len(kinds.count))])
+
+    def cost(homes: Homes, *, fewest: bool) -> PassCost:
+        return pass_cost(
+            setting.acts,
+            kinds,
+            homes,
+            alive=wide if fewest else boxes.n0,
+            batches=boxes.b0 if fewest else boxes.b1,
+            prompt_tokens=(many if fewest else few).astype(float),
+            whole=setting.order in WHOLE_EXPERTS,
+        )
+
+    best = _best_of(
+        [
+            cost(replace(filled.homes, computed=computed, device_kv=boxes.k1), fewest=fewest)
+            for computed in ((boxes.c0, boxes.c1) if setting.ffn_device == "split" else (boxes.c0,))
+            for fewest in (True, False)
+        ]
+    )
+    best = _from_disk(problem, setting, best, filled.homes)
+    if setting.attention_device == "gpu" and setting.ffn_device != "cpu":
+        bare = fill(
+            problem,
+            smallest,
+            Wanted(computed=boxes.c1, device_kv=0 * boxes.k0),
+            off_host=boxes.k1,
+            in_host=boxes.c0,
+            room=room,
+        )
+        links = [cost(replace(bare.homes, device_kv=k), fewest=True).lanes["h2d"] for k in (boxes.k0, boxes.k1)]
+        best = _pages_or_cache(setting, best, bare.homes, room, boxes, links)
+    seconds = np.sum(kinds.count * pass_s(setting.order, best), axis=0)
+    return np.where(filled.feasible, seconds, np.inf)
+
+
+def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The least and the most sequences of a micro-batch in each box, and of its tokens in prompts."""
+    fixed = problem.count("micro_batch_size")
+    least, most = np.ceil(boxes.n0 / boxes.b1), np.ceil(boxes.n1 / boxes.b0)
+    if fixed is not None:
+        least, most = np.full_like(least, fixed), np.full_like(most, fixed)
+    pairs = (least, most), (np.maximum(boxes.t, least), np.maximum(boxes.t, most))
+    sizes, tokens = (tuple(bound.astype(np.int64) for bound in pair) for pair in pairs)
+    return (sizes[0], sizes[1]), (tokens[0], tokens[1])
+
+
+def _most_room(problem: Problem, smallest: Cells, boxes: _Boxes, most_tokens: Any) -> Room:
+    """What the smallest candidate of each box leaves, and where memory does not grow with the candidate, what the best
+    one leaves more: buffers for a share of the cache that falls with N, no context to gather where T is above it."""
+    room, model, acts = room_of(problem, smallest), problem.model, smallest.setting.acts
+    none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
+    context = np.minimum(smallest.kv_tokens, model.max_positions)
+    gathered = transient_bytes(model, smallest, acts.dtype) - transient_bytes(model, none, acts.dtype)
+    spared = np.where(context <= most_tokens, gathered, 0)
+    if not smallest.discrete:
+        return replace(room, host=room.host + spared)
+    if smallest.attention_device == "gpu":
+        largest = cells(
+            problem, smallest.setting, boxes.n1.astype(np.int64), smallest.micro_batch_size, smallest.micro_batch_tokens
+        )
+        buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
+        tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
+        spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, acts.kv_dtype)
+    return replace(room, device=room.device + spared)
+
+
+def _from_disk(problem: Problem, setting: Setting, cost: PassCost, homes: Homes) -> PassCost:
+    """``cost`` relieved of copies inside host memory as far as reading pages from disk instead could relieve it: a lane
+    sinks until the disk, which takes over, is as busy; all the way where nothing overlaps."""
+    if "stage" not in cost.lanes:
+        return cost
+    speeds, page = setting.acts.speeds, setting.acts.page_bytes()
+    spared = np.minimum(homes.from_host, np.maximum(problem.capacity_bytes["disk"] // page - homes.from_disk, 0))
+    disk_s, each_disk_s = cost.lanes["disk"], page / (speeds.disk or NO_DISK_BYTES_PER_S)
+
+    def sunk(seconds: Any, each_s: float) -> Any:
+        if setting.order == "serial":
+            return seconds - spared * max(each_s - each_disk_s, 0.0)
+        moved = np.clip((seconds - disk_s) / (each_s + each_disk_s), 0.0, spared)
+        return seconds - moved * each_s
+
+    copies = cost.lanes["stage"] > 0
+    stage = np.where(copies, sunk(cost.lanes["stage"], page / speeds.stage), cost.lanes["stage"])
+    dram = np.where(copies, sunk(cost.lanes["dram"], page / speeds.dram), cost.lanes["dram"])
+    lanes = {**cost.lanes, "stage": stage, "dram": dram}
+    return replace(cost, lanes=lanes, pages=(cost.pages[0], stage, cost.pages[2]))
+
+
+def _pages_or_cache(
+    setting: Setting, cost: PassCost, bare: Homes, room: Room, boxes: _Boxes, links: list[Any]
+) -> PassCost:
+    """``cost`` with a link that carries a page less one for every slot that the cache takes of device memory. ``links``
+    are its seconds with none taken, but the least and the most of the cache there; in between they are straight."""
+    page_s = setting.acts.page_bytes() / setting.acts.speeds.h2d
+    taken = room.kv_blocks * room.kv_block_bytes / room.slot_bytes
+    least = np.minimum(
+        *(link + (k * taken - 1.0) * page_s for link, k in zip(links, (boxes.k0, boxes.k1), strict=True))
+    )
+    streams = bare.from_host + bare.from_disk > 0
+    h2d = np.where(streams, np.maximum(cost.lanes["h2d"], least), cost.lanes["h2d"])
+    return replace(cost, lanes={**cost.lanes, "h2d": h2d})
+
+
+def _best_of(costs: list[PassCost]) -> PassCost:
+    """The least of every figure."""
+    first = costs[0]
+
+    def least(name: str) -> Any:
+        return np.minimum.reduce(np.broadcast_arrays(*(getattr(cost, name) for cost in costs)))
+
+    return PassCost(
+        lanes={lane: np.minimum.reduce([cost.lanes[lane] for cost in costs]) for lane in first.lanes},
+        count=least("count"),
+        act=least("act"),
+        attend=least("attend"),
+        up=least("up"),
+        chain=least("chain"),
+        waits={lane: np.minimum.reduce([cost.waits[lane] for cost in costs]) for lane in first.waits},
+        experts=least("experts"),
+        link_waits=least("link_waits"),
+        beside_link=first.beside_link,
+        pages=tuple(np.minimum.reduce(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
+    )
+
+
+def _longest_side(problem: Problem, boxes: _Boxes) -> Any:
+    """Which side of each box to cut, as an index into `_SIDES`: N and micro-batches count as factors, shares as parts
+    of a whole; -1 where none is longer than one step."""
+    blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
+    lengths = np.stack(
+        [
+            np.log(boxes.n1 / boxes.n0),
+            np.log(boxes.b1 / boxes.b0),
+            (boxes.c1 - boxes.c0) / problem.pages,
+            np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0),
+        ]
+    )
+    return np.where(np.max(lengths, axis=0) > 0, np.argmax(lengths, axis=0), -1)
+
+
+_SIDES = (("n0", "n1"), ("b0", "b1"), ("c0", "c1"), ("k0", "k1"))
+
+
+def _cut(problem: Problem, boxes: _Boxes, longest: Any) -> _Boxes:
+    """Each box cut in two along its longest side: N and micro-batches at the geometric mean, shares halfway."""
+    parts = []
+    for side, (low, high) in enumerate(_SIDES):
+        part = boxes.at(np.flatnonzero(longest == side))
+        start, stop = getattr(part, low), getattr(part, high)
+        middle = np.sqrt(start * stop) if side < 2 else (start + stop) / 2
+        middle = middle if low == "k0" else np.floor(middle)
+        parts += [replace(part, **{high: middle}), replace(part, **{low: middle if low == "k0" else middle + 1})]
+    return _trimmed(problem, _joined(*parts))

@@ -1,0 +1,80 @@
+"""Plans on disk, by a hash of everything they depend on. A file that cannot be read is a question not asked before."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from moelight import __version__
+from moelight.core.errors import MoelightError
+from moelight.core.paths import cache_directory, write_whole
+from moelight.core.policy import Policy, Shares
+from moelight.hrm.estimate import Estimate, Phase
+from moelight.optimizer.plan import Help, Plan, TierUse
+from moelight.profiles.workload import Workload
+
+FORMAT = 1  # raise it when formulas change, so that old answers are forgotten
+
+
+def key_of(*inputs: Any) -> str:
+    """A name for a question: equal for equal inputs, different for others and for other versions of this program."""
+    text = json.dumps([FORMAT, __version__, *map(_plain, inputs)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load(key: str) -> Plan | None:
+    """The plan stored under ``key``, if there is a whole one."""
+    try:
+        return _plan(json.loads(_place(key).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MoelightError):
+        return None
+
+
+def store(key: str, plan: Plan) -> None:
+    """Keep ``plan``; a disk that refuses is not worth a complaint."""
+    with contextlib.suppress(OSError):
+        write_whole(_place(key), json.dumps(asdict(plan)))
+
+
+def _place(key: str) -> Path:
+    return cache_directory("plans", f"{key}.json")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _plan(found: dict[str, Any]) -> Plan:
+    policy, estimate = found["policy"], found["estimate"]
+    weights, kv = Shares(**policy.pop("weights")), Shares(**policy.pop("kv"))
+    phases = tuple(Phase(**phase) for phase in estimate.pop("phases"))
+    memory = tuple(
+        TierUse(
+            tier=use["tier"],
+            capacity_bytes=use["capacity_bytes"],
+            by_purpose=tuple((purpose, size) for purpose, size in use["by_purpose"]),
+        )
+        for use in found["memory"]
+    )
+    return Plan(
+        policy=Policy(**policy, weights=weights, kv=kv),
+        hardware=found["hardware"],
+        workload=Workload(**found["workload"]),
+        estimator=found["estimator"],
+        estimate=Estimate(**estimate, phases=phases),
+        memory=memory,
+        why=found["why"],
+        helps=tuple(Help(**item) for item in found["helps"]),
+        bound_tokens_per_s=found["bound_tokens_per_s"],
+        solve_s=found["solve_s"],
+    )

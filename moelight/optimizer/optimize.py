@@ -1,0 +1,228 @@
+"""``optimize``: from a machine, a model and a workload to a plan. Puts the rooms of the optimizer in order.
+
+Refuses to know files and devices; whoever asks brings profiles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.policy import Policy, Shares
+from moelight.hrm.estimate import estimate
+from moelight.hrm.footprint import footprint
+from moelight.hrm.speeds import speeds_of
+from moelight.optimizer import cache as kept
+from moelight.optimizer.bound import least_seconds
+from moelight.optimizer.fixes import check_fixes
+from moelight.optimizer.plan import Plan, TierUse
+from moelight.optimizer.problem import Fixed, Problem
+from moelight.optimizer.refusal import refusal
+from moelight.optimizer.search import Found, search
+from moelight.optimizer.why import helps, why
+from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
+
+ESTIMATORS = ("calibrated", "paper")
+# What an operating system, a desktop and a driver keep of memory that nobody has bounded for us.
+SYSTEM_SHARE = {"host": 0.05, "device": 0.03}
+
+
+def optimize(
+    hardware: HardwareProfile,
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    name: str,
+    estimator: str = "calibrated",
+    limits: Mapping[str, int] | None = None,
+    fix: Mapping[str, Fixed] | None = None,
+    weight_dtypes: tuple[str, ...] = ("auto",),
+    kv_dtypes: tuple[str, ...] = ("auto",),
+    cache: bool = True,
+) -> Plan:
+    """The best policy for ``model``, called ``name``, on ``hardware`` for ``workload``.
+
+    Args:
+        estimator: ``calibrated``, what the engine really does, or ``paper``, the published formulas.
+        limits: bytes that may be used by tier, where not all of it; ``device`` is of one GPU, ``disk`` 0 is none.
+        fix: values by key of the policy (``optimizer.fixes``).
+        weight_dtypes, kv_dtypes: what experts and cache may be stored in.
+        cache: whether an equal question may be answered from disk.
+
+    Raises:
+        ConfigError: unknown estimator, or fixed values that contradict each other.
+        BudgetError: nothing fits; names the tier, what lacks and what would do.
+    """
+    if estimator not in ESTIMATORS:
+        raise ConfigError(
+            f"unknown estimator {estimator!r}{did_you_mean(estimator, ESTIMATORS)}; known: {', '.join(ESTIMATORS)}"
+        )
+    limits, fix = dict(limits or {}), dict(fix or {})
+    check_fixes(fix, has_gpu=hardware.tier("device") is not None)
+    key = kept.key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
+    found = kept.load(key) if cache else None
+    if found is None:
+        if estimator == "paper":
+            found = _published(hardware, model, workload, name=name, limits=limits, fix=fix)
+        else:
+            problem = Problem(
+                name=name,
+                model=model,
+                speeds=speeds_of(hardware),
+                workload=workload,
+                capacity_bytes=capacities(hardware, limits),
+                dtype=compute_dtype(model),
+                weight_dtypes=weight_dtypes,
+                kv_dtypes=kv_dtypes,
+                fixed=fix,
+            )
+            found = best_plan(problem, hardware, limits)
+        if cache:
+            kept.store(key, found)
+    return found
+
+
+def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:
+    """The plan that answers ``problem``; ``limits`` say which capacities are the user's own.
+
+    Without ``proof`` nothing is said of what would help and of how much better any policy could be.
+
+    Raises:
+        BudgetError, ConfigError: see `optimize`.
+    """
+    if problem.programme:
+        import cvxpy  # noqa: F401 (loading the solver is not solving)
+
+    began_s = time.perf_counter()
+    found = search(problem)
+    if found is None:
+        raise refusal(problem)
+    policy = policy_of(problem, found)
+    priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype)
+    tokens = problem.workload.num_requests * problem.workload.gen_len
+    bound_s = least_seconds(problem, tokens / priced.tokens_per_s) if proof else 0.0
+    plan = Plan(
+        policy=policy,
+        hardware=hardware.name,
+        workload=problem.workload,
+        estimator="calibrated",
+        estimate=priced,
+        memory=memory_of(problem, policy, hardware, limits),
+        why="",
+        helps=helps(problem, found) if proof else (),
+        bound_tokens_per_s=tokens / bound_s if proof else 0.0,
+    )
+    return replace(plan, why=why(plan, problem.model), solve_s=time.perf_counter() - began_s)
+
+
+def policy_of(problem: Problem, found: Found) -> Policy:
+    """The candidate as a policy whose shares place every page as the programme did."""
+    cell, homes = found.cell, found.homes
+    total = homes.resident + homes.from_host + homes.from_disk + homes.computed
+    if cell.ffn_device == "cpu":
+        weights = Shares(host=1.0 - homes.from_disk / total, disk=homes.from_disk / total)
+    else:
+        disk, device = homes.from_disk / total, homes.resident / total
+        weights = (
+            Shares(device=device, host=1.0 - device - disk, disk=disk)
+            if homes.from_host + homes.computed
+            else (Shares(device=1.0 - disk, disk=disk))
+        )
+    blocks = -(-int(cell.kv_tokens) // cell.kv_block_size)
+    on_device = homes.device_blocks / blocks
+    return Policy(
+        model=problem.name,
+        batch_size=int(cell.batch_size),
+        micro_batch_size=int(cell.micro_batch_size),
+        micro_batch_tokens=int(cell.micro_batch_tokens),
+        kv_tokens=int(cell.kv_tokens),
+        attention_device=cell.attention_device,
+        ffn_device=cell.ffn_device,
+        weights=weights,
+        cpu_experts=homes.computed / total,
+        kv=Shares(device=on_device, host=1.0 - on_device),
+        weight_dtype=cell.setting.weight_dtype,
+        kv_dtype=cell.setting.kv_dtype,
+        schedule=cell.setting.order,
+        kv_block_size=cell.kv_block_size,
+    )
+
+
+def memory_of(
+    problem: Problem, policy: Policy, hardware: HardwareProfile, limits: Mapping[str, int]
+) -> tuple[TierUse, ...]:
+    """Every tier of the machine: what ``policy`` takes by purpose, and what is left to the system."""
+    kv = problem.dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype)
+    pages = problem.dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
+    taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
+    uses = []
+    for tier, capacity in problem.capacity_bytes.items():
+        whole = tier_bytes(hardware, tier, limits)
+        purposes = [(arena.purpose, arena.bytes) for arena in taken.arenas if arena.tier == tier and arena.bytes]
+        if tier == "disk":
+            purposes = disk_purposes(problem, policy)
+        if whole > capacity:
+            purposes.append(("system", whole - capacity))
+        if whole:
+            uses.append(TierUse(tier=tier, capacity_bytes=whole, by_purpose=tuple(purposes)))
+    return tuple(uses)
+
+
+def disk_purposes(problem: Problem, policy: Policy) -> list[tuple[str, int]]:
+    """Pages that are read from disk in every pass. (The checkpoint lies there in any case.)"""
+    from moelight.hrm.costs import page_bytes
+    from moelight.hrm.placement import place
+
+    pages = problem.dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
+    streamed = len(place(problem.model, policy).on("disk"))
+    return [("disk_experts", streamed * page_bytes(problem.model, pages))] if streamed else []
+
+
+def tier_bytes(hardware: HardwareProfile, tier: str, limits: Mapping[str, int]) -> int:
+    """Bytes of ``tier`` on the machine, all GPUs together, or fewer by the user's limit."""
+    found, gpu = hardware.tier(tier), hardware.processor("gpu")
+    count = gpu.count if tier == "device" and gpu is not None else 1
+    if tier in limits:
+        return limits[tier] * count
+    return 0 if found is None else found.capacity_bytes * count
+
+
+def capacities(hardware: HardwareProfile, limits: Mapping[str, int]) -> dict[str, int]:
+    """What may be used of every tier: a limit to the last byte, a whole machine less what its system keeps."""
+    found = {}
+    for tier in ("device", "host", "disk"):
+        if tier == "device" and hardware.tier("device") is None:
+            continue
+        whole = tier_bytes(hardware, tier, limits)
+        kept_back = 0.0 if tier in limits else SYSTEM_SHARE.get(tier, 0.0)
+        found[tier] = whole - int(whole * kept_back)
+    return found
+
+
+def compute_dtype(model: ModelProfile) -> DType:
+    """What units work in: the model's own format where it is one, else bfloat16."""
+    own = dtype_named(model.dtype)
+    return own if own.group == 0 else dtype_named("bfloat16")
+
+
+def _published(
+    hardware: HardwareProfile,
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    name: str,
+    limits: Mapping[str, int],
+    fix: Mapping[str, Fixed],
+) -> Plan:
+    """The answer of the published estimator and its grid."""
+    from moelight.optimizer.paper import published_plan
+
+    tiers = tuple(replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers)
+    began_s = time.perf_counter()
+    plan = published_plan(replace(hardware, tiers=tiers), model, workload, name=name, fix=fix)
+    return replace(plan, solve_s=time.perf_counter() - began_s)

@@ -1,0 +1,355 @@
+"""Planning as published: the best policy by MoE-Lightning's own estimator, over its own candidates.
+
+Knows which parts of a policy the published model has, and refuses to fix the others. The formulas are ``hrm.paper``'s,
+the search is ``optimizer.paper_grid``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy, Shares
+from moelight.core.schedule import Lane
+from moelight.hrm import paper
+from moelight.hrm.estimate import Estimate, Phase
+from moelight.hrm.paper import Choice, LayerTime, Setting
+from moelight.optimizer import paper_grid
+from moelight.optimizer.fixes import check_fixes
+from moelight.optimizer.paper_grid import Limits
+from moelight.optimizer.paper_refusal import refusal
+from moelight.optimizer.plan import Help, Plan, TierUse
+from moelight.optimizer.why import WORTH_SAYING, why
+from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
+
+T = TypeVar("T")
+
+# The order of work that T = max(…) stands for, by where decoding sequences attend: S1 and S4 of section 4.1.
+SCHEDULE = {"cpu": "cgopipe", "gpu": "flexgen"}
+_KNOWN = (
+    "batch_size",
+    "micro_batch_size",
+    "num_micro_batches",
+    "attention_device",
+    "ffn_device",
+    "weights.device",
+    "weights.host",
+    "weights.disk",
+    "cpu_experts",
+    "kv.device",
+    "kv.host",
+    "schedule",
+    "weight_dtype",
+    "kv_dtype",
+)
+_SLACK = 1e-9
+
+TierBytes = tuple[str, int, tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperResult:
+    """The best cell of the grid.
+
+    Attributes:
+        layer_s: T, one layer of a decode step for the whole batch.
+        prefill_layer_s: the same for the pass of the prompts.
+        decode_tokens_per_s: N n / (T (n-1) l), as the artifact reports it.
+        tokens_per_s: N n / (T_prefill l + T (n-1) l), prompts included.
+        lanes: seconds of one decode step by lane; ``prefill_lanes`` those of the prompts' pass.
+        binding: the lane that takes longest while decoding.
+        memory: (tier, capacity, bytes by purpose); ``device`` is all GPUs together. The capacity is the whole memory,
+            of which the estimator lets 0.86 (device) and 0.8 (host) be used.
+    """
+
+    policy: Policy
+    layer_s: float
+    prefill_layer_s: float
+    decode_tokens_per_s: float
+    tokens_per_s: float
+    lanes: dict[str, float]
+    prefill_lanes: dict[str, float]
+    binding: str
+    memory: tuple[TierBytes, ...]
+
+
+def search(
+    hardware: HardwareProfile,
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    name: str,
+    fix: Mapping[str, Any],
+) -> PaperResult:
+    """The policy of least T / N for the model called ``name``, within what is fixed.
+
+    ``workload.prompt_len`` is s and ``gen_len`` n; its other fields do not enter.
+
+    Raises:
+        ConfigError: no GPU; fewer than two tokens to generate; a fixed value contradicts another, or is about something
+            the published model does not have (keys are named).
+        BudgetError: nothing fits; names the memory, the bytes it is short of, and what would do.
+    """
+    if workload.gen_len < 2:
+        raise ConfigError(
+            f"the paper estimator prices decode steps, and gen_len {workload.gen_len} has none: the first token comes "
+            "with the prompt; use the calibrated estimator"
+        )
+    limits = read_limits(fix)
+    weight_dtype, kv_dtype = _dtype(fix, "weight_dtype", model), _dtype(fix, "kv_dtype", model)
+    setting = paper.setting_of(hardware, model, workload, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    cell = paper_grid.best_cell(setting, limits)
+    if cell is None:
+        raise refusal(setting, limits, hardware, model)
+    choice = Choice(
+        micro_batch_size=cell.micro_batch_size,
+        num_micro_batches=cell.num_micro_batches,
+        weights_host=cell.weights_host,
+        kv_host=cell.kv_host,
+        gpu_attention=limits.gpu_attention,
+    )
+    attention_device = "gpu" if limits.gpu_attention else "cpu"
+    policy = Policy(
+        model=name,
+        batch_size=choice.batch_size,
+        micro_batch_size=choice.micro_batch_size,
+        micro_batch_tokens=choice.micro_batch_size * workload.prompt_len,
+        kv_tokens=choice.batch_size * setting.context,
+        attention_device=attention_device,
+        ffn_device="gpu",
+        weights=_shares(fix, "weights", choice.weights_host),
+        kv=_shares(fix, "kv", choice.kv_host),
+        weight_dtype=weight_dtype.name,
+        kv_dtype=kv_dtype.name,
+        schedule=SCHEDULE[attention_device],
+    )
+    return _result(setting, choice, policy, hardware)
+
+
+def published_plan(
+    hardware: HardwareProfile,
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    name: str,
+    fix: Mapping[str, Any],
+) -> Plan:
+    """The result of `search` as a plan. Its bound is the decode rate, which no cell of the grid exceeds.
+
+    Raises:
+        ConfigError, BudgetError: see `search`.
+    """
+    found = search(hardware, model, workload, name=name, fix=fix)
+    policy, steps = found.policy, workload.gen_len - 1
+    prompt_tokens = float(policy.batch_size * workload.prompt_len)
+    layers = model.num_layers
+    estimate = Estimate(
+        layer_s=found.layer_s,
+        pass_s=found.layer_s * layers,
+        decode_tokens_per_s=found.decode_tokens_per_s,
+        tokens_per_s=found.tokens_per_s,
+        lanes=found.lanes,
+        binding=found.binding,
+        phases=(
+            Phase(
+                name="prompts",
+                passes=1.0,
+                decode_tokens=0.0,
+                prompt_tokens=prompt_tokens,
+                seconds=found.prefill_layer_s * layers,
+                lanes=found.prefill_lanes,
+            ),
+            Phase(
+                name="decode",
+                passes=float(steps),
+                decode_tokens=float(policy.batch_size),
+                prompt_tokens=0.0,
+                seconds=found.layer_s * layers,
+                lanes=found.lanes,
+            ),
+        ),
+    )
+    plan = Plan(
+        policy=policy,
+        hardware=hardware.name,
+        workload=workload,
+        estimator="paper",
+        estimate=estimate,
+        memory=tuple(TierUse(tier=tier, capacity_bytes=size, by_purpose=use) for tier, size, use in found.memory),
+        why="",
+        helps=_helps(hardware, model, workload, fix, found.decode_tokens_per_s),
+        bound_tokens_per_s=found.decode_tokens_per_s,
+    )
+    return replace(plan, why=why(plan, model))
+
+
+def _helps(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, fix: Mapping[str, Any], now: float
+) -> tuple[Help, ...]:
+    """What twice of each thing would bring to the decode rate, planned anew; best first."""
+    found = []
+    for change, better in _better(hardware):
+        gain = search(better, model, workload, name=model.name, fix=fix).decode_tokens_per_s / now - 1.0
+        if gain >= WORTH_SAYING:
+            found.append(Help(change=f"twice the {change}", gain=gain))
+    return tuple(sorted(found, key=lambda help_: -help_.gain))
+
+
+def _better(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
+    """The machine with twice of one thing."""
+    words = {"device": "device memory", "host": "host memory"}
+    for tier in hardware.tiers:
+        if tier.name in words:
+            size = replace(tier, capacity_bytes=2 * tier.capacity_bytes)
+            rate = replace(tier, bandwidth_bytes_per_s=2 * tier.bandwidth_bytes_per_s)
+            yield words[tier.name], replace(hardware, tiers=_swapped(hardware.tiers, tier, size))
+            yield f"{words[tier.name]} bandwidth", replace(hardware, tiers=_swapped(hardware.tiers, tier, rate))
+    for unit in hardware.processors:
+        twice = replace(unit, peak_flops=2 * unit.peak_flops)
+        name = f"{unit.name.upper()} arithmetic"
+        yield name, replace(hardware, processors=_swapped(hardware.processors, unit, twice))
+    links = tuple(replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s) for link in hardware.links)
+    yield "link bandwidth", replace(hardware, links=links)
+
+
+def _swapped(items: tuple[T, ...], old: T, new: T) -> tuple[T, ...]:
+    return tuple(new if item is old else item for item in items)
+
+
+def _shares(fix: Mapping[str, Any], what: str, host: float) -> Shares:
+    """What is fixed as it was written, and the rest."""
+    return Shares(device=fix.get(f"{what}.device", 1.0 - host), host=fix.get(f"{what}.host", host))
+
+
+def _result(setting: Setting, choice: Choice, policy: Policy, hardware: HardwareProfile) -> PaperResult:
+    decode, prefill = paper.decode_time(setting, choice), paper.prefill_time(setting, choice)
+    layer_s, prefill_layer_s = float(decode.layer_s), float(prefill.layer_s)
+    lanes = _lanes(setting, decode)
+    return PaperResult(
+        policy=policy,
+        layer_s=layer_s,
+        prefill_layer_s=prefill_layer_s,
+        decode_tokens_per_s=paper.decode_tokens_per_s(setting, policy.batch_size, layer_s),
+        tokens_per_s=paper.job_tokens_per_s(setting, policy.batch_size, prefill_layer_s, layer_s),
+        lanes=lanes,
+        prefill_lanes=_lanes(setting, prefill),
+        binding=max(lanes, key=lanes.__getitem__),
+        memory=_memory(setting, choice, hardware),
+    )
+
+
+def _lanes(setting: Setting, time: LayerTime) -> dict[str, float]:
+    layers = setting.num_layers
+    return {
+        str(Lane.H2D): float(time.link_s) * layers,
+        str(Lane.DEVICE): float(time.gpu_s) * layers,
+        str(Lane.CPU): float(time.cpu_s) * layers,
+    }
+
+
+def _memory(setting: Setting, choice: Choice, hardware: HardwareProfile) -> tuple[TierBytes, ...]:
+    """By tier and purpose; the device's is the larger of the two phases."""
+    phases = (paper.device_decode_bytes(setting, choice), paper.device_prefill_bytes(setting, choice))
+    device = max(phases, key=lambda use: float(sum(use.values())))
+    host = paper.host_use_bytes(setting, choice)
+    uses = [
+        ("device", setting.device_bytes, _whole(device)),
+        ("host", setting.host_bytes, _whole(host)),
+    ]
+    disk = hardware.tier("disk")
+    return (*uses, *([("disk", disk.capacity_bytes, ())] if disk is not None else []))
+
+
+def _whole(use: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    return tuple((purpose, round(float(size))) for purpose, size in use.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is fixed
+
+
+def read_limits(fix: Mapping[str, Any]) -> Limits:
+    """The part of the grid that ``fix`` leaves.
+
+    Raises:
+        ConfigError: see `search`.
+    """
+    check_fixes(fix, has_gpu=True)
+    for key in fix:
+        if key not in _KNOWN:
+            raise _refused(fix, key, why="the published model has no such choice")
+    if fix.get("ffn_device", "gpu") != "gpu" or fix.get("cpu_experts", 0) > 0:
+        key = "cpu_experts" if fix.get("ffn_device", "gpu") == "gpu" else "ffn_device"
+        raise _refused(fix, key, why="the published model computes all experts on the GPU")
+    if fix.get("weights.disk", 0) > 0:
+        raise _refused(fix, "weights.disk", why="the published model has no disk")
+    device = fix.get("attention_device", "cpu")
+    if fix.get("schedule", SCHEDULE[device]) != SCHEDULE[device]:
+        keys = ("schedule", "attention_device") if "attention_device" in fix else ("schedule",)
+        why = f"the published model is of {SCHEDULE['cpu']}, and of {SCHEDULE['gpu']} with attention on the GPU"
+        raise _refused(fix, *keys, why=why)
+    mu, n_ub, batch = _sizes(fix)
+    return Limits(
+        gpu_attention=device == "gpu",
+        weights_host=_host_share(fix, "weights", (0.0, 1.0)),
+        kv_host=_kv_host(fix, device),
+        micro_batch_size=mu,
+        num_micro_batches=n_ub,
+        batch_size=batch,
+    )
+
+
+def _sizes(fix: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
+    """μ, n_ub and N; two of them say the third, for N = μ n_ub."""
+    mu, n_ub, batch = (fix.get(key) for key in ("micro_batch_size", "num_micro_batches", "batch_size"))
+    if batch is not None:
+        for key, part in (("micro_batch_size", mu), ("num_micro_batches", n_ub)):
+            if part is not None and batch % part:
+                why = "in the published model the batch is a whole number of equal micro-batches"
+                raise _refused(fix, "batch_size", key, why=why)
+        if mu is not None:
+            n_ub = batch // mu
+        elif n_ub is not None:
+            mu = batch // n_ub
+    return mu, n_ub, batch
+
+
+def _host_share(fix: Mapping[str, Any], what: str, free: paper_grid.Range) -> paper_grid.Range:
+    if f"{what}.host" in fix and f"{what}.device" in fix:
+        host, device = float(fix[f"{what}.host"]), float(fix[f"{what}.device"])
+        if abs(host + device - 1.0) > _SLACK:
+            why = "in the published model they sum to 1"
+            raise _refused(fix, f"{what}.device", f"{what}.host", why=why)
+    if f"{what}.host" in fix:
+        return (float(fix[f"{what}.host"]),) * 2
+    return (1.0 - float(fix[f"{what}.device"]),) * 2 if f"{what}.device" in fix else free
+
+
+def _kv_host(fix: Mapping[str, Any], attention_device: str) -> paper_grid.Range:
+    """c_c: 1 where the CPU attends."""
+    if attention_device == "gpu":
+        return _host_share(fix, "kv", (0.0, 1.0))
+    for key, only in (("kv.device", 0.0), ("kv.host", 1.0)):
+        if abs(float(fix.get(key, only)) - only) > _SLACK:
+            keys = (key, "attention_device") if "attention_device" in fix else (key,)
+            why = "the CPU attends over host memory alone; fix attention_device=gpu for a cache on the device"
+            raise _refused(fix, *keys, why=why)
+    return 1.0, 1.0
+
+
+def _dtype(fix: Mapping[str, Any], key: str, model: ModelProfile) -> DType:
+    """What is fixed, else 16 bits: the checkpoint's own format if it has as many."""
+    if key in fix:
+        return dtype_named(fix[key])
+    own = dtype_named(model.dtype)
+    return own if own.bits == 16 else dtype_named("float16")
+
+
+def _refused(fix: Mapping[str, Any], *keys: str, why: str) -> ConfigError:
+    named = " and ".join(f"--fix {key}={fix[key]}" for key in keys)
+    return ConfigError(f"{named} cannot be planned by the paper estimator: {why}; or use the calibrated one")

@@ -1,0 +1,198 @@
+"""The outer search: over N, micro-batches, and the discrete settings; pages and cache are the programme's (``milp``).
+
+Every setting is looked at in a coarse lattice, with homes in closed form (``homes``). From the best of it, far enough
+apart to lie in different valleys, the search goes on in ever smaller steps, down to single sequences, micro-batches,
+pages and blocks; settings that fall behind are left. For N sequences in b micro-batches, the smallest μ is best: the
+same work in less memory. The programme then places every page of the best. How far any policy at all can be from it is
+proven by branch and bound over boxes of N and b (``bound``); small problems are solved to the end that way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.hrm.estimate import job_s
+from moelight.optimizer.bound import undecided
+from moelight.optimizer.homes import Wanted, fill
+from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, closely, first_look
+from moelight.optimizer.milp import Solved, solve
+from moelight.optimizer.problem import Cells, Problem, settings
+
+STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.004, 0.0015)
+WORTH_A_LOOK = (1.5, 1.3, 1.2, 1.1, 1.05, 1.02, 1.01, 1.01, 1.01)
+CLOSELY_AT = 0.05
+FEW = 16  # candidates of a setting that are followed
+WORTH_SOLVING = 1.01
+MOST_SOLVED = 4
+MOST_ROUNDS = 12
+EQUAL = 1e-9
+MOST_BOXES = 20_000
+MOST_UNDECIDED = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The best candidate: its setting and sizes, and its homes with the seconds of the job."""
+
+    cell: Cells
+    homes: Solved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Leaders:
+    """A few good candidates of one setting, best first, and their seconds in closed form."""
+
+    choices: Choices
+    seconds: Any
+
+    @property
+    def least(self) -> float:
+        return float(self.seconds[0])
+
+
+def search(problem: Problem) -> Found | None:
+    """The fastest policy, or None where nothing fits."""
+    every = list(settings(problem))
+    looks = [_few(problem, first_look(problem, setting)) for setting in every]
+    leaders = [found for found in looks if found is not None]
+    if not leaders:
+        return None
+    for step, worth in zip(STEPS, WORTH_A_LOOK, strict=True):
+        least = min(found.least for found in leaders)
+        leaders = [_closer(problem, found, step) for found in leaders if found.least <= least * worth]
+        if step == CLOSELY_AT:
+            leaders = [
+                _few(problem, found.choices, closely(problem, found.choices.at(0))) or found for found in leaders
+            ]
+    leaders = [_to_the_end(problem, found) for found in leaders]
+    best = _settled(problem, sorted(leaders, key=lambda found: found.least))
+    if best is not None and problem.programme and problem.workload.num_requests <= WHOLE_UP_TO:
+        best = _decided(problem, best)
+    return best
+
+
+def closed_form_s(problem: Problem, choices: Choices) -> Any:
+    """Seconds of the job for every candidate at its homes in closed form; infinite where it does not fit."""
+    filled = fill(problem, choices.cells, choices.wanted)
+    seconds = np.full(np.shape(filled.feasible), np.inf)
+    fits = np.flatnonzero(filled.feasible)
+    cells = choices.cells.at(fits)
+    seconds[fits] = job_s(cells.setting.acts, problem.workload, cells.setting.order, cells, filled.homes.at(fits))
+    return seconds
+
+
+def _few(problem: Problem, *looks: Choices) -> _Leaders | None:
+    """The best candidates of each of some regions, at most `FEW`; of equals those with larger N and micro-batches."""
+    found = []
+    for choices in looks:
+        seconds = closed_form_s(problem, choices)
+        fits = np.flatnonzero(np.isfinite(seconds))
+        found.append((choices.at(fits), seconds[fits]))
+    choices, seconds = _joined([choices for choices, _ in found]), np.concatenate([seconds for _, seconds in found])
+    if not seconds.size:
+        return None
+    cell = choices.cells
+    rounded = np.round(np.log(seconds) / EQUAL)
+    order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, rounded))
+    b = -(-cell.batch_size // cell.micro_batch_size)
+    numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
+    scales = [np.round(np.log2(scale)) for scale in (cell.batch_size**4, cell.micro_batch_tokens)]
+    region = np.stack([*scales, numbers])
+    _, first = np.unique(region[:, order], axis=1, return_index=True)
+    index = order[np.sort(first)[:FEW]]
+    return _Leaders(choices=_pages_first(problem, choices.at(index)), seconds=seconds[index])
+
+
+def _pages_first(problem: Problem, choices: Choices) -> Choices:
+    """The same candidates, the place of the cache expressed as that of the pages which leave it room."""
+    if not cache_is_open(problem, choices.cells.setting):
+        return choices
+    resident = fill(problem, choices.cells, choices.wanted).resident
+    wanted = replace(choices.wanted, device_kv=np.full_like(resident, np.nan), resident=resident)
+    return Choices(cells=choices.cells, wanted=wanted)
+
+
+def _joined(parts: list[Choices]) -> Choices:
+    if len(parts) == 1:
+        return parts[0]
+    arrays = {
+        name: np.concatenate([getattr(part.cells, name) for part in parts])
+        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens")
+    }
+    first = parts[0].cells
+    names = ("computed", "device_kv", "resident", "spilled")
+    wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
+    return Choices(
+        cells=Cells(setting=first.setting, kv_block_size=first.kv_block_size, **arrays), wanted=Wanted(**wanted)
+    )
+
+
+def _closer(problem: Problem, leaders: _Leaders, step: float) -> _Leaders:
+    """The best of ``leaders`` and of what is around them."""
+    return _few(problem, leaders.choices, around(problem, leaders.choices, step=step)) or leaders
+
+
+def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
+    """``leaders`` from which no single step leads on."""
+    for _ in range(MOST_ROUNDS):
+        closer = _closer(problem, leaders, 0.0)
+        if closer.least >= leaders.least * (1 - EQUAL):
+            break
+        leaders = closer
+    return leaders
+
+
+def _settled(problem: Problem, leaders: list[_Leaders]) -> Found | None:
+    """The best of ``leaders``, best first in closed form, once the programme has placed every page."""
+    best: Found | None = None
+    for found in leaders[:MOST_SOLVED]:
+        if best is not None and found.least > best.homes.seconds * WORTH_SOLVING:
+            break
+        choice = found.choices.at(0)
+        homes = (_solved(problem, choice.cells) if problem.programme else None) or _filled(problem, choice)
+        if homes is not None and (best is None or homes.seconds < best.homes.seconds * (1 - EQUAL)):
+            best = Found(cell=choice.cells, homes=homes)
+    return best
+
+
+def _solved(problem: Problem, cell: Cells) -> Solved | None:
+    """The programme's homes; of equals, those that leave no memory empty."""
+    homes = solve(problem, cell)
+    if homes is None:
+        return None
+    cache = homes.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size)
+    for device_kv in map(np.asarray, (np.nan, cache)):
+        wanted = Wanted(computed=np.asarray(homes.computed), device_kv=device_kv)
+        full = _filled(problem, Choices(cells=cell, wanted=wanted))
+        if full is not None and full.seconds <= homes.seconds * (1 + EQUAL):
+            return full
+    return homes
+
+
+def _decided(problem: Problem, best: Found) -> Found:
+    """The best there is, where the bounds leave few enough candidates to solve them all."""
+    for cell in undecided(problem, best.homes.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
+        homes = _solved(problem, cell)
+        if homes is not None and homes.seconds < best.homes.seconds * (1 - EQUAL):
+            best = Found(cell=cell, homes=homes)
+    return best
+
+
+def _filled(problem: Problem, choice: Choices) -> Solved | None:
+    """The homes of one candidate in closed form; None where it does not fit."""
+    cell, setting = choice.cells, choice.cells.setting
+    filled = fill(problem, cell, choice.wanted)
+    if not filled.feasible:
+        return None
+    blocks = round(float(filled.homes.device_kv) * -(-int(cell.kv_tokens) // cell.kv_block_size))
+    return Solved(
+        resident=int(filled.resident),
+        from_host=int(filled.homes.from_host),
+        from_disk=int(filled.homes.from_disk),
+        computed=int(choice.wanted.computed),
+        device_blocks=blocks,
+        seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, filled.homes)),
+    )

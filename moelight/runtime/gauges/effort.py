@@ -1,0 +1,85 @@
+"""How much time, memory and disk a measuring may take, and how fine it is. Numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moelight.core.units import GiB, MiB
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """Seconds and bytes. Everything is read until ``quiet_rounds`` were undisturbed, but at most for ``host_s`` (host
+    and disk) and ``device_s`` (GPU and link); in each round a figure may take ``figure_s`` and a point of a surface
+    ``point_s`` or ``gpu_point_s``. Writing the scratch file may take ``disk_write_s``.
+
+    ``linear`` are shapes [out, in], ``experts`` (hidden, intermediate); ``large`` and ``gpu_large`` are the weights and
+    rows of a product that arithmetic alone binds.
+    """
+
+    pool_bytes: int
+    link_bytes: int
+    disk_bytes: int
+    quiet_rounds: int
+    host_s: float
+    device_s: float
+    figure_s: float
+    point_s: float
+    gpu_point_s: float
+    disk_write_s: float
+    rows: tuple[int, ...]
+    gpu_rows: tuple[int, ...]
+    linear: tuple[Shape, ...]
+    experts: tuple[Shape, ...]
+    contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    large: tuple[Shape, int]
+    gpu_large: tuple[Shape, int]
+
+
+# Between 8 and 12 rows, and between 60 and 64, products take another form on a CPU (`kernels.products`).
+_ROWS = (1, 2, 4, 8, 12, 16, 32, 48, 60, 64, 128, 256, 512)
+# Weights of 0.5, 4.5, 22 and 224 MiB in 16 bits, and experts of 2.25, 21 and 216 MiB: from those of many small experts
+# to those of Mixtral 8x7B.
+FULL = Effort(
+    pool_bytes=2 * GiB,
+    link_bytes=256 * MiB,
+    disk_bytes=1 * GiB,
+    quiet_rounds=3,
+    host_s=75.0,
+    device_s=25.0,
+    figure_s=0.3,
+    point_s=0.1,
+    gpu_point_s=0.04,
+    disk_write_s=5.0,
+    rows=_ROWS,
+    gpu_rows=(*_ROWS, 1024, 2048, 4096),
+    linear=((512, 512), (1536, 1536), (4096, 2816), (14336, 8192)),
+    experts=((1024, 384), (1024, 3584), (4096, 9216)),
+    contexts=(64, 128, 256, 512, 1024, 2048, 4096),
+    prompts=(16, 64, 128, 256, 512, 1024, 2048),
+    large=((4096, 4096), 1024),
+    gpu_large=((8192, 8192), 8192),
+)
+QUICK = Effort(
+    pool_bytes=1 * GiB,
+    link_bytes=128 * MiB,
+    disk_bytes=256 * MiB,
+    quiet_rounds=3,
+    host_s=9.0,
+    device_s=5.0,
+    figure_s=0.1,
+    point_s=0.03,
+    gpu_point_s=0.02,
+    disk_write_s=1.5,
+    rows=(1, 4, 12, 32, 60, 64, 256),
+    gpu_rows=(1, 16, 64, 256, 1024, 4096),
+    linear=((512, 512), (4096, 2816)),
+    experts=((1024, 384), (1024, 3584)),
+    contexts=(64, 512, 2048),
+    prompts=(32, 256, 1024),
+    large=((4096, 4096), 512),
+    gpu_large=((8192, 8192), 8192),
+)

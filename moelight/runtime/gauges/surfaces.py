@@ -1,0 +1,178 @@
+"""Speeds that depend on the size of the work, point by point: products by rows and weights, attention by context.
+
+Knows the kernels that passes run, and the units of `EFFICIENCY`. Refuses to know how many points are worth the time.
+
+Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads, Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moelight.core.units import align_up
+from moelight.hrm.costs import TENSOR_ALIGNMENT, ExpertWorkspace
+from moelight.kernels.attention import cpu_gqa_decode
+from moelight.kernels.prefill import prefill_attention
+from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
+from moelight.profiles.efficiency import Curve, Surface
+from moelight.runtime.gauges.effort import Shape
+from moelight.runtime.gauges.pool import Pool
+from moelight.runtime.gauges.timing import Gauge, Reading, Work, finisher, sample
+
+# The heads of Mixtral 8x7B: four queries of a sequence share keys and values.
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+KV_NUMBERS = 2 * KV_HEADS * HEAD_DIM
+BLOCK = 32
+SEQUENCES = 64
+_SCALE = HEAD_DIM**-0.5
+
+# A surface's name, the bytes of its weights (0 where it has none), and rows, context or prompt tokens.
+Point = tuple[str, int, int]
+Points = Mapping[Point, Gauge]
+
+
+def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
+    """flop/s of ``x [R, in]`` times weights ``[out, in]``, for each of ``shapes`` and ``rows``; all from memory."""
+    return {
+        (name, _nbytes(pool, shape), count): _gauge(pool, partial(_linear, pool, shape, count))
+        for count in rows
+        for shape in shapes
+        if pool.holds(shape)
+    }
+
+
+def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
+    """flop/s of one expert over R rows, for each ``(H, I)`` of ``shapes``; its weights are 3 x H x I numbers."""
+    return {
+        (name, _nbytes(pool, *_page(shape)), count): _gauge(pool, partial(expert_work, pool, shape, count))
+        for count in rows
+        for shape in shapes
+        if pool.holds(*_page(shape))
+    }
+
+
+def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
+    """bytes/s of keys and values that decoding sequences read, for each context (whole blocks of `BLOCK` tokens).
+
+    The cache is the pool; contexts that it cannot hold once are left out.
+    """
+    make = decode_work if pool.device.type == "cpu" else _decode_on_device
+    fitting = [context for context in contexts if context * KV_NUMBERS <= pool.numbers.numel()]
+    return {(name, 0, context): _gauge(pool, partial(make, pool, context)) for context in fitting}
+
+
+def prefill_points(name: str, pool: Pool, prompts: Sequence[int]) -> Points:
+    """flop/s of one prompt's attention over itself, for each length; 4 x D flop per head and attended pair."""
+    return {(name, 0, tokens): _gauge(pool, partial(_prefill, pool, tokens)) for tokens in prompts}
+
+
+def surface_of(name: str, readings: Mapping[Point, Reading]) -> tuple[Surface, float]:
+    """The surface ``name`` from those ``readings`` that are its points, and the median of their spreads."""
+    mine = {point: reading for point, reading in readings.items() if point[0] == name}
+    sizes = sorted({size for _, size, _ in mine})
+    curves = []
+    for size in sizes:
+        points = sorted((x, reading.rate) for (_, of, x), reading in mine.items() if of == size)
+        curves.append(Curve(x=tuple(float(x) for x, _ in points), y=tuple(rate for _, rate in points)))
+    surface = Surface(name=name, sizes=tuple(float(size) for size in sizes), curves=tuple(curves))
+    return surface, median(reading.spread for reading in mine.values())
+
+
+def expert_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    """One expert after another over ``rows`` rows, and the flop of one."""
+    hidden, width = shape
+    pages, space = pool.groups(*_page(shape)), _workspace(shape, rows, pool)
+    x = space.rows[: padded_rows(rows)]
+
+    def work() -> Tensor:
+        gate_up, down = next(pages)
+        return feed_forward(x, gate_up, down, space)
+
+    return work, 6.0 * rows * hidden * width
+
+
+def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
+    """One batch after another of sequences on the CPU, their blocks in order through the pool; the bytes of one."""
+    blocks_each = -(-context // BLOCK)
+    unit = KV_HEADS * BLOCK * HEAD_DIM
+    size = pool.numbers.numel() // 2 // unit * unit
+    keys, values = (part.view(-1, KV_HEADS, BLOCK, HEAD_DIM) for part in pool.numbers[: 2 * size].view(2, size))
+    batch = max(1, min(SEQUENCES, len(keys) // blocks_each))
+    turns = max(1, len(keys) // (batch * blocks_each))
+    tables = torch.arange(turns * batch * blocks_each, dtype=torch.int32).view(turns, batch, blocks_each)
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    queries = torch.randn(batch, Q_HEADS, HEAD_DIM).to(pool.dtype)
+    out, turn = torch.empty_like(queries), cycle(range(turns))
+
+    def work() -> None:
+        cpu_gqa_decode(queries, keys, values, tables[next(turn)], lengths, _SCALE, out=out)
+
+    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+
+
+def _decode_on_device(pool: Pool, context: int) -> tuple[Work, float]:
+    """Batches of contiguous sequences by torch's fused kernel, the queries that share a head as rows of one."""
+    batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
+    shape = (batch, KV_HEADS, context, HEAD_DIM)
+    caches = pool.groups(shape, shape)
+    queries = torch.randn(batch, KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
+
+    def work() -> Tensor:
+        keys, values = next(caches)
+        return functional.scaled_dot_product_attention(queries, keys, values, scale=_SCALE)
+
+    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+
+
+def _linear(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    weights = pool.groups(shape)
+    x = torch.randn(rows, shape[1], device=pool.device).to(pool.dtype)
+    return lambda: linear(x, next(weights)[0]), 2.0 * rows * shape[0] * shape[1]
+
+
+def _prefill(pool: Pool, tokens: int) -> tuple[Work, float]:
+    q = torch.randn(tokens, Q_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
+    k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
+    return lambda: prefill_attention(q, k, v, _SCALE), 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
+
+
+def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Gauge:
+    """Operands are made when the gauge is read, and freed after."""
+    finish = finisher(pool.device)
+
+    def read(seconds: float) -> Reading:
+        work, amount = make()
+        return sample(work, seconds=seconds, amount=amount, finish=finish)
+
+    return read
+
+
+def _page(shape: Shape) -> tuple[Shape, Shape]:
+    """gate_up [2I, H] and down [H, I]."""
+    hidden, width = shape
+    return (2 * width, hidden), (hidden, width)
+
+
+def _nbytes(pool: Pool, *shapes: Shape) -> int:
+    return sum(a * b for a, b in shapes) * pool.dtype.itemsize
+
+
+def _workspace(shape: Shape, rows: int, pool: Pool) -> Workspace:
+    hidden, width = shape
+    item, padded = pool.dtype.itemsize, padded_rows(rows)
+    sizes = ExpertWorkspace(
+        rows_bytes=align_up(padded * hidden * item, TENSOR_ALIGNMENT),
+        wide_bytes=align_up(padded * 2 * width * item, TENSOR_ALIGNMENT),
+        narrow_bytes=align_up(padded * max(hidden, width) * item, TENSOR_ALIGNMENT),
+    )
+    arena = torch.empty(sizes.bytes, dtype=torch.uint8, device=pool.device)
+    space = Workspace(arena, sizes, hidden, pool.dtype)
+    space.rows.normal_(std=0.02)
+    return space

@@ -1,0 +1,181 @@
+"""The profile of the machine at hand: measured once, kept on disk, its capacities always those of the moment.
+
+Knows where the file lies and when it is good enough. Never imports torch where no accelerator can be.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from moelight.core.errors import ConfigError
+from moelight.core.paths import cache_directory
+from moelight.profiles.hardware import HardwareProfile, read_hardware_profile
+from moelight.profiles.hardware_text import write_hardware_profile
+from moelight.runtime.gauges.identity import accelerators, fingerprint
+from moelight.runtime.measure import available_bytes
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+AUTO = "auto"
+BUSY = "busy_elsewhere"
+MEASURING_S = 300  # a measurement that takes longer has got stuck
+TRY_AGAIN_S = 600  # after so long, a measurement that was disturbed is repeated
+COMMENTS = (
+    "Measured by moelight profile. Speeds by rows, context or prompt tokens, where products also by bytes of weights. "
+    "spread: the width of the middle half of the samples, as a share of their median.",
+)
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_WORK = ("linear", "experts", "attention", "prefill")
+_CPU_FIGURES = ("host_copy", "cpu_elementwise", "cpu_task")
+_GPU_FIGURES = ("host_to_device_under_attention", "gpu_elementwise", "gpu_launch", "transfer")
+
+
+def to_stderr(line: str) -> None:
+    """One line for the user."""
+    print(f"moelight: {line}", file=sys.stderr, flush=True)
+
+
+def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Say = to_stderr) -> HardwareProfile:
+    """This machine, as measured: what was kept from an earlier time, or a measurement of about ten seconds.
+
+    The capacities are what can be taken now: free host memory within the limits of control groups, free memory of one
+    GPU, free disk where ``disk_dir`` is.
+
+    Args:
+        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``, as `find_machine` takes it.
+        disk_dir: on the disk that models come from; the current directory where it is None.
+        say: told when something is measured, and when a kept file is of no use.
+
+    Raises:
+        ConfigError: no such device, or the machine cannot be measured.
+    """
+    directory = disk_dir or Path.cwd()
+    path = kept_path(device)
+    kept = _kept(path, say)
+    if kept is not None and _missing(kept, gpu=bool(accelerators(device))):
+        kept = _joined(kept, _measured_apart(device, directory, say))
+        _keep(kept, path, say)
+    elif kept is None or _worth_another_try(kept, path):
+        measured = _measured_apart(device, directory, say)
+        kept = measured if kept is None or _disturbance(measured) < _disturbance(kept) else kept
+        _keep(kept, path, say)
+    if (busy := kept.figure(BUSY)) is not None:
+        say(
+            f"warning: other programs kept {busy:.1f} processors busy while this machine was measured, so estimates "
+            "may be too low; when it is quiet, run moelight profile"
+        )
+    return _now(kept, device, directory)
+
+
+def kept_profile(device: str = AUTO, *, say: Say = to_stderr) -> HardwareProfile | None:
+    """This machine as it was measured earlier; None where it was not, and nothing is measured now."""
+    kept = _kept(kept_path(device), say)
+    return None if kept is None or _missing(kept, gpu=bool(accelerators(device))) else kept
+
+
+def kept_path(device: str = AUTO) -> Path:
+    """Where the profile of this machine is kept: ``hardware/FINGERPRINT.yaml`` in moelight's cache directory."""
+    return cache_directory("hardware", f"{fingerprint(device)}.yaml")
+
+
+def _kept(path: Path, say: Say) -> HardwareProfile | None:
+    """The kept profile; None where there is none, or where what is there cannot be read."""
+    if not path.exists():
+        return None
+    try:
+        return read_hardware_profile(path)
+    except ConfigError as error:
+        say(f"warning: {error}; measuring anew")
+        return None
+
+
+def _keep(profile: HardwareProfile, path: Path, say: Say) -> None:
+    try:
+        write_hardware_profile(profile, path, comments=COMMENTS)
+    except ConfigError as error:
+        say(f"warning: {error}; the next run measures again")
+
+
+def _missing(profile: HardwareProfile, *, gpu: bool) -> bool:
+    """Whether figures that every measurement of such a machine gives are not there, from an older release say."""
+    units = ("cpu", "gpu") if gpu else ("cpu",)
+    surfaces = [f"{unit}_{work}" for unit in units for work in _WORK]
+    figures = (*_CPU_FIGURES, *_GPU_FIGURES) if gpu else _CPU_FIGURES
+    complete = all(profile.surface(name) for name in surfaces) and all(profile.figure(name) for name in figures)
+    return not complete or (profile.tier("device") is not None) != gpu
+
+
+def _worth_another_try(kept: HardwareProfile, path: Path) -> bool:
+    """Whether ``kept`` was measured beside other work, and that is a while ago."""
+    try:
+        return kept.figure(BUSY) is not None and time.time() - path.stat().st_mtime > TRY_AGAIN_S
+    except OSError:
+        return True
+
+
+def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
+    """``kept``, and what only ``measured`` knows."""
+    spread = dict(measured.spread) | dict(kept.spread)
+    joined = replace(
+        kept,
+        tiers=_with_others(kept.tiers, measured.tiers, "name"),
+        links=_with_others(kept.links, measured.links, "src"),
+        processors=_with_others(kept.processors, measured.processors, "name"),
+        measured=tuple((dict(measured.measured) | dict(kept.measured)).items()),
+        efficiency=_with_others(kept.efficiency, measured.efficiency, "name"),
+    )
+    return replace(joined, spread=tuple((key, spread[key]) for key in joined.figure_keys() if key in spread))
+
+
+def _with_others(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
+    """``mine``, and those of ``others`` whose ``name`` none of mine has."""
+    have = {getattr(item, name) for item in mine}
+    return (*mine, *(item for item in others if getattr(item, name) not in have))
+
+
+def _disturbance(profile: HardwareProfile) -> float:
+    return profile.figure(BUSY) or 0.0
+
+
+def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProfile:
+    """``profile`` with the capacities of this moment."""
+    free = {"host": available_bytes(), "disk": shutil.disk_usage(directory).free}
+    if profile.tier("device") is not None:
+        from moelight.runtime.machine import find_machine
+
+        free["device"] = find_machine(device).device_memory_bytes()
+    tiers = tuple(replace(tier, capacity_bytes=max(1, free[tier.name])) for tier in profile.tiers)
+    return replace(profile, name=AUTO, tiers=tiers)
+
+
+def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
+    """A quick measurement in a process of its own, so that what it takes of memory is not this one's."""
+    say("measuring this machine, which takes about ten seconds and is done once (moelight profile does it finely)")
+    own = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([own] if own else [])])}
+    with tempfile.TemporaryDirectory(prefix="moelight-") as scratch:
+        file = Path(scratch) / "measured.yaml"
+        command = [sys.executable, "-m", "moelight.runtime.gauges", device, str(directory), str(file)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=MEASURING_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _cannot_measure(str(error)) from None
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise _cannot_measure(lines[-1] if lines else f"exit code {done.returncode}")
+        return read_hardware_profile(file)
+
+
+def _cannot_measure(why: str) -> ConfigError:
+    return ConfigError(f"this machine could not be measured ({why}); name a machine with --hw, for example --hw t4")

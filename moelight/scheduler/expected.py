@@ -1,0 +1,211 @@
+"""What a pass consists of, derived from layout and shape alone: its acts, each act's buffers and bytes, its totals.
+
+The validator holds schedules against this; builders never see it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from moelight.core.schedule import Buffer, Lane, Schedule, Task, TaskKind
+from moelight.hrm import costs
+from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
+
+ALL = -1
+_Moves = Callable[[Layout, MicroBatchShape], int]
+
+
+def _qkv(layout: Layout, micro_batch: MicroBatchShape) -> int:
+    return costs.qkv_bytes(layout.model, layout.dtype, micro_batch.tokens)
+
+
+def _kv(layout: Layout, micro_batch: MicroBatchShape) -> int:
+    return layout.kv_down_bytes(micro_batch.tokens)
+
+
+def _context(layout: Layout, micro_batch: MicroBatchShape) -> int:
+    return layout.context_bytes(micro_batch.context)
+
+
+def _attention(layout: Layout, micro_batch: MicroBatchShape) -> int:
+    return costs.hidden_bytes(layout.model, layout.dtype, micro_batch.tokens)
+
+
+def _residual(layout: Layout, micro_batch: MicroBatchShape) -> int:
+    return costs.residual_bytes(layout.model, layout.dtype, micro_batch.tokens)
+
+
+def _routed(layout: Layout, micro_batch: MicroBatchShape) -> int:
+    return costs.routed_bytes(layout.model, layout.dtype, micro_batch.tokens)
+
+
+# What each act reads and writes of its micro-batch, and what it moves over a link.
+_ACTS: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] = {
+    TaskKind.EMBED: ((), ("hidden",), None),
+    TaskKind.PRE_ATTENTION: (("hidden",), ("qkv",), None),
+    TaskKind.LOAD_KV: ((), (), _context),
+    TaskKind.ATTENTION: (("qkv",), ("attn",), None),
+    TaskKind.OFFLOAD_QKV: (("qkv",), ("qkv_host",), _qkv),
+    TaskKind.OFFLOAD_KV: (("qkv",), ("qkv_host",), _kv),
+    TaskKind.STORE_KV: (("qkv_host",), (), None),
+    TaskKind.CPU_ATTENTION: (("qkv_host",), ("attn_host",), None),
+    TaskKind.LOAD_HIDDEN: (("attn_host",), ("attn",), _attention),
+    TaskKind.POST_ATTENTION: (("attn",), ("hidden",), None),
+    TaskKind.ROUTE: (("attn",), ("hidden", "routed"), None),
+    TaskKind.OFFLOAD_HIDDEN: (("routed",), ("routed_host",), _routed),
+    TaskKind.CPU_EXPERTS: (("routed_host",), ("experts_host",), None),
+    TaskKind.EXPERTS: (("routed",), ("hidden",), None),
+    TaskKind.LOAD_EXPERTS: (("experts_host",), ("experts",), _residual),
+    TaskKind.COMBINE: (("experts",), ("hidden",), None),
+    TaskKind.SAMPLE: (("hidden",), (), None),
+}
+_LANES = {
+    TaskKind.CPU_ATTENTION: Lane.CPU,
+    TaskKind.STORE_KV: Lane.CPU,
+    TaskKind.CPU_EXPERTS: Lane.CPU,
+    TaskKind.OFFLOAD_QKV: Lane.D2H,
+    TaskKind.OFFLOAD_KV: Lane.D2H,
+    TaskKind.OFFLOAD_HIDDEN: Lane.D2H,
+    TaskKind.LOAD_KV: Lane.H2D,
+    TaskKind.LOAD_HIDDEN: Lane.H2D,
+    TaskKind.LOAD_EXPERTS: Lane.H2D,
+}
+
+
+def act_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
+    """How often each (kind, layer, micro-batch) must be there. Experts run per micro-batch, or once for all of them
+    where the schedule has such a task."""
+    whole = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
+    expected: Counter[tuple[TaskKind, int, int]] = Counter()
+    for layer in range(layout.model.num_layers):
+        apart = whole and layout.model.moe_layers[layer]
+        expected[TaskKind.EXPERTS, layer, ALL] += apart
+        for j, micro_batch in enumerate(shape.micro_batches):
+            experts = (TaskKind.ROUTE,) if apart else _expert_kinds(layout, layer)
+            for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
+                expected[kind, layer, j] += 1
+    for j, micro_batch in enumerate(shape.micro_batches):
+        expected[TaskKind.EMBED, 0, j] += 1
+        expected[TaskKind.SAMPLE, layout.model.num_layers - 1, j] += micro_batch.samples
+    return +expected
+
+
+def _attention_kinds(layout: Layout, micro_batch: MicroBatchShape) -> tuple[TaskKind, ...]:
+    if not layout.discrete:
+        return (TaskKind.CPU_ATTENTION,)
+    if layout.attention == "cpu" and not micro_batch.fresh:
+        return (TaskKind.OFFLOAD_QKV, TaskKind.CPU_ATTENTION, TaskKind.LOAD_HIDDEN)
+    stored = (TaskKind.OFFLOAD_KV, TaskKind.STORE_KV) if layout.attention == "cpu" or layout.kv_host else ()
+    loaded = (TaskKind.LOAD_KV,) if loads_context(layout, micro_batch) else ()
+    return (*loaded, TaskKind.ATTENTION, *stored)
+
+
+def _expert_kinds(layout: Layout, layer: int) -> tuple[TaskKind, ...]:
+    if not layout.cpu_layers[layer]:
+        return (TaskKind.POST_ATTENTION,)
+    there = (TaskKind.OFFLOAD_HIDDEN, TaskKind.CPU_EXPERTS, TaskKind.LOAD_EXPERTS, TaskKind.COMBINE)
+    return (TaskKind.ROUTE, *there, *((TaskKind.EXPERTS,) if layout.experts == "split" else ()))
+
+
+def loads_context(layout: Layout, micro_batch: MicroBatchShape) -> bool:
+    """Whether cached keys and values of ``micro_batch`` go up the link."""
+    return layout.context_crosses and not micro_batch.fresh and micro_batch.context > 0
+
+
+def act(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
+    """The act as it must be, dependencies aside."""
+    sources, targets, moves = _ACTS[kind]
+    if kind is TaskKind.CPU_ATTENTION and not layout.discrete:
+        sources, targets = ("qkv",), ("attn",)
+    batches = range(len(shape.micro_batches)) if j == ALL else range(j, j + 1)
+    reads, writes = _shared_buffers(layout, shape, kind, layer, j)
+    return Task(
+        kind=kind,
+        lane=_LANES.get(kind, layout.compute) if layout.discrete else layout.compute,
+        layer=layer,
+        micro_batch=j,
+        bytes=moves(layout, shape.micro_batches[j]) if moves else 0,
+        reads=(*(Buffer(space=space, index=i) for space in sources for i in batches), *reads),
+        writes=(*(Buffer(space=space, index=i) for space in targets for i in batches), *writes),
+    )
+
+
+def _shared_buffers(
+    layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int
+) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
+    """What the act reads and writes beside its own micro-batch's buffers: ring slots, contexts, the cache."""
+    step = layer * len(shape.micro_batches) + j
+    if reads_ring(layout, kind):
+        return tuple(Buffer(space="ring", index=k % layout.ring_slots) for k in layout.layer_pages[layer]), ()
+    context = (Buffer(space="context", index=step % 2),)
+    if kind is TaskKind.ATTENTION and loads_context(layout, shape.micro_batches[j]):
+        return context, ()
+    if kind is TaskKind.STORE_KV and layout.context_crosses:
+        return (), (Buffer(space="cache", index=step),)
+    if kind is TaskKind.LOAD_KV:
+        earlier = range(step - j, step) if shape.micro_batches[j].continues else range(0)
+        return tuple(Buffer(space="cache", index=each) for each in earlier), context
+    return (), ()
+
+
+def reads_ring(layout: Layout, kind: TaskKind) -> bool:
+    """Whether acts of this kind read the streamed pages of their layer."""
+    if kind is TaskKind.CPU_EXPERTS:
+        return layout.experts == "host"
+    return kind in (TaskKind.POST_ATTENTION, TaskKind.EXPERTS)
+
+
+def appends(layout: Layout, kind: TaskKind) -> bool:
+    """Whether acts of this kind add keys and values to a cache."""
+    if kind is TaskKind.ATTENTION:
+        return layout.attention == "gpu"
+    return kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV)
+
+
+def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
+    """The task that brings position ``k`` of the stream into ``space``, dependencies aside."""
+    at, crosses = k % len(layout.streamed), layout.pages_cross
+    slot = k % (layout.pinned_slots if space == "pinned" else layout.ring_slots)
+    pinned = (Buffer(space="pinned", index=k % layout.pinned_slots),) if crosses else ()
+    source: tuple[Buffer, ...] = ()
+    also: tuple[Buffer, ...] = ()
+    if space == "ring" and k < shape.carried:
+        kind, lane, also = TaskKind.CARRIED_PAGE, Lane.H2D if crosses else Lane.DISK, pinned
+    elif space == "ring" and crosses:
+        kind, lane, source = TaskKind.SEND_PAGE, Lane.H2D, pinned
+    else:
+        kind, lane = (TaskKind.READ_PAGE, Lane.DISK) if layout.from_disk[at] else (TaskKind.STAGE_PAGE, Lane.STAGE)
+    return Task(
+        kind=kind,
+        lane=lane,
+        page=layout.streamed[at],
+        slot=slot,
+        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.page_bytes,
+        reads=source,
+        writes=(Buffer(space=space, index=slot), *also),
+    )
+
+
+def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict[Lane, int]:
+    """What the ledger says must cross each lane: every streamed page once, less those carried in, plus those carried
+    out; and for each layer and micro-batch what attention and the CPU's experts send down and up."""
+    layers, total = layout.model.num_layers, len(layout.streamed)
+    moved = [k % total for k in range(shape.carried, total + len(schedule.carried_out))] if total else []
+    from_disk = sum(layout.from_disk[k] for k in moved)
+    sizes: Counter[Lane] = Counter()
+    sizes[Lane.DISK] += from_disk * layout.page_bytes
+    if layout.pages_cross:
+        sizes[Lane.STAGE] += (len(moved) - from_disk) * layout.page_bytes
+        sizes[Lane.H2D] += len(moved) * layout.page_bytes
+    for micro_batch in shape.micro_batches if layout.discrete else ():
+        sizes[Lane.D2H] += sum(layout.cpu_layers) * _routed(layout, micro_batch)
+        sizes[Lane.H2D] += sum(layout.cpu_layers) * _residual(layout, micro_batch)
+        if micro_batch.fresh or layout.attention == "gpu":
+            sizes[Lane.D2H] += layers * _kv(layout, micro_batch)
+            if loads_context(layout, micro_batch):
+                sizes[Lane.H2D] += layers * _context(layout, micro_batch)
+        else:
+            sizes[Lane.D2H] += layers * _qkv(layout, micro_batch)
+            sizes[Lane.H2D] += layers * _attention(layout, micro_batch)
+    return {lane: size for lane, size in sizes.items() if size}

@@ -1,0 +1,43 @@
+"""Module by module (MoE-Gen; MoE-Lens): experts run once over the whole batch, attention per micro-batch.
+
+A layer's weights are read once from the device's memory too, however many micro-batches there are. The price: the
+experts wait for all attention of their layer.
+"""
+
+from __future__ import annotations
+
+from moelight.core.schedule import Schedule
+from moelight.scheduler.draft import Draft
+from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.needs import check
+
+
+def build(layout: Layout, shape: PassShape) -> Schedule:
+    """For each layer: all micro-batches into attention, out of it and through the router, then the experts.
+
+    While the CPU attends one part of the batch, the device projects the other: first into attention, then out of it.
+    No experts run before every hidden state is up, so the link carries those first and the next layer's pages as one
+    block behind them, beside the experts and the next attention.
+    """
+    check("module", layout)
+    draft = Draft(layout, shape)
+    everyone, layers = range(draft.count), layout.model.num_layers
+    # Hidden states come up after attention, contexts before it: the block goes between those of two layers.
+    ahead = 0 if layout.discrete and layout.attention == "cpu" else 1
+    draft.deliver_layer(0)
+    for layer in range(layers):
+        if not layout.discrete:  # whoever computes here also launches
+            draft.deliver_layer(layer + 1)
+        for j in everyone:
+            draft.load_contexts(layer, j)
+            draft.attend(layer, j)
+        draft.deliver_layer(layer + ahead)
+        draft.fetch_layer(layer + ahead + 1)
+        for j in everyone:
+            draft.load_hidden(layer, j)
+            draft.route(layer, j)
+        draft.experts(layer)
+    for j in everyone:
+        draft.sample(j)
+    draft.deliver_layer(layers)
+    return draft.finish("module")

@@ -1,0 +1,89 @@
+"""How tasks are written down, one after another. Knows lanes, buffers and dependencies, not what the tasks mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moelight.core.schedule import Buffer, Lane, Task, TaskKind
+from moelight.scheduler.layout import Layout, PassShape
+
+
+class Pen:
+    """A list of tasks that grows. Positions returned by its methods are task positions.
+
+    ``chained``: every task also waits for the one before.
+    """
+
+    def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.tasks: list[Task] = []
+        self._chained = chained
+        self._waits_for: tuple[int, ...] = ()
+        self._since: dict[Lane, int] = {}
+
+    def barrier(self) -> None:
+        """Everything written from now on waits for everything written so far: a device-wide synchronisation."""
+        if self._since:
+            self._waits_for = tuple(self._since.values())
+            self._since = {}
+
+    def cross(
+        self, kind: TaskKind, lane: Lane, layer: int, j: int, deps: Sequence[int], size: int, source: str, target: str
+    ) -> int:
+        """A transfer of ``size`` bytes of micro-batch ``j`` from buffer ``source`` to ``target``."""
+        return self.add(
+            Task(
+                kind=kind,
+                lane=lane,
+                layer=layer,
+                micro_batch=j,
+                bytes=size,
+                deps=tuple(deps),
+                reads=(Buffer(space=source, index=j),),
+                writes=(Buffer(space=target, index=j),),
+            )
+        )
+
+    def compute(
+        self,
+        kind: TaskKind,
+        layer: int,
+        j: int,
+        deps: Sequence[int],
+        *,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
+        also_reads: tuple[Buffer, ...] = (),
+        lane: Lane | None = None,
+    ) -> int:
+        """Work on buffers of micro-batch ``j``, on the compute lane unless another is named."""
+        return self.add(
+            Task(
+                kind=kind,
+                lane=lane or self.layout.compute,
+                layer=layer,
+                micro_batch=j,
+                deps=tuple(deps),
+                reads=(*(Buffer(space=space, index=j) for space in reads), *also_reads),
+                writes=tuple(Buffer(space=space, index=j) for space in writes),
+            )
+        )
+
+    def add(self, task: Task) -> int:
+        """Any task."""
+        position = len(self.tasks)
+        extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane]
+        if self._chained and self.tasks and task.kind is not TaskKind.CARRIED_PAGE:
+            extra.append(position - 1)
+        if extra:
+            task = replace(task, deps=tuple(dict.fromkeys((*task.deps, *extra))))
+        self.tasks.append(task)
+        self._since[task.lane] = position
+        return position
+
+
+def present(*tasks: int | None) -> tuple[int, ...]:
+    """The positions among ``tasks`` that exist."""
+    return tuple(task for task in tasks if task is not None)

@@ -1,0 +1,217 @@
+"""A virtual clock over schedules: what would happen, and when, if every task took what it costs.
+
+The rules are the executor's: a lane does one task at a time, in schedule order; a task starts when its lane is free
+and all it waits for is done; a pass begins when everything of the one before it is done but the pages it carries over.
+Lanes that touch host memory share its bandwidth. Refuses to know what anything costs: ``Price`` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from moelight.core.errors import ScheduleError
+from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
+from moelight.core.timeline import Span, Timeline
+from moelight.hrm.seconds import Cost
+
+Price = Callable[[Task], Cost]
+
+_STREAMS = frozenset((Lane.H2D, Lane.D2H, Lane.DEVICE))
+
+
+def simulate(
+    schedule: Schedule,
+    cost: Price,
+    *,
+    dram_bytes_per_s: float | None = None,
+    start_s: float = 0.0,
+    launcher: bool = False,
+) -> Timeline:
+    """One pass. Pages carried in are in their slots at ``start_s``; those carried out are another pass's.
+
+    Args:
+        cost: seconds of each task alone on the machine, and the bytes of host memory it touches in them.
+        dram_bytes_per_s: tasks that together touch more than this share it fairly: who wants less than an equal share
+            gets it, the others divide what is left. None: there is always enough.
+        launcher: one thread launches all tasks in order, as the engine's does. At a task of a stream lane (``h2d``,
+            ``d2h``, ``device``) it waits until the host's lanes have done what the task waits for; without a device,
+            it carries out the work of the ``cpu`` lane itself.
+
+    Returns:
+        Spans in schedule order, the carried-out ones left out.
+    """
+    clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
+    return clock.run(schedule, cost)
+
+
+def simulate_passes(
+    passes: Iterable[tuple[Schedule, Price]],
+    *,
+    dram_bytes_per_s: float | None = None,
+    start_s: float = 0.0,
+    launcher: bool = False,
+) -> tuple[Timeline, ...]:
+    """Passes one after another, each with its own costs, on one clock; pages are carried over as they were sent."""
+    clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
+    return tuple(clock.run(schedule, cost) for schedule, cost in passes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadyPass:
+    """One of a long row of equal passes. Its ``timeline`` begins before ``began_s`` where pages were carried in."""
+
+    began_s: float
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the pass before to the end of this one."""
+        return self.timeline.end_s - self.began_s
+
+    def idle_s(self, lane: Lane) -> float:
+        """Seconds of a pass in which ``lane`` does nothing."""
+        return max(0.0, self.seconds - self.timeline.busy_s().get(lane, 0.0))
+
+    @property
+    def binding(self) -> Lane:
+        """The busiest lane."""
+        busy = self.timeline.busy_s()
+        return max(busy, key=busy.__getitem__)
+
+
+def steady_pass(
+    schedule: Schedule, cost: Price, *, dram_bytes_per_s: float | None = None, launcher: bool = False
+) -> SteadyPass:
+    """The third of three passes of ``schedule``, which must carry in what it carries out; where that is nothing, all
+    passes are alike, and it is the first."""
+    passes = [(schedule, cost)] * (3 if schedule.carried_out else 1)
+    timelines = simulate_passes(passes, dram_bytes_per_s=dram_bytes_per_s, launcher=launcher)
+    return SteadyPass(began_s=timelines[-2].end_s if len(timelines) > 1 else 0.0, timeline=timelines[-1])
+
+
+class _Errand:
+    """One task on its way. ``share``: bytes per second of host memory it wants; ``left_s``: seconds at full speed until
+    it is done."""
+
+    __slots__ = ("done", "ends_s", "left_s", "missing", "share", "starts_s", "task", "waiters")
+
+    def __init__(self, task: Task, cost: Cost, dram_bytes_per_s: float | None) -> None:
+        self.task, self.left_s, self.share = task, cost.seconds, 0.0
+        if dram_bytes_per_s is not None and cost.dram_bytes > 0:
+            # Nobody can touch more in a second than there is.
+            self.left_s = max(cost.seconds, cost.dram_bytes / dram_bytes_per_s)
+            self.share = cost.dram_bytes / self.left_s
+        self.missing = 0
+        self.waiters: list[_Errand] = []
+        self.starts_s = self.ends_s = 0.0
+        self.done = False
+
+
+class VirtualClock:
+    """Lanes and their queues, through passes that follow one another. ``now_s`` is the end of what has happened."""
+
+    def __init__(self, *, dram_bytes_per_s: float | None = None, start_s: float = 0.0, launcher: bool = False) -> None:
+        self.now_s = start_s
+        self._dram, self._launcher = dram_bytes_per_s, launcher
+        self._queues: dict[Lane, deque[_Errand]] = {lane: deque() for lane in Lane}
+        self._running: dict[Lane, _Errand] = {}
+        self._carried: dict[Page, _Errand] = {}
+
+    def run(self, schedule: Schedule, cost: Price) -> Timeline:
+        """One pass: from now until everything but the pages it carries out is done.
+
+        Raises:
+            ScheduleError: tasks wait for each other for ever.
+        """
+        errands = [self._errand(task, cost) for task in schedule.tasks]
+        ahead = set(schedule.carried_out)
+        awaited = [errand for position, errand in enumerate(errands) if position not in ahead]
+        launching = self._launch(schedule, errands)
+        blockers = next(launching, None)
+        for errand in awaited:
+            while blockers is not None or not errand.done:
+                self._advance()
+                while blockers is not None and all(blocker.done for blocker in blockers):
+                    blockers = next(launching, None)
+        carried = [errands[position] for position in schedule.carried_out]
+        self._carried = {errand.task.page: errand for errand in carried if errand.task.page is not None}
+        return Timeline(spans=tuple(Span(task=each.task, start_s=each.starts_s, end_s=each.ends_s) for each in awaited))
+
+    def _errand(self, task: Task, cost: Price) -> _Errand:
+        if task.kind is not TaskKind.CARRIED_PAGE:
+            return _Errand(task, cost(task), self._dram)
+        if task.page in self._carried:
+            return self._carried[task.page]
+        there = _Errand(task, Cost(seconds=0.0), None)
+        there.starts_s = there.ends_s = self.now_s
+        there.done = True
+        return there
+
+    def _launch(self, schedule: Schedule, errands: list[_Errand]) -> Iterator[list[_Errand]]:
+        """Hand every task to its lane, in order; where the launcher has to wait, stop and say for what."""
+        inline = Lane.DEVICE not in schedule.lanes()
+        for task, errand in zip(schedule.tasks, errands, strict=True):
+            if task.kind is TaskKind.CARRIED_PAGE:
+                continue
+            open_deps = [errands[dep] for dep in task.deps if not errands[dep].done]
+            if self._launcher and task.lane in _STREAMS:
+                on_host = [dep for dep in open_deps if dep.task.lane not in _STREAMS]
+                if on_host:
+                    yield on_host
+                    open_deps = [dep for dep in open_deps if not dep.done]
+            errand.missing = len(open_deps)
+            for dep in open_deps:
+                dep.waiters.append(errand)
+            self._queues[task.lane].append(errand)
+            self._start(task.lane)
+            if self._launcher and inline and task.lane is Lane.CPU:
+                yield [errand]
+
+    def _start(self, lane: Lane) -> None:
+        """Begin the lane's next task if it can be begun."""
+        queue = self._queues[lane]
+        if lane in self._running or not queue or queue[0].missing:
+            return
+        errand = queue.popleft()
+        errand.starts_s = self.now_s
+        self._running[lane] = errand
+
+    def _advance(self) -> None:
+        """Go on to the next end of a task."""
+        running = list(self._running.values())
+        speeds = [1.0] * len(running) if self._dram is None else _fair_speeds([e.share for e in running], self._dram)
+        soonest, ended = math.inf, None
+        for errand, speed in zip(running, speeds, strict=True):
+            if errand.left_s / speed < soonest:
+                soonest, ended = errand.left_s / speed, errand
+        if ended is None:
+            raise ScheduleError("tasks wait for each other for ever")
+        for errand, speed in zip(running, speeds, strict=True):
+            errand.left_s = max(0.0, errand.left_s - soonest * speed)
+        self.now_s += soonest
+        ended.ends_s = self.now_s
+        ended.done = True
+        lane = ended.task.lane
+        del self._running[lane]
+        self._start(lane)
+        for waiter in ended.waiters:
+            waiter.missing -= 1
+            if not waiter.missing:
+                self._start(waiter.task.lane)
+        ended.waiters = []
+
+
+def _fair_speeds(shares: list[float], whole: float) -> list[float]:
+    """The fraction of its full speed that each of those who want ``shares`` of ``whole`` gets (max-min fairness)."""
+    if sum(shares) <= whole:
+        return [1.0] * len(shares)
+    speeds, left = [1.0] * len(shares), whole
+    waiting = sorted((share, index) for index, share in enumerate(shares) if share > 0)
+    for served, (share, index) in enumerate(waiting):
+        given = min(share, left / (len(waiting) - served))
+        speeds[index] = given / share
+        left -= given
+    return speeds

@@ -1,0 +1,124 @@
+"""The stream of pages of a pass, written task by task: from a far home into the ring beside the experts."""
+
+from __future__ import annotations
+
+from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
+from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.pen import Pen, present
+
+
+class PageStream(Pen):
+    """Page k of the pass lives in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own pages into those of
+    the next pass. A slot is refilled only after the last experts of its former layer have read it.
+    """
+
+    def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
+        super().__init__(layout, shape, chained=chained)
+        self._fetched: dict[int, int] = {}
+        self._delivered: dict[int, int] = {}
+        self._last_read: dict[int, int] = {}
+        lane = Lane.H2D if layout.pages_cross else Lane.DISK
+        for k in range(shape.carried):
+            page, slot = self._page_slot(k)
+            taken = [Buffer(space="ring", index=slot)]
+            if layout.pages_cross:  # it may still be on its way out of there
+                taken.append(Buffer(space="pinned", index=k % layout.pinned_slots))
+            kind = TaskKind.CARRIED_PAGE
+            self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
+
+    def layer_pages(self, layer: int) -> range:
+        """The stream positions of ``layer``; ``num_layers`` stands for layer 0 of the next pass."""
+        if layer < self.layout.model.num_layers:
+            return self.layout.layer_pages[layer]
+        if not self.shape.wraps:
+            return range(0)
+        first, total = self.layout.layer_pages[0], len(self.layout.streamed)
+        return range(first.start + total, first.stop + total)
+
+    def fetch(self, k: int) -> None:
+        """Bring page ``k`` from its far home to the last stop before the link.
+
+        Nothing to do without a link, or while the page before it in that stop has not been sent on.
+        """
+        if not self.layout.pages_cross or k in self._fetched or k in self._delivered:
+            return
+        slot, former_k = k % self.layout.pinned_slots, k - self.layout.pinned_slots
+        if former_k >= 0 and former_k not in self._delivered:
+            return
+        page, _ = self._page_slot(k)
+        from_disk = self.layout.from_disk[k % len(self.layout.streamed)]
+        self._fetched[k] = self.add(
+            Task(
+                kind=TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE,
+                lane=Lane.DISK if from_disk else Lane.STAGE,
+                page=page,
+                slot=slot,
+                bytes=self.layout.page_bytes,
+                deps=present(self._delivered.get(former_k)),
+                writes=(Buffer(space="pinned", index=slot),),
+            )
+        )
+
+    def deliver(self, k: int) -> None:
+        """Bring page ``k`` into its ring slot."""
+        if k in self._delivered:
+            return
+        self.fetch(k)
+        page, slot = self._page_slot(k)
+        crosses = self.layout.pages_cross
+        former_k = k - self.layout.ring_slots
+        former = self._last_read.get(self._layer_of(former_k)) if former_k >= 0 else None
+        self._delivered[k] = self.add(
+            Task(
+                kind=TaskKind.SEND_PAGE if crosses else TaskKind.READ_PAGE,
+                lane=Lane.H2D if crosses else Lane.DISK,
+                page=page,
+                slot=slot,
+                bytes=self.layout.page_bytes,
+                deps=present(self._fetched.get(k), former),
+                reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if crosses else (),
+                writes=(Buffer(space="ring", index=slot),),
+            )
+        )
+
+    def deliver_layer(self, layer: int) -> None:
+        """All pages of ``layer`` as one block."""
+        for page in self.layer_pages(layer):
+            self.deliver(page)
+
+    def fetch_layer(self, layer: int) -> None:
+        """`fetch` as many first pages of ``layer`` as the stop before the link holds."""
+        if layer <= self.layout.model.num_layers:
+            for page in self.layer_pages(layer)[: self.layout.pinned_slots]:
+                self.fetch(page)
+
+    def ring(self, layer: int) -> tuple[Buffer, ...]:
+        """The slots that the experts of ``layer`` read."""
+        return tuple(Buffer(space="ring", index=self._page_slot(k)[1]) for k in self.layer_pages(layer))
+
+    def arrived(self, layer: int) -> tuple[int, ...]:
+        """What experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last one's arrival is
+        everyone's."""
+        mine = self.layer_pages(layer)
+        return (self._delivered[mine[-1]],) if mine else ()
+
+    def read_ring(self, layer: int, task: int) -> None:
+        """Note that ``task`` read the slots of ``layer``."""
+        self._last_read[layer] = task
+
+    def finish(self, builder: str) -> Schedule:
+        """The finished schedule."""
+        total = len(self.layout.streamed)
+        ahead = sorted(k for k in self._delivered if k >= total)
+        return Schedule(
+            builder=builder,
+            tasks=tuple(self.tasks),
+            stream_advance=total,
+            carried_out=tuple(self._delivered[k] for k in ahead),
+        )
+
+    def _page_slot(self, k: int) -> tuple[Page, int]:
+        return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
+
+    def _layer_of(self, k: int) -> int:
+        return self.layout.streamed[k % len(self.layout.streamed)].layer

@@ -1,0 +1,268 @@
+"""``moelight optimize``: the options that ask, the table and the JSON that answer, the policy file that is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from moelight.cli.plan_view import print_plan
+from moelight.core.policy import Policy, Shares
+from moelight.core.units import GiB
+from moelight.hrm.estimate import Estimate
+from moelight.optimizer.plan import Help, Plan, TierUse
+from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
+from moelight.profiles.policy_files import load_policy
+from moelight.profiles.workload import Workload
+from moelight.runtime import machine_profile
+from tests.cli.program import ROOT, moelight, read_rows
+from tests.cli.program import moelight_inside as run
+
+SMALL = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "20", "--prompt-len", "12", "--gen-len", "8")
+BESIDE_A_GPU = ("--hw", "t4", *SMALL[2:], "--device-memory", "1GiB", "--host-memory", "2GiB")
+
+
+def plan(*arguments: str | Path) -> dict[str, Any]:
+    done = run("optimize", *arguments, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_the_keys_of_the_json_are_an_interface() -> None:
+    found = plan(*BESIDE_A_GPU)
+    assert set(found) >= {"policy", "estimate", "memory", "why", "solve_s"}
+    assert set(found["policy"]) >= {
+        "batch_size",
+        "micro_batch_size",
+        "num_micro_batches",
+        "attention_device",
+        "ffn_device",
+        "weights",
+        "kv",
+        "weight_dtype",
+        "kv_dtype",
+        "schedule",
+    }
+    assert set(found["policy"]["weights"]) == {"device", "host", "disk"}
+    assert set(found["policy"]["kv"]) == {"device", "host"}
+    for shares in ("weights", "kv"):
+        assert sum(found["policy"][shares].values()) == pytest.approx(1)
+    assert set(found["estimate"]) >= {
+        "layer_s",
+        "pass_s",
+        "decode_tokens_per_s",
+        "tokens_per_s",
+        "lanes",
+        "binding",
+    }
+    assert found["estimate"]["binding"] in found["estimate"]["lanes"]
+    assert {"device", "host"} <= set(found["memory"])
+    for use in found["memory"].values():
+        assert set(use) == {"capacity_bytes", "total_bytes", "by_purpose"}
+        assert sum(use["by_purpose"].values()) == use["total_bytes"] <= use["capacity_bytes"]
+    assert found["memory"]["device"]["capacity_bytes"] == GiB
+
+
+def test_the_workload_is_mtbench_unless_said_otherwise() -> None:
+    base = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "16", "--gen-len", "4")
+    named = plan(*base, "--workload", "mtbench")["workload"]
+    assert plan(*base)["workload"] == named == {**named, "prompt_len": 77, "max_prompt_len": 418, "num_requests": 16}
+    other = plan(*base, "--workload", "synthetic-reasoning", "--prompt-len", "300")["workload"]
+    assert other == {"num_requests": 16, "prompt_len": 300, "max_prompt_len": 300, "gen_len": 4}
+    assert plan(*base, "--prompt-len", "8", "--max-prompt-len", "9")["workload"]["max_prompt_len"] == 9
+
+
+def test_fixed_parts_are_kept() -> None:
+    fixes = ("batch_size=6", "micro_batch_size=3", "attention=cpu", "ffn=gpu", "weights.device=0.5", "schedule=serial")
+    policy = plan(*BESIDE_A_GPU, *(part for fix in fixes for part in ("--fix", fix)))["policy"]
+    assert (policy["batch_size"], policy["micro_batch_size"], policy["num_micro_batches"]) == (6, 3, 2)
+    assert (policy["attention_device"], policy["ffn_device"], policy["schedule"]) == ("cpu", "gpu", "serial")
+    assert policy["weights"]["device"] == 0.5
+
+
+def test_a_dtype_may_be_asked_for() -> None:
+    assert plan(*SMALL)["policy"]["weight_dtype"] == "auto"
+    assert plan(*SMALL, "--weight-dtype", "int4")["policy"]["weight_dtype"] == "int4"
+    assert plan(*SMALL, "--kv-dtype", "choose")["policy"]["kv_dtype"] in ("auto", "int8", "int4", "bfloat16", "float16")
+
+
+def test_the_same_question_is_answered_from_the_cache(own_cache: Path) -> None:
+    question = (*SMALL, "--fix", "batch_size=7")
+    before = {path.name for path in (own_cache / "plans").glob("*")}
+    unkept = plan(*question, "--no-cache")
+    assert {path.name for path in (own_cache / "plans").glob("*")} == before
+    first = plan(*question)
+    assert len({path.name for path in (own_cache / "plans").glob("*")} - before) == 1
+    assert plan(*question) == first
+    for answer in (first, unkept):
+        answer.pop("solve_s")
+    assert first == unkept
+
+
+def test_the_policy_file_holds_the_plan_and_can_be_run(tmp_path: Path) -> None:
+    path, prompts = tmp_path / "policy.yaml", ROOT / "examples" / "prompts.jsonl"
+    policy = plan(*SMALL, "--host-memory", "200MiB", "-o", path)["policy"]
+    written = load_policy(path)
+    assert (written.batch_size, written.model) == (policy["batch_size"], "demo")
+    assert (written.weights.device, written.weights.host) == (policy["weights"]["device"], policy["weights"]["host"])
+    text = path.read_text()
+    for said in ("# demo on cpu-avx2: 20 prompts", "# Why: ", "tokens/s end to end", "# Memory: host "):
+        assert said in text
+    plain = run("generate", prompts, "--max-tokens", "4")
+    assert plain.returncode == 0, plain.stderr
+    done = run("generate", prompts, "--max-tokens", "4", "--policy", path)
+    assert done.returncode == 0
+    assert done.stderr.startswith("moelight: as the policy says: N = ") and done.stderr.count("\n") == 1
+    assert read_rows(done.stdout) == read_rows(plain.stdout)
+    again = run("generate", prompts, "--max-tokens", "4", "--policy", path, "--model", ROOT / "moelight" / "demo")
+    assert again.stdout == done.stdout
+
+
+def test_the_policy_file_on_standard_output_is_all_there_is() -> None:
+    done = run("optimize", *SMALL, "-o", "-")
+    assert done.returncode == 0 and done.stdout.startswith("# demo on cpu-avx2") and "batch_size: " in done.stdout
+    assert "what would help" not in done.stdout
+
+
+def test_the_machine_at_hand_is_measured_with_the_models_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path | None] = []
+
+    def measured(*, disk_dir: Path | None) -> HardwareProfile:
+        asked.append(disk_dir)
+        return dataclasses.replace(load_hardware_profile("cpu-avx2"), name="auto")
+
+    monkeypatch.setattr(machine_profile, "machine_profile", measured)
+    demo = ROOT / "moelight" / "demo"
+    assert plan("--model", "demo", *SMALL[4:])["hardware"] == "auto"
+    assert plan("--hw", "auto", "--model", demo, *SMALL[4:])["policy"]["model"] == str(demo)
+    assert asked == [None, demo]
+
+
+# What is wrong: the arguments, and words the line must hold.
+REFUSED = {
+    "no model": ("--hw t4", ["--model"]),
+    "unknown machine": ("--hw l44 --model demo", ["l44", "'l4'"]),
+    "no machine file": ("--hw ./none.yaml --model demo", ["none.yaml"]),
+    "unknown model": ("--hw t4 --model mixtrall", ["mixtrall", "mixtral-8x7b"]),
+    "unknown workload": ("--hw t4 --model demo --workload mtbunch", ["mtbunch", "mtbench"]),
+    "unknown estimator": ("--hw t4 --model demo --estimator papper", ["papper", "'paper'"]),
+    "unknown key": ("--hw t4 --model demo --fix attn=cpu", ["attn", "attention"]),
+    "unknown schedule": ("--hw t4 --model demo --fix schedule=cgopip", ["cgopip", "'cgopipe'"]),
+    "unknown dtype": ("--hw t4 --model demo --weight-dtype int5", ["int5", "int4"]),
+    "two values": ("--hw t4 --model demo --fix ffn=gpu --fix ffn=cpu", ["ffn=gpu", "ffn=cpu"]),
+    "shares above 1": (
+        "--hw t4 --model demo --fix weights.device=0.7 --fix weights.host=0.6",
+        ["weights.device=0.7", "weights.host=0.6"],
+    ),
+    "counts that disagree": (
+        "--hw t4 --model demo --fix batch_size=9 --fix micro_batch_size=4 --fix num_micro_batches=2",
+        ["batch_size=9", "micro_batch_size=4", "num_micro_batches=2"],
+    ),
+    "a GPU where there is none": ("--hw cpu-avx2 --model demo --fix attention=gpu", ["attention_device=gpu", "GPU"]),
+    "a dtype twice": (
+        "--hw t4 --model demo --weight-dtype int4 --fix weight_dtype=int8",
+        ["--weight-dtype int4", "weight_dtype=int8"],
+    ),
+    "a prompt longer than the longest": (
+        "--hw t4 --model demo --prompt-len 9 --max-prompt-len 8",
+        ["--prompt-len 9", "--max-prompt-len 8"],
+    ),
+    "a longest prompt below the average": ("--hw t4 --model demo --max-prompt-len 8", ["--max-prompt-len 8", "77"]),
+    "not a size": ("--hw t4 --model demo --host-memory lots", ["--host-memory", "lots"]),
+    "not a size of disk": ("--hw t4 --model demo --disk much", ["--disk", "much"]),
+    "device memory without a device": (
+        "--hw cpu-avx2 --model demo --device-memory 1GiB",
+        ["--device-memory", "cpu-avx2"],
+    ),
+    "too little memory": (
+        "--hw cpu-avx2 --model mixtral --host-memory 4GiB --disk 0",
+        ["--host-memory", "4.0GiB", "at least", "GiB more"],
+    ),
+    "two things on stdout": ("--hw cpu-avx2 --model demo --json -o -", ["--json", "--output -"]),
+    "an output that cannot be": ("--hw cpu-avx2 --model demo -o /none/policy.yaml", ["/none"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["table", "json"])
+def test_refused_in_one_clear_line(kind: str, more: list[str]) -> None:
+    arguments, words = REFUSED[kind]
+    done = run("optimize", *arguments.split(), *(option for option in more if option not in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("moelight: error: ") and done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_whole_process_prints_the_table() -> None:
+    done = moelight("optimize", *BESIDE_A_GPU)
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("demo on t4", "tokens/s", "policy", "lanes in a decode pass", "binds", "memory", "why"):
+        assert said in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+PLAN = Plan(
+    policy=Policy(
+        model="mix\x1b[31mtral",
+        batch_size=4560,
+        micro_batch_size=228,
+        micro_batch_tokens=2048,
+        ffn_device="split",
+        weights=Shares(device=0.1, host=0.9),
+        cpu_experts=0.25,
+        weight_dtype="int4",
+    ),
+    hardware="t4",
+    workload=Workload(num_requests=5120, prompt_len=77, max_prompt_len=418, gen_len=128),
+    estimator="calibrated",
+    estimate=Estimate(
+        layer_s=0.2,
+        pass_s=7.0,
+        decode_tokens_per_s=640.0,
+        tokens_per_s=512.3,
+        lanes={"h2d": 6.9, "device": 4.2, "cpu": 3.5, "disk": 0.0},
+        binding="h2d",
+    ),
+    memory=(
+        TierUse(tier="device", capacity_bytes=15 * GiB, by_purpose=(("dense", 5 * GiB), ("ring", 10 * GiB))),
+        TierUse(tier="host", capacity_bytes=178 * GiB, by_purpose=(("kv", 60 * GiB), ("pinned_ring", GiB))),
+        TierUse(tier="disk", capacity_bytes=0, by_purpose=()),
+    ),
+    why="The link binds: 90 % of the experts cross it in every pass.",
+    helps=(Help(change="twice the host memory", gain=0.382), Help(change="twice the link", gain=0.04)),
+    bound_tokens_per_s=540.0,
+    solve_s=0.41,
+)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
+    print_plan(console, PLAN, workload_name="mtbench")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text and "mix\\x1b[31mtral on t4" in text
+    words = " ".join(text.split())
+    for said in (
+        "mtbench: 5,120 prompts of 77 tokens (at most 418), 128 generated each",
+        "512.3 tokens/s end to end, 640.0 while decoding; a decode pass takes 7.00 s",
+        "no policy is more than 5.1 % faster",
+        "4,560 sequences in 20 micro-batches of 228",
+        "on both, 25 % of them by the CPU where they lie; weights 10 % device, 90 % host",
+        "experts in int4, keys and values as the model has them",
+        "6.90 s 99 % link up, binds",
+        "15.0GiB of 15.0GiB, 100 %",
+        "61.0GiB of 178.0GiB, 34 %",
+        "■ pinned ring 1.0GiB",
+        "+38 % twice the host memory",
+        "+4.0 % twice the link",
+        PLAN.why,
+    ):
+        assert said in words, said
+    assert "disk" not in words

@@ -1,0 +1,147 @@
+"""``moelight simulate``: orders of work side by side, a trace and a picture of them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelight.core.policy import Policy, Shares
+from moelight.observe.trace_reading import read_trace
+from moelight.profiles.policy_files import policy_text
+from moelight.scheduler import SCHEDULES
+from tests.cli.program import moelight
+from tests.cli.program import moelight_inside as run
+
+WORK = ("--num-requests", "24", "--prompt-len", "12", "--gen-len", "8")
+SMALL = ("--hw", "t4", "--model", "demo", *WORK)
+STREAMED = Policy(
+    model="demo",
+    batch_size=12,
+    micro_batch_size=4,
+    micro_batch_tokens=32,
+    kv_tokens=1024,
+    attention_device="cpu",
+    ffn_device="gpu",
+    weights=Shares(device=0.25, host=0.5, disk=0.25),
+)
+
+
+def simulation(*arguments: str | Path) -> dict[str, Any]:
+    done = run("simulate", *arguments, "--json")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text(policy_text(STREAMED))
+    return path
+
+
+def test_every_order_that_the_devices_allow_best_first(policy: Path) -> None:
+    found = simulation("--hw", "t4", *WORK, "--policy", policy, "--schedule", "all")
+    names = [each["schedule"] for each in found["schedules"]]
+    assert set(names) == set(SCHEDULES) - {"flexgen"}  # which attends on the GPU
+    speeds = [each["tokens_per_s"] for each in found["schedules"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert names[-1] == "serial" and names[0] in ("cgopipe", "module")
+    assert found["policy"]["batch_size"] == 12 and found["hardware"] == "t4"
+
+
+def test_a_pass_moves_what_the_policy_streams(policy: Path) -> None:
+    found = simulation("--hw", "t4", *WORK, "--policy", policy, "--schedule", "cgopipe")
+    (only,) = found["schedules"]
+    for kind in ("decode", "with_prompts"):
+        each = only[kind]
+        assert each["pass_s"] > 0 and 0 <= each["idle_share"] < 1
+        assert set(each["lanes"]) == {"disk", "stage", "h2d", "d2h", "device", "cpu"}
+        for lane in each["lanes"].values():
+            assert 0 < lane["busy_s"] <= each["pass_s"] * 1.001
+            assert lane["share"] == pytest.approx(lane["busy_s"] / each["pass_s"])
+        assert each["lanes"][each["binding"]]["busy_s"] == max(lane["busy_s"] for lane in each["lanes"].values())
+        page, pages = 96 * 1024, 32
+        assert each["lanes"]["disk"]["bytes"] == pages // 4 * page
+        assert each["lanes"]["stage"]["bytes"] == pages // 2 * page
+        assert each["lanes"]["h2d"]["bytes"] >= 3 * pages // 4 * page
+    assert (only["decode"]["decode_tokens"], only["decode"]["prompt_tokens"]) == (12, 0)
+    assert only["with_prompts"]["prompt_tokens"] > 0
+    assert only["decode"]["decode_tokens_per_s"] == pytest.approx(12 / only["decode"]["pass_s"])
+
+
+def test_without_a_gpu(tmp_path: Path) -> None:
+    found = simulation("--hw", "cpu-avx2", "--model", "demo", *WORK, "--schedule", "all")
+    for each in found["schedules"]:
+        assert set(each["decode"]["lanes"]) <= {"cpu", "disk"}
+        assert each["decode"]["pass_s"] == pytest.approx(each["estimate"]["pass_s"], rel=0.1)
+
+
+def test_one_policy_on_another_model(policy: Path) -> None:
+    found = simulation("--hw", "t4", *WORK, "--policy", policy, "--model", "olmoe-1b-7b")
+    assert found["policy"]["model"] == "olmoe-1b-7b"
+    assert found["schedules"][0]["decode"]["lanes"]["h2d"]["bytes"] > 1 << 30
+
+
+def test_a_trace_that_can_be_reported(policy: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "sim.json"
+    done = run("simulate", "--hw", "t4", *WORK, "--policy", policy, "--passes", "5", "--trace", trace)
+    assert (done.returncode, done.stderr) == (0, "") and f"trace: {trace}" in done.stdout
+    found = read_trace(trace)
+    assert set(found.bars.passes) == set(range(6))  # one with prompts, five that decode
+    assert found.about is not None and found.about.source == "simulated" and found.about.hardware == "t4"
+    assert found.about.policy["schedule"] == "cgopipe" and found.about.pass_s > 0
+    assert set(found.about.predicted) <= {"disk", "stage", "h2d", "d2h", "device", "cpu"}
+    assert set(found.about.roofs) == {"disk", "stage", "h2d", "d2h"}
+    assert found.about.predicted["disk"].bytes == 8 * 96 * 1024
+    reported = run("report", trace)
+    assert reported.returncode == 0 and "6 passes simulated" in reported.stdout
+
+
+@pytest.mark.parametrize("name", ["picture.png", "picture.svg", "picture.pdf"])
+def test_a_picture(policy: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    done = run("simulate", "--hw", "t4", *WORK, "--policy", policy, "--schedule", "all", "--plot", tmp_path / name)
+    assert (done.returncode, done.stderr) == (0, "")
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name[-3:]])
+    if name.endswith("png"):
+        assert struct.unpack(">I", data[16:20])[0] == 1200
+
+
+def test_the_tables_fit_the_terminal(policy: Path) -> None:
+    arguments = ("simulate", "--hw", "t4", *WORK, "--policy", policy, "--schedule", "all")
+    text = moelight(*arguments, env_extra={"COLUMNS": "80"}).stdout
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for said in ("demo on t4", "N = 12 in micro-batches of 4", "best first", "flexgen-loop", "binding lane idle"):
+        assert said in text
+
+
+REFUSED = {
+    "nothing named": ("--hw t4", ["--model", "--policy"]),
+    "unknown schedule": ("--hw t4 --model demo --schedule cgopip", ["cgopip", "'cgopipe'", "flexgen"]),
+    "not on these devices": ("--hw cpu-avx2 --model demo --schedule flexgen", ["flexgen", "GPU"]),
+    "attention elsewhere": ("--hw t4 --policy @/policy.yaml --schedule flexgen", ["flexgen", "attention_device"]),
+    "no GPU for the policy": ("--hw cpu-avx2 --policy @/policy.yaml", ["@/policy.yaml", "GPU", "cpu-avx2"]),
+    "a policy and a fix": ("--hw t4 --policy @/policy.yaml --fix ffn=gpu", ["--policy", "--fix"]),
+    "a policy and a limit": ("--hw t4 --policy @/policy.yaml --host-memory 1GiB", ["--policy", "--host-memory"]),
+    "no such policy": ("--hw t4 --policy @/none.yaml", ["@/none.yaml"]),
+    "no passes": ("--hw t4 --model demo --passes 0", ["--passes"]),
+    "no picture": ("--hw t4 --model demo --plot @/plot.bmp", ["@/plot.bmp", ".png"]),
+    "trace in no directory": ("--hw t4 --model demo --trace @/none/t.json", ["@/none"]),
+    "unknown machine": ("--hw l44 --model demo", ["l44", "'l4'"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_in_one_clear_line(kind: str, policy: Path) -> None:
+    arguments, words = REFUSED[kind]
+    done = run("simulate", *arguments.replace("@", str(policy.parent)).split(), "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("moelight: error: ") and done.stderr.count("\n") == 1
+    for word in words:
+        assert word.replace("@", str(policy.parent)) in done.stderr
+    assert [path.name for path in policy.parent.iterdir()] == ["policy.yaml"]

@@ -1,0 +1,137 @@
+"""What the decoder does not compute is refused, every feature by its name; what it computes is not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelight.core.errors import ConfigError
+from moelight.engine.source import open_source
+from moelight.models.features import NOT_COMPUTED, require_computable
+from moelight.profiles.files import profile_names
+from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec
+from moelight.profiles.model_files import load_model_profile, model_config
+from tests.shapes import small_model
+
+LATENT = LatentSpec(q_lora_rank=None, kv_lora_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=8)
+# What a field has to say for the feature to be asked for; an empty part is the profile itself.
+ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "latent attention": [("attention", {"latent": LATENT})],
+    "attention sinks": [("attention", {"sinks": True})],
+    "a window in some layers only": [("attention", {"window": 4, "window_layers": (True, False)})],
+    "stretched positions other than linear": [
+        ("attention", {"rope_type": kind}) for kind in ("yarn", "longrope", "dynamic", "llama3")
+    ],
+    "positions in a part of each head": [("attention", {"rotary_share": 0.5})],
+    "router scores other than softmax": [
+        ("router", {"scoring": kind}) for kind in ("sigmoid", "softmax_of_top", "sparsemixer")
+    ],
+    "groups of experts": [("router", {"groups": 2}), ("router", {"groups": 2, "top_groups": 2})],
+    "scaled router weights": [("router", {"scale": 2.5})],
+    "a router bias": [("router", {"bias": True}), ("router", {"selection_bias": True})],
+    "shared experts": [
+        ("experts", {"shared_intermediate_size": 8}),
+        ("experts", {"shared_intermediate_size": 8, "shared_gate": True}),
+    ],
+    "expert biases": [("experts", {"bias": True})],
+    "clamped experts": [("experts", {"clamp": 7.0})],
+    "LayerNorm": [("", {"norm": "layer"})],
+    "norm biases": [("", {"norm_bias": True})],
+    "a bias of the output matrix": [("", {"head_bias": True})],
+}
+# What the decoder computes whatever it says (a field that is not here must be in the table).
+COMPUTED = {
+    AttentionSpec: (
+        "num_heads num_kv_heads head_dim qk_norm clip_qkv qkv_bias output_bias window rope_theta rope_factor"
+    ),
+    RouterSpec: "top_k normalize weights_in_model_dtype",
+    ExpertSpec: "num_experts intermediate_size activation",
+    ModelProfile: (
+        "name model_type num_layers hidden_size vocab_size max_positions norm_eps tie_embeddings dtype attention "
+        "router experts moe_layers dense_intermediate_size names"
+    ),
+}
+
+
+def changed(part: str, values: dict[str, Any]) -> ModelProfile:
+    model = small_model()
+    return replace(model, **{part: replace(getattr(model, part), **values)} if part else values)
+
+
+@pytest.mark.parametrize(
+    ("feature", "part", "values"), [(feature, *case) for feature, cases in ASKED.items() for case in cases]
+)
+def test_each_feature_is_refused_by_its_name_alone(feature: str, part: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_computable(changed(part, values), where="some/config.json")
+    assert str(caught.value) == (
+        "some/config.json: mixtral can be planned for but not run yet: the engine does not compute " + feature
+    )
+
+
+def test_every_field_of_a_profile_is_computed_or_in_the_table() -> None:
+    assert set(ASKED) == set(NOT_COMPUTED)
+    parts = {"attention": AttentionSpec, "router": RouterSpec, "experts": ExpertSpec, "": ModelProfile}
+    asked = {(parts[part], name) for cases in ASKED.values() for part, values in cases for name in values}
+    for spec, computed in COMPUTED.items():
+        known = set(computed.split()) | {name for owner, name in asked if owner is spec}
+        assert {field.name for field in fields(spec)} == known
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"window": 4},
+        {"window": 4, "window_layers": (True, True)},
+        {"rope_type": "linear", "rope_factor": 4.0},
+        {"qkv_bias": True},
+        {"qkv_bias": True, "output_bias": True},
+        {"qk_norm": "head"},
+        {"clip_qkv": 8.0},
+    ],
+)
+def test_what_is_computed_is_not_refused(values: dict[str, Any]) -> None:
+    require_computable(changed("attention", values), where="here")
+
+
+@pytest.mark.parametrize("name", profile_names("model"))
+def test_three_families_can_be_run(name: str) -> None:
+    model = load_model_profile(name)
+    if model.model_type in ("mixtral", "qwen3_moe", "olmoe"):
+        require_computable(model, where="here")
+    else:
+        with pytest.raises(ConfigError, match=f"here: {model.model_type} can be planned for but not run yet"):
+            require_computable(model, where="here")
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("dbrx", ["LayerNorm"]),
+        ("qwen1.5-moe-a2.7b", ["shared experts"]),
+        (
+            "deepseek-v3",
+            [
+                "latent attention",
+                "stretched positions other than linear",
+                "router scores other than softmax",
+                "groups of experts",
+                "scaled router weights",
+                "a router bias",
+                "shared experts",
+            ],
+        ),
+    ],
+)
+def test_the_engine_refuses_before_it_looks_at_a_weight(name: str, features: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model_config(name)), encoding="utf-8")
+    assert load_model_profile(str(tmp_path)).num_layers == load_model_profile(name).num_layers
+    with pytest.raises(ConfigError) as caught:
+        open_source(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+    assert str(caught.value).endswith("does not compute " + ", ".join(features))

@@ -1,0 +1,85 @@
+"""Experts, however they are called: the sums of one product per expert and token, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
+from moelight.hrm.costs import expert_workspace
+from moelight.kernels.products import Workspace
+from moelight.models.moe import ExpertWeights, Routed, accumulate, mixture, route
+from moelight.profiles.model import RouterSpec
+from moelight.weights.torch_dtypes import to_torch
+from tests.shapes import examples, small_model
+
+SPEC = RouterSpec(top_k=3, normalize=True, weights_in_model_dtype=False)
+MODEL = replace(small_model(experts=5), router=SPEC)
+HIDDEN, WIDTH = MODEL.hidden_size, MODEL.experts.intermediate_size
+
+
+def space(tokens: int, dtype: DType = FLOAT32) -> Workspace:
+    sizes = expert_workspace(MODEL, tokens, dtype)
+    return Workspace(torch.full((sizes.bytes,), 255, dtype=torch.uint8), sizes, HIDDEN, to_torch(dtype))
+
+
+def experts(dtype: torch.dtype = torch.float32) -> list[ExpertWeights]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    made = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(5)]
+    return [(gate_up, down) for gate_up, down in made]
+
+
+def routed(tokens: int, dtype: torch.dtype = torch.float32) -> Routed:
+    weights, ids = route(torch.randn(tokens, 5).to(dtype), SPEC)
+    return Routed(x=torch.randn(tokens, HIDDEN).to(dtype), weights=weights, ids=ids)
+
+
+def one_by_one(what: Routed, weights: Sequence[ExpertWeights | None]) -> Tensor:
+    """float64, token by token."""
+    out = torch.zeros(what.x.shape, dtype=torch.float64)
+    for token, (row, ids) in enumerate(zip(what.x.double(), what.ids.tolist(), strict=True)):
+        for rank, each in enumerate(ids):
+            found = weights[each]
+            if found is not None:
+                gate, up = (found[0].double() @ row).chunk(2)
+                out[token] += what.weights[token, rank] * (found[1].double() @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@examples(40)
+@given(tokens=st.integers(1, 40), here=st.lists(st.booleans(), min_size=5, max_size=5), most=st.integers(1, 40))
+def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool], most: int) -> None:
+    what, weights = routed(tokens), experts()
+    some = [each if mine else None for each, mine in zip(weights, here, strict=True)]
+    others = [None if mine else each for each, mine in zip(weights, here, strict=True)]
+    for part in (weights, some):
+        found = mixture(what, part, space(tokens))
+        torch.testing.assert_close(found.double(), one_by_one(what, part), rtol=1e-4, atol=1e-4)
+    sums = torch.zeros(tokens, HIDDEN)
+    accumulate(sums, what, some, space(most), most_rows=most)
+    accumulate(sums, what, others, space(most), most_rows=most)
+    torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_a_pass_at_once_gives_the_numbers_of_a_micro_batch(dtype: DType) -> None:
+    """Bit for bit where products meet the same rows."""
+    kind = to_torch(dtype)
+    what, weights = routed(30, kind), experts(kind)
+    sums = torch.zeros(30, HIDDEN)
+    accumulate(sums, what, weights, space(30, dtype), most_rows=30)
+    assert torch.equal(sums.to(kind), mixture(what, weights, space(30, dtype)))
+
+
+def test_experts_come_in_the_order_of_their_ids_with_the_weights_that_are_theirs() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0], [5.0, 1.0, 1.0, 1.0, 1.0]])
+    weights, ids = route(logits, replace(SPEC, normalize=False))
+    assert ids.tolist() == [[1, 3, 4], [0, 1, 2]]
+    torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids.long()))

@@ -1,0 +1,157 @@
+"""Traces are read back as they were written, and hostile ones are one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelight.core.errors import InputError
+from moelight.core.schedule import Lane, TaskKind
+from moelight.observe import trace_reading
+from moelight.observe.trace_reading import read_trace
+from tests.observe.traces import ABOUT, write_passes
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    found = read_trace(write_passes(tmp_path / "t.json", 3, tasks=2))
+    assert found.about == ABOUT
+    bars = found.bars
+    assert len(bars) == 12
+    assert list(bars.passes) == [0] * 4 + [1] * 4 + [2] * 4
+    lanes, kinds = tuple(Lane), tuple(TaskKind)
+    assert [lanes[n] for n in bars.lanes[:4]] == [Lane.H2D, Lane.H2D, Lane.CPU, Lane.DEVICE]
+    assert [kinds[n] for n in bars.kinds[:4]] == [
+        TaskKind.SEND_PAGE,
+        TaskKind.SEND_PAGE,
+        TaskKind.CPU_ATTENTION,
+        TaskKind.POST_ATTENTION,
+    ]
+    assert list(bars.start_us[:4]) == [0, 250_000, 0, 500_000]
+    assert list(bars.length_us[:4]) == [250_000, 250_000, 250_000, 500_000]
+    assert list(bars.bytes[:4]) == [500, 500, 0, 0]
+    assert list(bars.experts[:4]) == [0, 1, -1, -1]
+    assert list(bars.micro_batches[:4]) == [-1, -1, 0, 0]
+
+
+def test_pieces_of_the_file_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_passes(tmp_path / "t.json", 4)
+    whole = read_trace(path)
+    for chunk in (1, 2, 3, 7, 64, 501):
+        monkeypatch.setattr(trace_reading, "_CHUNK", chunk)
+        found = read_trace(path)
+        assert found.about == whole.about
+        assert found.bars.start_us == whole.bars.start_us and found.bars.bytes == whole.bars.bytes
+
+
+def test_what_a_trace_says_may_stand_last_or_not_at_all(tmp_path: Path) -> None:
+    path = write_passes(tmp_path / "t.json", 1)
+    trace = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(trace.items()))))
+    assert read_trace(path).about == ABOUT
+    del trace["otherData"]
+    path.write_text(json.dumps(trace, indent=3))
+    assert read_trace(path).about is None
+    trace["otherData"] = {"another": "program"}
+    path.write_text(json.dumps(trace))
+    assert read_trace(path).about is None
+
+
+@pytest.mark.parametrize("kept", [0, 1, 20, 200, 400, 700, 900, -2, -5])
+def test_a_trace_cut_off_anywhere_is_refused(tmp_path: Path, kept: int) -> None:
+    path = write_passes(tmp_path / "t.json", 2)
+    path.write_text(path.read_text()[:kept])
+    with pytest.raises(InputError, match="cut off") as refused:
+        read_trace(path)
+    assert str(refused.value).startswith(f"{path}: ") and refused.value.code == "trace_file"
+
+
+GOOD = {
+    "ph": "X",
+    "name": "sample",
+    "cat": "cpu",
+    "ts": 1.0,
+    "dur": 2.0,
+    "args": {"pass": 0, "layer": 1, "micro_batch": 0, "bytes": 0},
+}
+
+
+def event(**changed: Any) -> str:
+    made = {**GOOD, **changed}
+    made["args"] = {**GOOD["args"], **changed.get("args", {})}  # type: ignore[dict-item]
+    return json.dumps({"traceEvents": [made]})
+
+
+def about(**changed: Any) -> str:
+    return json.dumps({"otherData": {**ABOUT.as_dict(), **changed}, "traceEvents": [GOOD]})
+
+
+# What is wrong: the text of the file, and words the line must hold.
+HOSTILE = {
+    "prose": ("a trace", ["not a trace"]),
+    "a list": (json.dumps([GOOD]), ["not a trace"]),
+    "a number": ("12", ["not a trace"]),
+    "another object": ('{"a": 1}', ["not a trace"]),
+    "events that are no list": ('{"traceEvents": {}}', ["not a trace"]),
+    "events twice": ('{"traceEvents": [], "traceEvents": []}', ["not a trace"]),
+    "more after the end": (event() + "{", ["not a trace"]),
+    "no comma": ('{"traceEvents": [{} {}]}', ["event 0"]),
+    "no tasks": ('{"traceEvents": []}', ["holds no tasks"]),
+    "an event that is a list": ('{"traceEvents": [[]]}', ["event 0 is not an object"]),
+    "another kind of event": (event(ph="B"), ["event 0 is not a task"]),
+    "args that are none": ('{"traceEvents": [{"ph": "X", "args": 1}]}', ["event 0"]),
+    "an unknown lane": (event(cat="cup"), ["cat", "'cup'", "did you mean 'cpu'"]),
+    "an unknown task": (event(name="<script>"), ["name", "<script>"]),
+    "time backwards": (event(dur=-1), ["dur", "-1"]),
+    "time that is text": (event(ts="1"), ["ts"]),
+    "time that is true": (event(ts=True), ["ts"]),
+    "time without end": (event(dur=float("inf")), ["dur", "inf"]),
+    "time that is none": (event(dur=float("nan")), ["dur", "nan"]),
+    "no pass": (event(args={"pass": None}), ["pass"]),
+    "a pass below 0": (event(args={"pass": -1}), ["pass"]),
+    "a pass beyond all": (event(args={"pass": 1 << 40}), ["pass"]),
+    "bytes below 0": (event(args={"bytes": -1}), ["bytes"]),
+    "bytes beyond all": (event(args={"bytes": 10**30}), ["bytes"]),
+    "a layer in parts": (event(args={"layer": 0.5}), ["layer"]),
+    "nested for ever": ('{"traceEvents": [' + "[" * 100_000 + "]" * 100_000 + "]}", ["nested too deeply"]),
+    "a number for ever": ('{"traceEvents": [' + "9" * 100_000 + "]}", ["not a trace"]),
+    "an event for ever": ('{"traceEvents": [{"name": "' + "x" * 200_000 + '"}]}', ["event 0"]),
+    "predicted is a list": (about(predicted=[]), ["predicted"]),
+    "a lane predicted by a word": (about(predicted={"cpu": "long"}), ["predicted.cpu"]),
+    "an unknown lane predicted": (about(predicted={"gpu": {}}), ["predicted", "'gpu'"]),
+    "less than nothing predicted": (about(predicted={"cpu": {"busy_s": -1}}), ["predicted.cpu.busy_s"]),
+    "a roof below 0": (about(roofs={"cpu": -1}), ["roofs.cpu"]),
+    "a policy of lists": (about(policy={"model": ["x"]}), ["policy.model"]),
+    "a policy too long": (about(policy={"model": "x" * 5000}), ["policy.model"]),
+    "a policy too deep": (about(policy={"a": {"b": {"c": 1}}}), ["not a short plain value"]),
+    "notes that are none": (about(notes="why"), ["notes"]),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_traces_are_one_clear_line(kind: str, tmp_path: Path) -> None:
+    path, (text, words) = tmp_path / "t.json", HOSTILE[kind]
+    path.write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_trace(path)
+    said = str(refused.value)
+    assert said.startswith(f"{path}: ") and "\n" not in said and len(said) < 400
+    for word in words:
+        assert word in said
+
+
+def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_trace(path)
+    (tmp_path / "latin.json").write_bytes(b'{"otherData": "\xe9"}')
+    with pytest.raises(InputError, match="UTF-8"):
+        read_trace(tmp_path / "latin.json")
+
+
+def test_more_tasks_than_memory_is_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_reading, "_MOST_EVENTS", 5)
+    with pytest.raises(InputError, match="more than 5 tasks"):
+        read_trace(write_passes(tmp_path / "t.json", 2))

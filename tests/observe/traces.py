@@ -1,0 +1,49 @@
+"""Traces by hand, small enough to count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moelight.core.schedule import Lane, Page, Task, TaskKind
+from moelight.core.timeline import Span, Timeline
+from moelight.observe.trace import About, LaneForecast, write_trace
+
+ABOUT = About(
+    version="1.2.3",
+    source="measured",
+    policy={"model": "demo", "batch_size": 8, "micro_batch_size": 4, "weights": {"host": 0.5, "disk": 0.5}},
+    hardware="t4",
+    predicted={"h2d": LaneForecast(busy_s=0.5, bytes=1000), "cpu": LaneForecast(busy_s=0.2)},
+    pass_s=1.25,
+    roofs={"h2d": 4000.0},
+    notes={"why": "the link binds"},
+)
+
+
+def one_pass(start_s: float, *, send_s: float = 0.5, size: int = 1000, tasks: int = 1) -> Timeline:
+    """A transfer (in ``tasks`` pieces, one by one), attention beside it, experts after both: ``send_s`` + 0.5."""
+    each = send_s / tasks
+    sends = tuple(
+        Span(
+            task=Task(kind=TaskKind.SEND_PAGE, lane=Lane.H2D, page=Page(layer=1, expert=piece), bytes=size // tasks),
+            start_s=start_s + piece * each,
+            end_s=start_s + (piece + 1) * each,
+        )
+        for piece in range(tasks)
+    )
+    attention = Task(kind=TaskKind.CPU_ATTENTION, lane=Lane.CPU, layer=1, micro_batch=0)
+    experts = Task(kind=TaskKind.POST_ATTENTION, lane=Lane.DEVICE, layer=1, micro_batch=0)
+    end_s = start_s + send_s
+    return Timeline(
+        spans=(
+            *sends,
+            Span(task=attention, start_s=start_s, end_s=start_s + 0.25),
+            Span(task=experts, start_s=end_s, end_s=end_s + 0.5),
+        )
+    )
+
+
+def write_passes(path: Path, passes: int, *, about: About | None = ABOUT, tasks: int = 1) -> Path:
+    """A trace of ``passes`` passes of one second each."""
+    write_trace(path, [one_pass(10.0 + number, tasks=tasks) for number in range(passes)], about)
+    return path

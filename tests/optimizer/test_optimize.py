@@ -1,0 +1,129 @@
+"""The whole optimizer on named machines and models: plans that fit, bounds that hold, fixed values that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moelight.core.errors import BudgetError, ConfigError
+from moelight.core.paths import cache_directory
+from moelight.optimizer.cache import key_of, load, store
+from moelight.optimizer.optimize import optimize
+from moelight.optimizer.plan import Plan, plan_as_dict
+from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.workload import Workload
+from moelight.profiles.workload_files import load_workload
+
+PAIRS = [("t4", "mixtral"), ("l4", "qwen3-30b-a3b"), ("h100", "gpt-oss-120b"), ("laptop-nvme", "olmoe-1b-7b")]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELIGHT_CACHE", str(tmp_path))
+
+
+def plan(hardware: str, model: str, workload: Workload | None = None, **changes: object) -> Plan:
+    return optimize(
+        load_hardware_profile(hardware),
+        load_model_profile(model),
+        workload or load_workload("mtbench"),
+        name=model,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(("hardware", "model"), PAIRS)
+def test_a_plan_fits_and_no_policy_is_much_faster(hardware: str, model: str) -> None:
+    found = plan(hardware, model)
+    assert all(use.total_bytes <= use.capacity_bytes for use in found.memory)
+    assert found.estimate.tokens_per_s <= found.bound_tokens_per_s <= 1.2 * found.estimate.tokens_per_s
+    assert found.helps == tuple(sorted(found.helps, key=lambda item: -item.gain))
+    assert model.split("-", maxsplit=1)[0] in found.why
+    said = plan_as_dict(found)
+    assert json.loads(json.dumps(said)) == said
+    assert sum(said["policy"]["weights"].values()) == pytest.approx(1)
+    for use in said["memory"].values():
+        assert sum(use["by_purpose"].values()) == use["total_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batch_size", 777),
+        ("micro_batch_size", 51),
+        ("num_micro_batches", 7),
+        ("attention_device", "cpu"),
+        ("ffn_device", "gpu"),
+        ("schedule", "serial"),
+        ("micro_batch_tokens", 512),
+    ],
+)
+def test_a_fixed_value_is_kept_and_never_helps(key: str, value: object) -> None:
+    free, fixed = plan("t4", "mixtral"), plan("t4", "mixtral", fix={key: value})
+    assert plan_as_dict(fixed)["policy"][key] == value
+    assert fixed.estimate.tokens_per_s <= free.estimate.tokens_per_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("key", "share"), [("weights.device", 0.05), ("weights.host", 0.5), ("weights.disk", 0.3), ("cpu_experts", 0.125)]
+)
+def test_a_fixed_share_is_met_to_the_page(key: str, share: float) -> None:
+    fixed = plan("t4", "mixtral", fix={key: share, "ffn_device": "split"})
+    tier, _, name = key.partition(".")
+    policy = plan_as_dict(fixed)["policy"]
+    found = policy[tier][name] if name else policy[tier]
+    assert found == pytest.approx(round(share * 256) / 256)
+
+
+def test_limits_bind_to_the_byte_and_a_refusal_names_what_lacks() -> None:
+    found = plan("t4", "mixtral", limits={"device": 10 << 30, "host": 100 << 30})
+    assert found.use_of("device").capacity_bytes == 10 << 30
+    assert found.use_of("device").total_bytes <= 10 << 30
+    with pytest.raises(BudgetError, match=r"--host-memory 1\.0GiB is too small for mixtral-8x7b: at least .* more"):
+        plan("t4", "mixtral", limits={"host": 1 << 30})
+    with pytest.raises(BudgetError, match=r"without --fix weights\.device=0\.9 it fits"):
+        plan("t4", "mixtral", fix={"weights.device": 0.9})
+
+
+def test_no_disk_means_that_nothing_streams_from_it() -> None:
+    found = plan("t4", "mixtral", limits={"disk": 0})
+    assert found.policy.weights.disk == 0
+    with pytest.raises(BudgetError, match="mixtral"):
+        plan("laptop-nvme", "mixtral", limits={"disk": 0})
+
+
+def test_a_choice_of_dtypes_is_used_where_it_helps() -> None:
+    plain, free = plan("t4", "mixtral"), plan("t4", "mixtral", weight_dtypes=("auto", "int8", "int4"))
+    assert free.policy.weight_dtype == "int4"
+    assert free.estimate.tokens_per_s > 1.5 * plain.estimate.tokens_per_s
+
+
+def test_contradictions_name_both() -> None:
+    with pytest.raises(ConfigError, match=r"attention_device.*schedule|schedule.*attention_device|flexgen"):
+        plan("t4", "mixtral", fix={"attention_device": "cpu", "schedule": "flexgen"})
+    with pytest.raises(ConfigError, match="estimator 'papper'"):
+        plan("t4", "mixtral", estimator="papper")
+
+
+def test_an_equal_question_is_answered_from_disk() -> None:
+    first = plan("laptop-nvme", "olmoe-1b-7b")
+    assert plan("laptop-nvme", "olmoe-1b-7b") == first
+    (kept,) = cache_directory("plans").iterdir()
+    kept.write_text(kept.read_text()[:100])
+    again = plan("laptop-nvme", "olmoe-1b-7b")
+    assert again.policy == first.policy
+    assert again.solve_s != first.solve_s
+    plan("laptop-nvme", "olmoe-1b-7b", limits={"host": 20 << 30})
+    assert len(list(cache_directory("plans").iterdir())) == 2
+
+
+def test_a_plan_survives_its_file() -> None:
+    found = plan("t4", "mixtral", cache=False)
+    assert not cache_directory("plans").exists()
+    key = key_of("any", {"of": 1}, ("inputs",))
+    store(key, found)
+    assert load(key) == found
+    assert load(key_of("any", {"of": 2}, ("inputs",))) is None

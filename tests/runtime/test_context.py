@@ -1,0 +1,71 @@
+"""Contexts of the device's attention: every cached token that is seen has one place, beside its sequence's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.memory.kv import TokenCache, put
+from moelight.profiles.model import AttentionSpec
+from moelight.runtime.context import Chunk, find_context, seen_before
+from moelight.runtime.microbatch import pack
+from tests.runtime.test_microbatch import BLOCK, chunk_lists
+from tests.shapes import examples
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8)
+
+
+@examples(80)
+@given(chunks=chunk_lists(), window=st.none() | st.integers(1, 50), cached_there=st.booleans())
+def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
+    chunks: list[Chunk], window: int | None, cached_there: bool
+) -> None:
+    """A cache in which every token of every sequence is marked, copied by runs or gathered by slots."""
+    arena = torch.zeros(60 * BLOCK * 64, dtype=torch.uint8)
+    cache = TokenCache(arena, SPEC, num_layers=1, slots=60 * BLOCK, dtype=torch.float32)
+    for number, chunk in enumerate(chunks):
+        for position in range(chunk.start + len(chunk.token_ids)):
+            slot = chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
+            cache.layer(0)[slot] = number * 1000 + position
+    found = find_context(chunks, block_size=BLOCK, window=window, device=CPU, cached_there=cached_there)
+    tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    buffer = torch.full((found.tokens + tokens, 2, 1, 8), -1.0)
+    if cached_there:
+        assert found.slots is not None
+        buffer = cache.layer(0)[found.slots]
+    else:
+        assert found.slots is None
+        for place, slot, count in found.runs:
+            assert buffer[place : place + count].eq(-1).all(), "no place is filled twice"
+            buffer[place : place + count] = cache.layer(0)[slot : slot + count]
+        assert sum(count for _, _, count in found.runs) == found.tokens
+        assert buffer[found.own].eq(-1).all(), "new tokens have places of their own"
+        put(buffer, *cache.layer(0)[pack_slots(chunks)].unbind(1), found.own)
+    row = 0
+    for number, (chunk, (first, last, place, cached)) in enumerate(zip(chunks, found.spans, strict=True)):
+        count = len(chunk.token_ids)
+        assert (first, last, cached) == (row, row + count, seen_before(chunk.start, window))
+        seen = number * 1000 + torch.arange(chunk.start - cached, chunk.start + count)
+        assert torch.equal(buffer[place : place + cached + count, 1, 0, 7].long(), seen)
+        row += count
+
+
+def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
+    total = sum(len(chunk.token_ids) for chunk in chunks)
+    return pack(chunks, block_size=BLOCK, hidden=torch.zeros(total, 8), crossing=None, fresh=False).cache_slots
+
+
+def test_blocks_that_follow_each_other_move_in_one_piece() -> None:
+    one = Chunk(token_ids=[5], start=40, blocks=[4, 5, 6], samples=True)
+    two = Chunk(token_ids=[5], start=40, blocks=[1, 9, 2], samples=True)
+    found = find_context([one, two], block_size=BLOCK, window=None, device=CPU, cached_there=False)
+    assert found.runs == ((0, 64, 40), (41, 16, 16), (57, 144, 16), (73, 32, 8))
+    assert found.tokens == 80
+
+
+@pytest.mark.parametrize(("start", "window", "seen"), [(9, None, 9), (9, 4, 3), (2, 4, 2), (9, 1, 0), (0, 4, 0)])
+def test_a_window_counts_the_new_token(start: int, window: int | None, seen: int) -> None:
+    assert seen_before(start, window) == seen

@@ -1,0 +1,129 @@
+"""What a task of a link says it moves is what it moves, counted where torch copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import SamplingParams
+from moelight.core.schedule import Lane, Schedule, Task, TaskKind
+from moelight.engine.engine import Engine
+from moelight.engine.passes import PassRunner
+from moelight.runtime.ops import Operations
+from moelight.scheduler.layout import PassShape
+from moelight.scheduler.validate import validate
+from tests.tiny import save_tiny
+
+HERE = Shares(device=0.25, host=0.5, disk=0.25)
+DEVICES: dict[str, dict[str, Any]] = {
+    "host attention": {"ffn_device": "gpu", "weights": HERE},
+    "device attention": {"ffn_device": "gpu", "weights": HERE, "attention_device": "gpu"},
+    "cache on the device": {"weights": HERE, "ffn_device": "gpu", "attention_device": "gpu", "kv": Shares(device=1.0)},
+    "experts on both": {"ffn_device": "split", "weights": HERE, "cpu_experts": 0.4},
+    "experts on the host": {"ffn_device": "cpu", "attention_device": "gpu", "weights": Shares(host=1.0)},
+}
+# What comes up as a tensor of its own: on the twin it already lies where it is wanted, and nothing is copied.
+BROUGHT = {TaskKind.LOAD_HIDDEN: "attn", TaskKind.LOAD_EXPERTS: "experts"}
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that ``copy_`` writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.bytes += args[0].numel() * args[0].element_size()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("traffic"), "mixtral", sliding_window=20)
+
+
+def open_policy(model: Path, devices: str, **changes: Any) -> Policy:
+    """Prompts of up to 40 tokens are cut in chunks of twelve."""
+    sizes = {"batch_size": 6, "micro_batch_size": 3, "micro_batch_tokens": 12, "kv_tokens": 600}
+    return Policy(model=str(model), **sizes, **DEVICES[devices], **changes)
+
+
+def generate(policy: Policy) -> None:
+    prompts = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
+    with Engine(policy, device="twin", lanes="inline") as engine:
+        engine.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial"])
+def test_every_pass_of_an_engine_is_valid(
+    model: Path, devices: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine says of its micro-batches is what builder, validator and ledger take it for."""
+    seen: list[PassShape] = []
+    build = PassRunner._schedule
+
+    def validated(self: PassRunner, shape: PassShape) -> Schedule:
+        schedule = build(self, shape)
+        validate(schedule, self._layout, shape)
+        seen.append(shape)
+        return schedule
+
+    monkeypatch.setattr(PassRunner, "_schedule", validated)
+    generate(open_policy(model, devices, schedule=schedule))
+    micro_batches = [each for shape in seen for each in shape.micro_batches]
+    crosses = devices in ("device attention", "experts on the host")
+    assert any(each.context for each in micro_batches) == crosses
+    assert any(each.continues for each in micro_batches) == crosses
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: dict[TaskKind, int] = {}
+    bind = Operations.bind
+
+    def counted(self: Operations, batch: Any, position: int, sample: Any) -> Callable[[Task], Callable[[], None]]:
+        perform = bind(self, batch, position, sample)
+
+        def wrap(task: Task) -> Callable[[], None]:
+            work = perform(task)
+
+            def run() -> None:
+                with Copies() as copies:
+                    work()
+                if task.lane not in (Lane.H2D, Lane.D2H, Lane.STAGE):
+                    return
+                if task.kind in BROUGHT:
+                    tensor = getattr(batch[task.micro_batch], BROUGHT[task.kind])
+                    copies.bytes = tensor.numel() * tensor.element_size()
+                assert copies.bytes == task.bytes, f"{task.name} says {task.bytes} and moves {copies.bytes}"
+                moved[task.kind] = moved.get(task.kind, 0) + copies.bytes
+
+            return run
+
+        return wrap
+
+    monkeypatch.setattr(Operations, "bind", counted)
+    generate(open_policy(model, devices))
+    crossing = {kind for kind in moved if not kind.name.endswith("_PAGE")}
+    down_and_up = {TaskKind.OFFLOAD_QKV, TaskKind.LOAD_HIDDEN, TaskKind.OFFLOAD_KV}
+    experts = {TaskKind.OFFLOAD_HIDDEN, TaskKind.LOAD_EXPERTS}
+    assert (
+        crossing
+        == {
+            "host attention": down_and_up,
+            "device attention": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV},
+            "cache on the device": set(),
+            "experts on both": down_and_up | experts,
+            "experts on the host": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV} | experts,
+        }[devices]
+    )
+    assert all(moved.values())
