@@ -1,12 +1,16 @@
 """Prediction against reality: the machine is profiled, then runs of different models, N, μ and budgets are predicted
 and measured.
 
-    python benchmarks/hrm_error.py [--hardware FILE] [--runs N] [--out FILE.json]
+    python benchmarks/hrm_error.py [--rounds 3] [--runs N] [--out FILE.json]
 
-Nothing is tuned to the runs: the profile is taken first, through the same kernels, and every prediction is made before
-its run. Each run is a process of its own: it loads a checkpoint with random weights, warms up, and generates from
-prompts of random ids; sequences ignore their end, so the work is the workload's. The table shows tokens per second
-predicted and measured; the last line is JSON with the median and the worst error.
+Nothing is tuned to the runs: the machine is profiled right before each of them (one round of what moelight profile
+does; a shared machine is another one some minutes later), through the same kernels, and the prediction is made before
+the run. Each run is a process of its own: it loads a checkpoint with random weights, warms up, and generates from
+prompts of random ids; sequences ignore their end, so the work is the workload's. Runs with less memory than the model
+are truly limited to it, so that pages come from the disk and not from the page cache.
+
+All runs are made in several rounds, and each run's median counts. The table shows tokens per second predicted and
+measured; the last line is JSON with the median and the worst error.
 """
 
 from __future__ import annotations
@@ -19,11 +23,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from limited import enter, forget, memory_limit
 from make_checkpoint import make_checkpoint, make_mixtral_0p9b, scaled_config
+
+from moelight.core.units import parse_bytes
+
+SPARE_BYTES = 64 << 20  # of page cache beside the plan, which counts the process itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +80,17 @@ RUNS = (
 
 def main() -> None:
     args = _arguments()
+    if args.profile:
+        _profile(args.profile)
+        return
     if args.child:
         print(json.dumps(_measure(Path(args.child), Run(**json.loads(args.run)))))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        hardware = args.hardware or _profile(Path(scratch) / "machine.yaml")
         models = {name: _checkpoint(name, Path(scratch)) for name in {run.model for run in RUNS[: args.runs]}}
-        rows = []
-        for run in RUNS[: args.runs]:
-            rows.append(_row(run, models[run.model], hardware, args.repeats))
-            print(_line(rows[-1]), flush=True)
+        rounds = [[_row(run, models[run.model]) for run in RUNS[: args.runs]] for _ in range(args.rounds)]
+    rows = [_median(list(found)) for found in zip(*rounds, strict=True)]
+    print("\n".join(map(_line, rows)))
     result = _result(rows)
     print(f"median error {result['median_error']:.1%}, worst {result['worst_error']:.1%} over {len(rows)} runs")
     if args.out:
@@ -90,20 +100,26 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", type=Path, help="a profile of this machine; measured first if not given")
     parser.add_argument("--runs", type=int, default=len(RUNS))
-    parser.add_argument("--repeats", type=int, default=2, help="generations measured in each run; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every run is made; the median counts")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--hardware", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _profile(path: Path) -> Path:
-    print("measuring the machine ...", file=sys.stderr)
-    command = [sys.executable, "-m", "moelight.cli.main", "profile", "-o", str(path)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    return path
+def _profile(path: Path) -> None:
+    """One round of a measurement into the file ``path``."""
+    from moelight.profiles.hardware_text import write_hardware_profile
+    from moelight.runtime.gauges.effort import FULL
+    from moelight.runtime.gauges.machine import measure_machine
+    from moelight.runtime.machine import find_machine
+
+    effort = replace(FULL, quiet_rounds=1, host_s=30.0)
+    write_hardware_profile(measure_machine(find_machine("cpu"), effort, name="here", disk_dir=path.parent), path)
 
 
 def _checkpoint(name: str, scratch: Path) -> Path:
@@ -120,11 +136,23 @@ def _checkpoint(name: str, scratch: Path) -> Path:
     return scratch / name
 
 
-def _row(run: Run, model: Path, hardware: Path, repeats: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", str(model), "--run", json.dumps(asdict(run))]
-    command += ["--hardware", str(hardware), "--repeats", str(repeats)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return {"run": asdict(run), "label": run.label, **json.loads(done.stdout.splitlines()[-1])}
+def _row(run: Run, model: Path) -> dict[str, Any]:
+    this, hardware = [sys.executable, __file__], model.parent / "machine.yaml"
+    forget(model)
+    subprocess.run([*this, "--profile", str(hardware)], check=True)
+    with memory_limit(parse_bytes(run.host_memory) + SPARE_BYTES) as group:
+        command = [*this, "--child", str(model), "--run", json.dumps(asdict(run)), "--hardware", str(hardware)]
+        command += [] if group is None else ["--group", str(group)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    row = {"run": asdict(run), "label": run.label, "limited": group is not None, **json.loads(done.stdout)}
+    print(_line(row), file=sys.stderr, flush=True)
+    return row
+
+
+def _median(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several runs, the one with the middle error; all errors beside it."""
+    ordered = sorted(found, key=lambda row: row["error"])
+    return {**ordered[len(ordered) // 2], "errors": [row["error"] for row in found]}
 
 
 def _measure(model: Path, run: Run) -> dict[str, Any]:
@@ -135,6 +163,8 @@ def _measure(model: Path, run: Run) -> dict[str, Any]:
     from moelight.profiles.hardware import load_hardware_profile
 
     args = _arguments()
+    if args.group:
+        enter(args.group)
     work = Workload(
         num_requests=run.requests, prompt_len=run.prompt_len, max_prompt_len=run.prompt_len, gen_len=run.gen_len
     )
@@ -153,13 +183,10 @@ def _measure(model: Path, run: Run) -> dict[str, Any]:
         prompts = [[draw.randrange(3, vocab) for _ in range(run.prompt_len)] for _ in range(run.requests)]
         sampling = SamplingParams(max_tokens=run.gen_len, ignore_eos=True)
         engine.generate(prompts[: max(2, run.requests // 8)], SamplingParams(max_tokens=2, ignore_eos=True))
-        speeds, before = [], engine.stats
-        for _ in range(args.repeats):
-            engine.generate(prompts, sampling)
-            after = engine.stats
-            speeds.append((after.completion_tokens - before.completion_tokens) / (after.wall_s - before.wall_s))
-            before = after
-    measured = statistics.median(speeds)
+        before = engine.stats
+        engine.generate(prompts, sampling)
+        after = engine.stats
+    measured = (after.completion_tokens - before.completion_tokens) / (after.wall_s - before.wall_s)
     return {
         "predicted_tokens_per_s": predicted.tokens_per_s,
         "measured_tokens_per_s": measured,

@@ -16,7 +16,6 @@ from moelight.core.units import format_bytes
 from moelight.observe.figures import flops_text, rate_or_count, rate_text, scaled_text, seconds_text, share_text
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import (
-    BY_WEIGHT_BYTES,
     BYTES_PER_S,
     EFFICIENCY,
     FLOPS,
@@ -35,10 +34,18 @@ _TEXT: dict[str, Callable[[float], str]] = {
     SHARE: share_text,
     PROCESSORS_BUSY: rate_or_count,
 }
-_MEANS = {"linear": "products", "experts": "experts", "attention": "decode attention", "prefill": "prompts' attention"}
+_MEANS = {
+    "linear": "products",
+    "experts": "experts",
+    "attention": "decode attention",
+    "prefill": "prompts' attention",
+    "elementwise": "norms and sums",
+}
+_AXES = {"linear": "rows", "experts": "rows", "attention": "context", "prefill": "tokens", "elementwise": "bytes"}
 _LEAST_COLUMNS = 4
 _COLUMN_WIDTH = 7
 _MARGIN = 14
+_SAME_COLUMN = 1.12
 
 
 def print_profile(console: Console, profile: HardwareProfile) -> None:
@@ -84,18 +91,28 @@ def _rows(profile: HardwareProfile) -> Iterator[tuple[str, str, str]]:
 
 def _curves(surface: Surface, width: int) -> Iterator[Table]:
     """Points as columns, weights as lines; in several tables where one would be too wide."""
-    columns = sorted({x for curve in surface.curves for x in curve.x})
-    by_weights = surface.name in BY_WEIGHT_BYTES
-    head = "rows" if by_weights else "context" if EFFICIENCY[surface.name] == BYTES_PER_S else "tokens"
+    columns = _columns(surface)
+    head = _AXES[surface.name.partition("_")[2]]
     many = max(_LEAST_COLUMNS, (width - _MARGIN) // _COLUMN_WIDTH)
     for first in range(0, len(columns), many):
         some = columns[first : first + many]
-        names = tuple(f"{x:,.0f}" for x in some)
+        names = tuple(scaled_text(x) if head == "bytes" else f"{x:,.0f}" for x in some)
         table = plain_table(head, *names, numbers=names)
         for size, curve in zip(surface.sizes, surface.curves, strict=True):
-            table.add_row(format_bytes(int(size)) if size else "", *(_at(curve, x) for x in some))
+            table.add_row(format_bytes(int(size)) if size else "", *(_near(curve, x) for x in some))
         yield table
 
 
-def _at(curve: Curve, x: float) -> str:
-    return scaled_text(dict(zip(curve.x, curve.y, strict=True))[x]) if x in curve.x else ""
+def _columns(surface: Surface) -> list[float]:
+    """The sizes of work of all curves; those that differ by little are one column."""
+    found: list[float] = []
+    for x in sorted({x for curve in surface.curves for x in curve.x}):
+        if not found or x > found[-1] * _SAME_COLUMN:
+            found.append(x)
+    return found
+
+
+def _near(curve: Curve, x: float) -> str:
+    """What was measured in the column of ``x``."""
+    speed = next((y for known, y in zip(curve.x, curve.y, strict=True) if x <= known <= x * _SAME_COLUMN), None)
+    return "" if speed is None else scaled_text(speed)

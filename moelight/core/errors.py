@@ -54,7 +54,10 @@ class ScheduleError(MoelightError):
     """A schedule broke an invariant (cycle, overwritten slot, missing crossing, wrong bytes)."""
 
 
+_SHORT_WORD = 3  # one letter of it says more
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known word nearest to ``word``, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6 if len(word) > _SHORT_WORD else 0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -63,7 +63,7 @@ class Acts:
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
         """Output projection, norm, router, shared experts or dense layer, and the moving of rows; experts aside."""
-        copies = self.model.router.top_k if moe else 0
+        copies = self.model.router.top_k if moe and self.near.experts is None else 0  # else measured with the experts
         touched = tokens * self.model.hidden_size * (TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
         return (
             self.near.product_s(tokens, elements.after_attention, self.dtype)
@@ -76,7 +76,8 @@ class Acts:
         met = costs.distinct_experts(self.model, tokens)
         rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
         each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
-        return share * met * (each + KERNELS["expert"] * unit.launch_s)
+        launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
+        return share * met * (each + launches * unit.launch_s)
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
         """One layer's (average) attention of ``tokens`` sequences over ``context`` cached tokens each."""

@@ -47,7 +47,8 @@ class PassCost:
         count: micro-batches that decode.
         act, attend, up: of one of them in all layers: device work, attention, and transfers to the device.
         chain: the way of one of them through all layers, alone.
-        waits: how long a lane stands still at the ends of the pass, while one of them is on its way elsewhere.
+        waits: how long a lane stands still at the ends of the pass, while one of them is on its way elsewhere; without
+            a device, what lanes that work at once cost each other.
         experts: device work of experts that run once over the whole pass.
         pages: what the streamed pages take of every lane they pass.
         link_waits: how long the link stands still for the CPU's experts, whose results cross in their turn.
@@ -97,8 +98,12 @@ def pass_cost(
 
 
 def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole: bool) -> PassCost:
-    """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages."""
-    cpu, layers = acts.near, acts.model.num_layers
+    """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages.
+
+    Reading takes processors and memory from computing, and computing from reading: while both go on, each keeps a share
+    of its speed, and whichever has more to do goes on alone. Its time is then its own and what the other one cost it.
+    """
+    cpu, layers, speeds = acts.near, acts.model.num_layers, acts.speeds
     act = _acts_s(acts, batches.tokens) + (0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0))
     experts = _experts_s(acts, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
     decode = np.where(kind.decode_tokens > 0, acts.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
@@ -109,13 +114,16 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
     busy = batches.count * act + experts + attend + head
     none = np.zeros_like(busy)
     return PassCost(
-        lanes={"cpu": busy + reading * (1.0 - acts.speeds.under_disk), "disk": reading + none},
+        lanes={"cpu": busy, "disk": reading + none},
         count=batches.count,
         act=act,
         attend=attend / np.maximum(batches.count, 1e-9),
         up=none,
         chain=none,
-        waits={},
+        waits={
+            "cpu": reading * ((1.0 - speeds.under_disk) / speeds.disk_under_cpu),
+            "disk": busy * ((1.0 - speeds.disk_under_cpu) / speeds.under_disk),
+        },
         experts=experts,
         pages=(reading + none,),
     )

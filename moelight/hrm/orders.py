@@ -74,7 +74,7 @@ def module(cost: PassCost) -> list[Any]:
 def _links(cost: PassCost) -> list[Any]:
     """The lanes that only move bytes."""
     up = [cost.lanes["h2d"] + cost.link_waits] if "h2d" in cost.lanes else []
-    return [*up, *(cost.lanes[lane] for lane in ("stage", "disk") if lane in cost.lanes)]
+    return [*up, *(cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in ("stage", "disk") if lane in cost.lanes)]
 
 
 ORDERS: Mapping[str, Callable[[PassCost], list[Any]]] = {

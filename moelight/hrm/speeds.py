@@ -13,7 +13,7 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
 from moelight.profiles.efficiency import Surface
-from moelight.profiles.hardware import HardwareProfile, Processor
+from moelight.profiles.hardware import WORK, HardwareProfile, Processor
 
 # Shares of a data sheet's peak that long, well-shaped work sustains, for machines nobody has measured. Links: 12.3 of
 # 15.75 GB/s (MoE-Lightning's own kernel figures); device memory: their fused experts, 75 % of 306 GB/s; host memory:
@@ -39,6 +39,7 @@ class Unit:
     experts: Surface | None = None
     attention: Surface | None = None
     prefill: Surface | None = None
+    touching: Surface | None = None
     prefill_flops: float = 0.0
 
     def product_s(self, rows: Any, elements: int, dtype: DType, *, experts: bool = False) -> Any:
@@ -60,8 +61,8 @@ class Unit:
         return np.maximum(bytes_read / speed, flops / self.flops)
 
     def touch_s(self, size: Any) -> Any:
-        """Seconds in which norms and activations touch ``size`` bytes."""
-        return size / self.elementwise
+        """Seconds in which the norms and sums of one act touch ``size`` bytes."""
+        return size / (self.elementwise if self.touching is None else self.touching.at(np.maximum(size, 1.0)))
 
     def prefill_s(self, flops: Any, tokens: Any) -> Any:
         """Seconds for the attention of prompts of ``tokens`` each over themselves."""
@@ -73,7 +74,8 @@ class Unit:
 class Speeds:
     """One machine. Bytes per second: ``disk``, ``h2d`` and ``d2h`` (all GPUs together), ``stage`` (payload of a copy
     into pinned memory), ``dram`` (everything that touches host memory). ``gpu`` is None where there is none.
-    ``under_disk``: the share of its speed that the CPU keeps while the disk is read at full rate."""
+    ``under_disk``: the share of its speed that the CPU keeps while the disk is read; ``disk_under_cpu``: the share that
+    the disk keeps meanwhile."""
 
     cpu: Unit
     gpu: Unit | None
@@ -83,7 +85,8 @@ class Speeds:
     d2h: float
     stage: float
     transfer_s: float
-    under_disk: float
+    under_disk: float = 1.0
+    disk_under_cpu: float = 1.0
 
 
 def speeds_of(hardware: HardwareProfile) -> Speeds:
@@ -110,6 +113,7 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
         stage=hardware.figure("host_copy") or host_memory / 2,
         transfer_s=hardware.figure("transfer") or TRANSFER_S,
         under_disk=hardware.figure("cpu_under_disk") or 1.0,
+        disk_under_cpu=hardware.figure("disk_under_cpu") or 1.0,
     )
 
 
@@ -121,7 +125,12 @@ def at_best(speeds: Speeds) -> Speeds:
 
 
 def _unit_at_best(unit: Unit) -> Unit:
-    return replace(unit, linear=_surface_at_best(unit.linear), experts=_surface_at_best(unit.experts))
+    return replace(
+        unit,
+        linear=_surface_at_best(unit.linear),
+        experts=_surface_at_best(unit.experts),
+        touching=_surface_at_best(unit.touching),
+    )
 
 
 def _surface_at_best(surface: Surface | None) -> Surface | None:
@@ -152,13 +161,14 @@ def _unit(
 ) -> Unit:
     """All ``unit.count`` processors together; they share every matrix in equal parts."""
     name, count = unit.name, unit.count
-    surfaces = {work: hardware.surface(f"{name}_{work}") for work in ("linear", "experts", "attention", "prefill")}
+    surfaces = {work: hardware.surface(f"{name}_{work}") for work in WORK}
+    fields = {"touching" if work == "elementwise" else work: surface for work, surface in surfaces.items()}
     return Unit(
         flops=unit.peak_flops * count * (1.0 if surfaces["linear"] else SUSTAINED["products"]),
         memory=memory * count,
-        elementwise=(hardware.figure(f"{name}_elementwise") or ELEMENTWISE_SHARE * memory) * count,
+        elementwise=ELEMENTWISE_SHARE * memory * count,
         task_s=task_s,
         launch_s=launch_s,
         prefill_flops=unit.peak_flops * count * SUSTAINED["prefill"],
-        **{work: surface.times(count) for work, surface in surfaces.items() if surface is not None},
+        **{field: surface.times(count) for field, surface in fields.items() if surface is not None},
     )

@@ -29,7 +29,7 @@ EXACT = 1e-7
 SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
-MOST_BOXES = 30_000  # of one setting
+MOST_BOXES = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +59,15 @@ _FIELDS = ("n0", "n1", "b0", "b1", "t", "c0", "c1", "k0", "k1")
 
 def least_seconds(problem: Problem, known_s: float) -> float:
     """No policy does the job in less; ``known_s`` is what the best known one takes. Within `GAP` of it where the boxes
-    suffice."""
-    least = known_s
-    for setting in settings(problem):
-        boxes, bounds = _narrowed(problem, setting, known_s * (1 - GAP), MOST_BOXES)
-        least = min(least, float(np.min(bounds)) if len(boxes) else known_s * (1 - GAP))
-    return least
+    suffice; they go to the settings that hold the bound down."""
+    goal_s, left = known_s * (1 - GAP), MOST_BOXES
+    fronts = [_Front.of(problem, setting, goal_s) for setting in settings(problem)]
+    while left > 0:
+        front = min(fronts, key=lambda front: front.least_s)
+        if not len(front.waiting):
+            break
+        left -= front.advance()
+    return min([goal_s, *(front.least_s for front in fronts)])
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cells]:
@@ -72,33 +75,65 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cell
     first. Complete where the boxes suffice."""
     found: list[tuple[float, Cells]] = []
     for setting in settings(problem):
-        boxes, bounds = _narrowed(problem, setting, known_s * (1 - EXACT), most_boxes)
-        sizes = np.stack([boxes.n1, boxes.b1, boxes.t])[:, np.argsort(bounds, kind="stable")]
-        _, first = np.unique(sizes, axis=1, return_index=True)
+        front, left = _Front.of(problem, setting, known_s * (1 - EXACT)), most_boxes
+        while len(front.waiting) and left > 0:
+            left -= front.advance()
+        boxes, bounds = _joined(front.whole, front.waiting), np.concatenate([front.whole_s, front.waiting_s])
+        order = np.argsort(bounds, kind="stable")
+        _, first = np.unique(np.stack([boxes.n1, boxes.b1, boxes.t])[:, order], axis=1, return_index=True)
         mu, tokens = _micro_batches(problem, boxes)
-        for index in np.argsort(bounds, kind="stable")[np.sort(first)]:
+        for index in order[np.sort(first)]:
             size, part, most = (int(values[index]) for values in (boxes.n1, mu[0], tokens[0]))
             found.append((float(bounds[index]), cells(problem, setting, np.int64(size), part, most)))
     return [cell for _, cell in sorted(found, key=lambda item: item[0])]
 
 
-def _narrowed(problem: Problem, setting: Setting, goal_s: float, left: int) -> tuple[_Boxes, Any]:
-    """A setting's boxes that may hold something faster than ``goal_s``, and their bounds, cut until the boxes run out:
-    those with the lowest bounds first, so that the least of them rises fastest."""
-    setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
-    waiting, bounds = _open(problem, setting, _all(problem, setting), goal_s)
-    done, done_bounds = waiting.at([]), bounds[:0]
-    while len(waiting) and left > 0:
-        order = np.argsort(bounds, kind="stable")
+@dataclass(kw_only=True, slots=True)
+class _Front:
+    """The boxes of one setting that may hold something faster than ``goal_s``, and their bounds: those that wait to be
+    cut, and those that are ``whole``."""
+
+    problem: Problem
+    setting: Setting
+    goal_s: float
+    waiting: _Boxes
+    waiting_s: Any
+    whole: _Boxes
+    whole_s: Any
+
+    @classmethod
+    def of(cls, problem: Problem, setting: Setting, goal_s: float) -> _Front:
+        """All there is."""
+        setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
+        boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
+        return cls(
+            problem=problem,
+            setting=setting,
+            goal_s=goal_s,
+            waiting=boxes,
+            waiting_s=bounds,
+            whole=boxes.at([]),
+            whole_s=bounds[:0],
+        )
+
+    @property
+    def least_s(self) -> float:
+        """The least of all bounds; infinite where no box is left."""
+        return float(min(np.min(self.waiting_s, initial=np.inf), np.min(self.whole_s, initial=np.inf)))
+
+    def advance(self) -> int:
+        """Cut the boxes with the lowest bounds, so that the least of them rises fastest; how many came of it."""
+        order = np.argsort(self.waiting_s, kind="stable")
         first, rest = order[:AT_ONCE], order[AT_ONCE:]
-        longest = _longest_side(problem, waiting.at(first))
-        whole = first[longest < 0]
-        done, done_bounds = _joined(done, waiting.at(whole)), np.concatenate([done_bounds, bounds[whole]])
-        cut = _cut(problem, waiting.at(first[longest >= 0]), longest[longest >= 0])
-        left -= len(cut)
-        boxes, seconds = _open(problem, setting, cut, goal_s)
-        waiting, bounds = _joined(waiting.at(rest), boxes), np.concatenate([bounds[rest], seconds])
-    return _joined(done, waiting), np.concatenate([done_bounds, bounds])
+        longest = _longest_side(self.problem, self.waiting.at(first))
+        done = first[longest < 0]
+        self.whole = _joined(self.whole, self.waiting.at(done))
+        self.whole_s = np.concatenate([self.whole_s, self.waiting_s[done]])
+        cut = _cut(self.problem, self.waiting.at(first[longest >= 0]), longest[longest >= 0])
+        boxes, seconds = _open(self.problem, self.setting, cut, self.goal_s)
+        self.waiting = _joined(self.waiting.at(rest), boxes)
+        self.waiting_s = np.concatenate([self.waiting_s[rest], seconds])
+        return len(cut)
 
 
 def _open(problem: Problem, setting: Setting, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:

@@ -21,8 +21,9 @@ from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_op
 from moelight.optimizer.milp import Solved, solve
 from moelight.optimizer.problem import Cells, Problem, settings
 
-STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.004, 0.0015)
-WORTH_A_LOOK = (1.5, 1.3, 1.2, 1.1, 1.05, 1.02, 1.01, 1.01, 1.01)
+STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
+WORTH_A_LOOK = (1.5, 1.3, 1.2, 1.1, 1.05, 1.02, 1.01)
+LAST_STEPS = (0.004, 0.001, 0.0)
 CLOSELY_AT = 0.05
 FEW = 16  # candidates of a setting that are followed
 WORTH_SOLVING = 1.01
@@ -136,12 +137,13 @@ def _closer(problem: Problem, leaders: _Leaders, step: float) -> _Leaders:
 
 
 def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
-    """``leaders`` from which no single step leads on."""
+    """``leaders`` from which no small or single step leads on."""
     for _ in range(MOST_ROUNDS):
-        closer = _closer(problem, leaders, 0.0)
-        if closer.least >= leaders.least * (1 - EQUAL):
+        before = leaders.least
+        for step in LAST_STEPS:
+            leaders = _closer(problem, leaders, step)
+        if leaders.least >= before * (1 - EQUAL):
             break
-        leaders = closer
     return leaders
 
 

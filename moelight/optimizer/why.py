@@ -97,6 +97,7 @@ def _twice(unit: Unit) -> Unit:
         experts=twice(unit.experts),
         attention=twice(unit.attention),
         prefill=twice(unit.prefill),
+        touching=twice(unit.touching),
     )
 
 

@@ -39,23 +39,21 @@ MEASURED = {
     "host_to_device_under_attention": Figure(unit=BYTES_PER_S, says="a pinned transfer while the CPU attends"),
     "disk_direct": Figure(unit=BYTES_PER_S, says="several readers past the page cache"),
     "disk_cached": Figure(unit=BYTES_PER_S, says="a read that the page cache serves"),
-    "cpu_elementwise": Figure(unit=BYTES_PER_S, says="what norms and activations touch on the CPU"),
-    "gpu_elementwise": Figure(unit=BYTES_PER_S, says="what norms and activations touch on a GPU"),
     "cpu_task": Figure(unit=SECONDS, says="one act of a micro-batch on the CPU beside its arithmetic"),
     "gpu_launch": Figure(unit=SECONDS, says="one kernel launch"),
     "transfer": Figure(unit=SECONDS, says="one transfer beside its bytes"),
     "cpu_under_disk": Figure(unit=SHARE, says="of its speed the CPU keeps while the disk lane reads at full rate"),
+    "disk_under_cpu": Figure(unit=SHARE, says="of its speed the disk lane keeps while the CPU computes"),
     "busy_elsewhere": Figure(
         unit=PROCESSORS_BUSY, says="kept busy by other programs meanwhile, so that figures may be too low"
     ),
 }
-# Measured speeds by size of work. linear, experts: flop/s by rows, for weights of some bytes; attention: bytes/s of
-# keys and values read by context; prefill: flop/s by prompt tokens (4 x head_dim flop per head and attended pair).
-EFFICIENCY = {
-    f"{unit}_{work}": BYTES_PER_S if work == "attention" else FLOPS
-    for unit in PROCESSORS
-    for work in ("linear", "experts", "attention", "prefill")
-}
+# Measured speeds by size of work. linear: flop/s by rows, for weights of some bytes; experts: the same by rows of each
+# expert, everything included that a layer of them does; attention: bytes/s of keys and values read by context;
+# prefill: flop/s by prompt tokens (4 x head_dim flop per head and attended pair); elementwise: bytes/s of norms,
+# rotations, residual sums and routing by the bytes that one act touches (`hrm.acts` counts them).
+WORK = {"linear": FLOPS, "experts": FLOPS, "attention": BYTES_PER_S, "prefill": FLOPS, "elementwise": BYTES_PER_S}
+EFFICIENCY = {f"{unit}_{work}": speed for unit in PROCESSORS for work, speed in WORK.items()}
 BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))
 _PARSERS: dict[str, Callable[..., float]] = {
     BYTES_PER_S: bandwidth_bytes_per_s,
@@ -241,7 +239,7 @@ def _curve(node: Node, parse: Callable[..., float]) -> Curve:
     for name, value in node.entries().items():
         x = _above_zero(name)
         if x is None:
-            raise value.error("must have a number above 0 as its key: rows, context or prompt tokens")
+            raise value.error("must have a number above 0 as its key: rows, context, prompt tokens or bytes")
         if x in points:
             raise value.error("is given twice")
         points[x] = _quantity(value, parse, {})

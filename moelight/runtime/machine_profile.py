@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory
-from moelight.profiles.hardware import HardwareProfile, read_hardware_profile
+from moelight.profiles.hardware import WORK, HardwareProfile, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.gauges.identity import accelerators, fingerprint
 from moelight.runtime.measure import available_bytes
@@ -34,9 +34,8 @@ COMMENTS = (
     "spread: the width of the middle half of the samples, as a share of their median.",
 )
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-_WORK = ("linear", "experts", "attention", "prefill")
-_CPU_FIGURES = ("host_copy", "cpu_elementwise", "cpu_task")
-_GPU_FIGURES = ("host_to_device_under_attention", "gpu_elementwise", "gpu_launch", "transfer")
+_CPU_FIGURES = ("host_copy", "cpu_task")
+_GPU_FIGURES = ("host_to_device_under_attention", "gpu_launch", "transfer")
 
 
 def to_stderr(line: str) -> None:
@@ -108,7 +107,7 @@ def _keep(profile: HardwareProfile, path: Path, say: Say) -> None:
 def _missing(profile: HardwareProfile, *, gpu: bool) -> bool:
     """Whether figures that every measurement of such a machine gives are not there, from an older release say."""
     units = ("cpu", "gpu") if gpu else ("cpu",)
-    surfaces = [f"{unit}_{work}" for unit in units for work in _WORK]
+    surfaces = [f"{unit}_{work}" for unit in units for work in WORK]
     figures = (*_CPU_FIGURES, *_GPU_FIGURES) if gpu else _CPU_FIGURES
     complete = all(profile.surface(name) for name in surfaces) and all(profile.figure(name) for name in figures)
     return not complete or (profile.tier("device") is not None) != gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,93 +10,17 @@ from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import BudgetError
-from moelight.hrm.costs import page_slot_bytes
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
-from moelight.hrm.speeds import Speeds, Unit
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.optimize import policy_of
-from moelight.optimizer.problem import Problem
 from moelight.optimizer.refusal import refusal
 from moelight.optimizer.search import search
-from moelight.profiles.model import ExpertSpec, ModelProfile
-from moelight.profiles.workload import Workload
+from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import every, least_seconds_of_all, settings_of
-from tests.shapes import examples, small_model
+from tests.shapes import examples
 
-MOST_POLICIES = 150_000
-
-
-def drawn_problem(seed: int) -> Problem:
-    """A small model on a machine whose speeds range over decades, with memory from too little to plenty."""
-    draw = random.Random(seed)
-    model, gpu = drawn_model(draw), draw.random() < 0.7
-    prompt = draw.randint(1, 40)
-    work = Workload(
-        num_requests=draw.randint(1, 4),
-        prompt_len=prompt,
-        max_prompt_len=prompt + draw.randint(0, 20),
-        gen_len=draw.randint(1, 24),
-    )
-    slot = page_slot_bytes(model, FLOAT32)
-    pages = model.num_moe_layers * model.experts.num_experts
-    capacity = {
-        tier: int(draw.uniform(60e6, 75e6) + draw.uniform(0, 1.2) * pages * slot) for tier in ("device", "host")
-    }
-    if draw.random() < 0.3:
-        capacity[draw.choice(["device", "host"])] = 1 << 40
-    if draw.random() < 0.8:
-        capacity["device"] = int(draw.uniform(2e6, 70e6))
-    capacity["disk"] = draw.choice([0, 1 << 40, int(draw.random() * pages * slot)])
-    if not gpu:
-        del capacity["device"]
-    return Problem(
-        name="m",
-        model=model,
-        speeds=drawn_speeds(draw, gpu=gpu),
-        workload=work,
-        capacity_bytes=capacity,
-        dtype=FLOAT32,
-    )
-
-
-def drawn_model(draw: random.Random) -> ModelProfile:
-    layers = [True] * draw.randint(1, 3)
-    experts = draw.randint(1, 2) if len(layers) > 2 else draw.randint(2, 3)
-    model = small_model(layers, experts=experts)
-    return replace(
-        model,
-        hidden_size=draw.choice([8, 32, 64]),
-        experts=ExpertSpec(num_experts=experts, intermediate_size=draw.choice([12, 64, 96])),
-        router=replace(model.router, top_k=draw.randint(1, min(2, experts))),
-    )
-
-
-def drawn_speeds(draw: random.Random, *, gpu: bool) -> Speeds:
-    def rate(low: float, high: float) -> float:
-        return float(10 ** draw.uniform(low, high))
-
-    def unit() -> Unit:
-        return Unit(
-            flops=rate(7, 11),
-            memory=rate(6, 10),
-            elementwise=rate(7, 11),
-            task_s=draw.choice([0.0, rate(-7, -3)]),
-            launch_s=draw.choice([0.0, rate(-7, -4)]),
-            prefill_flops=rate(7, 11),
-        )
-
-    return Speeds(
-        cpu=unit(),
-        gpu=unit() if gpu else None,
-        dram=rate(6, 10),
-        disk=rate(5, 10),
-        h2d=rate(5, 10),
-        d2h=rate(5, 10),
-        stage=rate(5, 10),
-        transfer_s=draw.choice([0.0, rate(-7, -4)]),
-        under_disk=draw.choice([1.0, draw.uniform(0.1, 1)]),
-    )
+MOST_POLICIES = 60_000
 
 
 @examples(220)
@@ -124,7 +47,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     )
 
 
-@examples(60)
+@examples(40)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) -> None:
     """Of one tier, the other having plenty; a byte less is refused with the same figure."""

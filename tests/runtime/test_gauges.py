@@ -21,7 +21,7 @@ from moelight.core.units import KiB, MiB
 from moelight.kernels import native
 from moelight.profiles.hardware import EFFICIENCY, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
-from moelight.runtime.gauges import acts, disk, links, machine, memory, surfaces, timing
+from moelight.runtime.gauges import disk, layer, links, machine, memory, surfaces, timing
 from moelight.runtime.gauges.effort import FULL, QUICK, Effort
 from moelight.runtime.gauges.others import Others
 from moelight.runtime.gauges.pool import LEAST_TURNS, Pool
@@ -117,10 +117,14 @@ def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(poo
     assert {size for _, size, _ in experts} == {2 * 3 * 32 * 24}
     _, flops = surfaces.expert_work(pool, (32, 24), 5)
     assert flops == 2 * 5 * 3 * 32 * 24
+    _, flops = surfaces.mixture_work(pool, (32, 24), 8, 20)
+    assert flops == 20 * surfaces.TOP_K * 6 * 32 * 24
     readings = {point: gauge(0.002) for point, gauge in {**points, **experts}.items()}
     assert all(1e4 < reading.rate < 1e13 for reading in readings.values())
     surface, spread = surfaces.surface_of("cpu_experts", readings)
-    assert surface.sizes == (2.0 * 3 * 32 * 24,) and surface.curves[0].x == (1, 5, 64) and spread >= 0
+    assert surface.sizes == (2.0 * 3 * 32 * 24,) and spread >= 0
+    rows = surface.curves[0].x
+    assert rows[0] == 1 and 5 <= rows[1] < 5.2 and rows[2] == pytest.approx(64)  # of the experts that some token meets
 
 
 def test_speed_of_decoding_is_bytes_of_keys_and_values(pool: Pool) -> None:
@@ -146,16 +150,30 @@ def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
     assert surfaces.prefill_points("cpu_prefill", pool, (8,))["cpu_prefill", 0, 8](0.002).rate > 1e5
 
 
-def test_an_act_takes_microseconds_beside_its_arithmetic() -> None:
+def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
     with torch.inference_mode():
-        reading = acts.acts()(0.05)
+        reading = layer.acts(pool)(0.05)
     assert 2e-6 < 1 / reading.rate < 0.05
 
 
-def test_the_arithmetic_of_acts_is_taken_off_and_waiting_does_not_count() -> None:
-    whole, part = [100e-6] * 20 + [8e-3] * 60, [40e-6] * 20 + [4e-3] * 60
-    assert 1 / acts._beside(whole, part).rate == pytest.approx(20e-6)
-    assert 1 / acts._beside(part, whole).rate > 1e-3  # parts slower than the whole: the reading loses to any other
+def test_the_arithmetic_of_acts_is_taken_off() -> None:
+    rest = layer._in_turn(lambda: time.sleep(3e-3), lambda: time.sleep(1e-3), 0.05)
+    assert len(rest) > 5 and 1e-3 < sorted(rest)[len(rest) // 2] < 2.9e-3
+    assert all(each > 0 for each in layer._in_turn(lambda: None, lambda: time.sleep(1e-3), 0.01))
+
+
+def test_norms_and_sums_are_read_by_the_bytes_an_act_touches(pool: Pool) -> None:
+    with torch.inference_mode():
+        points = layer.elementwise_points("cpu_elementwise", pool, (2, 8))
+        assert list(points) == [("cpu_elementwise", 0, 2 * 2048 * 40), ("cpu_elementwise", 0, 8 * 2048 * 40)]
+        assert all(1e5 < gauge(0.01).rate < 1e12 for gauge in points.values())
+
+
+def test_no_block_is_read_after_its_neighbour_and_each_once() -> None:
+    for blocks in (2, 3, 7, 128):
+        order = disk.lane_order(blocks)
+        assert sorted(order) == list(range(blocks))
+        assert blocks < 4 or all(after != before + 1 for before, after in itertools.pairwise(order))
 
 
 def test_transfers_and_launches_with_the_cpu_as_its_own_device() -> None:
@@ -263,7 +281,7 @@ def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:
     assert found.name == "box" and found.date.startswith("20") and "threads" in found.notes
     assert [tier.name for tier in found.tiers] == ["host", "disk"] and not found.links
     assert {surface.name for surface in found.efficiency} == {name for name in EFFICIENCY if name.startswith("cpu")}
-    assert {"host_copy", "cpu_elementwise", "cpu_task", "disk_cached", "cpu_under_disk"} <= dict(found.measured).keys()
+    assert {"host_copy", "cpu_task", "disk_cached", "cpu_under_disk", "disk_under_cpu"} <= dict(found.measured).keys()
     linear = found.surface("cpu_linear")
     assert linear is not None and linear.sizes == (2 * 64 * 32, 2 * 128 * 64) and linear.curves[0].x == (1, 5, 16, 64)
     unit = found.processor("cpu")
@@ -295,7 +313,6 @@ def test_a_machine_with_a_gpu_becomes_a_profile(monkeypatch: pytest.MonkeyPatch)
         "host_to_device_pageable",
         "device_to_host_pageable",
         "host_to_device_under_attention",
-        "gpu_elementwise",
     } <= figures.keys()
     assert 1e-8 < figures["gpu_launch"] < 1e-2 and 1e-8 < figures["transfer"] < 1e-2
 

@@ -16,7 +16,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.paths import CACHE_VARIABLE
 from moelight.core.units import GiB
 from moelight.profiles.efficiency import Curve, Surface
-from moelight.profiles.hardware import HardwareProfile, Processor, Tier, read_hardware_profile
+from moelight.profiles.hardware import WORK, HardwareProfile, Processor, Tier, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime import machine_profile as room
 from moelight.runtime.gauges import __main__ as program
@@ -24,10 +24,10 @@ from moelight.runtime.gauges import identity
 from moelight.runtime.machine_profile import kept_path, machine_profile
 
 
-def measured(rate: float = 1e10, *, busy: float | None = None, works: tuple[str, ...] = room._WORK) -> HardwareProfile:
+def measured(rate: float = 1e10, *, busy: float | None = None, works: tuple[str, ...] = tuple(WORK)) -> HardwareProfile:
     """What a quick measurement of a machine without a GPU gives."""
     curve = Curve(x=(1.0, 64.0), y=(rate, 2 * rate))
-    figures = [("host_copy", rate), ("cpu_elementwise", rate), ("cpu_task", 4e-5)]
+    figures = [("host_copy", rate), ("cpu_task", 4e-5)]
     return HardwareProfile(
         name="auto",
         notes="a box",
@@ -117,7 +117,7 @@ def test_what_is_missing_is_measured_and_what_is_known_stays(monkeypatch: pytest
     found = machine_profile("cpu", say=lambda _: None)
     assert stand_in.taken == 1 and machine_profile("cpu") == found
     speeds = {surface.name: surface.curves[0].y[0] for surface in found.efficiency}
-    assert speeds == {"cpu_linear": 3e10, "cpu_experts": 3e10, "cpu_attention": 1e10, "cpu_prefill": 1e10}
+    assert speeds == {f"cpu_{work}": 3e10 if work in ("linear", "experts") else 1e10 for work in WORK}
     assert found.figure("host_copy") == 3e10
 
 

@@ -31,6 +31,7 @@ BESIDE_LONGER = 3
 SHARE_OF_FREE = 4  # the scratch file takes at most one part in so many
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
+_APART = 3
 _CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed did not come from the disk
 
 
@@ -174,14 +175,34 @@ def beside_reads(work: Work, scratch: Scratch) -> Gauge:
     return read
 
 
+def reads_beside(work: Work, scratch: Scratch) -> Gauge:
+    """bytes/s of the disk lane while ``work`` is done without a pause."""
+
+    def read(seconds: float) -> Reading:
+        with _reading(scratch) as blocks:
+            began = time.perf_counter()
+            while time.perf_counter() - began < BESIDE_LONGER * seconds or not blocks:
+                work()
+            took = time.perf_counter() - began
+            return Reading(rate=len(blocks) * BLOCK_BYTES / took, spread=0.0)
+
+    return read
+
+
 def from_cache(lane: Reading, cached: Reading) -> bool:
     """Whether reads that should have come from the disk were too fast for that: the page cache was not emptied."""
     return lane.rate > _CACHED_ABOVE * cached.rate
 
 
 def _pass(scratch: Scratch, block: mmap.mmap) -> None:
-    for number in range(scratch.blocks):
+    for number in lane_order(scratch.blocks):
         scratch.read(number, block)
+
+
+def lane_order(blocks: int) -> list[int]:
+    """All blocks in an order in which no block follows its neighbour: the pages that a pass reads lie between others
+    that stay in memory, and an expert's tensors between each other, so what a disk reads ahead is seldom of use."""
+    return [number for first in range(_APART) for number in range(first, blocks, _APART)]
 
 
 def _direct_share(scratch: Scratch, reader: int) -> None:
@@ -202,23 +223,25 @@ def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None
 
 
 @contextlib.contextmanager
-def _reading(scratch: Scratch) -> Iterator[None]:
-    """The file is read from the disk over and over by a thread of its own, as the disk lane does."""
-    enough = threading.Event()
+def _reading(scratch: Scratch) -> Iterator[list[int]]:
+    """The file is read from the disk over and over by a thread of its own, as the disk lane does; gives the numbers of
+    the blocks read so far."""
+    enough, blocks = threading.Event(), list[int]()
 
     def read() -> None:
         with block_buffer() as block:
             while not enough.is_set():
                 scratch.forget()
-                for number in range(scratch.blocks):
+                for number in lane_order(scratch.blocks):
                     if enough.is_set():
                         return
                     scratch.read(number, block)
+                    blocks.append(number)
 
     reader = threading.Thread(target=read, name="moelight-scratch-reader", daemon=True)
     reader.start()
     try:
-        yield
+        yield blocks
     finally:
         enough.set()
         reader.join()

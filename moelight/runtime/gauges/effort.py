@@ -16,7 +16,7 @@ class Effort:
     ``point_s`` or ``gpu_point_s``. Writing the scratch file may take ``disk_write_s``.
 
     ``linear`` are shapes [out, in], ``experts`` (hidden, intermediate); ``large`` and ``gpu_large`` are the weights and
-    rows of a product that arithmetic alone binds.
+    rows of a product that arithmetic alone binds; ``touching`` are the tokens of acts whose norms and sums are read.
     """
 
     pool_bytes: int
@@ -35,6 +35,7 @@ class Effort:
     experts: tuple[Shape, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
+    touching: tuple[int, ...]
     large: tuple[Shape, int]
     gpu_large: tuple[Shape, int]
 
@@ -60,6 +61,7 @@ FULL = Effort(
     experts=((1024, 384), (1024, 3584), (4096, 9216)),
     contexts=(64, 128, 256, 512, 1024, 2048, 4096),
     prompts=(16, 64, 128, 256, 512, 1024, 2048),
+    touching=(256, 1024, 8192),
     large=((4096, 4096), 1024),
     gpu_large=((8192, 8192), 8192),
 )
@@ -80,6 +82,7 @@ QUICK = Effort(
     experts=((1024, 384), (1024, 3584)),
     contexts=(64, 512, 2048),
     prompts=(32, 256, 1024),
+    touching=(256, 4096),
     large=((4096, 4096), 512),
     gpu_large=((8192, 8192), 8192),
 )

@@ -20,9 +20,9 @@ from moelight.core.units import MiB, format_bytes
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
 from moelight.runtime.gauges import disk, links, memory, surfaces
-from moelight.runtime.gauges.acts import acts
 from moelight.runtime.gauges.effort import Effort, Shape
 from moelight.runtime.gauges.identity import describe
+from moelight.runtime.gauges.layer import acts, elementwise_points
 from moelight.runtime.gauges.pool import SHARE_OF_FREE, Pool
 from moelight.runtime.gauges.timing import DISTURBED_CORES, Gauge, Reading, best_of_rounds, sample
 from moelight.runtime.machine import Machine
@@ -38,6 +38,7 @@ _BUSY_CONTEXT = 1024
 _BUSY_ROWS = 8
 # Readings that serve others and are no figures themselves.
 _ACTS, _LARGE, _ALONE, _BESIDE, _DIRECT = "acts", "large", "alone", "beside", "direct"
+_READS_BESIDE = "reads beside"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,8 +135,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     figures: dict[str, Gauge] = {
         "tiers.host.bandwidth": memory.reads(pool),
         "measured.host_copy": memory.copies(pool),
-        "measured.cpu_elementwise": memory.norms(pool),
-        _ACTS: acts(),
+        _ACTS: acts(pool),
     }
     if scratch is not None:
         figures |= _disk_gauges(scratch, pool, effort)
@@ -143,7 +143,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     gauges: Gauges = {key: (gauge, effort.figure_s) for key, gauge in figures.items()}
     gauges |= {key: (gauge, effort.point_s) for key, gauge in points.items()}
     readings = found.read(gauges, effort, effort.host_s)
-    for key in ("tiers.host.bandwidth", "measured.host_copy", "measured.cpu_elementwise"):
+    for key in ("tiers.host.bandwidth", "measured.host_copy"):
         found.rate(key, readings[key])
     found.seconds("measured.cpu_task", readings[_ACTS])
     if scratch is not None:
@@ -158,6 +158,7 @@ def _disk_gauges(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str,
         "tiers.disk.bandwidth": disk.lane_reads(scratch),
         _ALONE: lambda seconds: sample(work, seconds=seconds),
         _BESIDE: disk.beside_reads(work, scratch),
+        _READS_BESIDE: disk.reads_beside(work, scratch),
     }
     return found | ({_DIRECT: disk.direct_reads(scratch)} if scratch.direct is not None else {})
 
@@ -176,8 +177,9 @@ def _judge_disk(found: _Findings, readings: Readings) -> None:
     found.rate("measured.disk_cached", cached)
     if direct is not None:
         found.rate("measured.disk_direct", direct)
-    alone, beside = readings[_ALONE], readings[_BESIDE]
+    alone, beside, reads = readings[_ALONE], readings[_BESIDE], readings[_READS_BESIDE]
     found.figures["measured.cpu_under_disk"] = (min(1.0, beside.rate / alone.rate), beside.spread)
+    found.figures["measured.disk_under_cpu"] = (min(1.0, reads.rate / lane.rate), lane.spread)
 
 
 def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effort) -> None:
@@ -188,7 +190,6 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
     figures: dict[str, Gauge] = {
         "tiers.device.bandwidth": memory.reads(pool),
-        "measured.gpu_elementwise": memory.norms(pool),
         "launches": links.launches(device),
         **links.link_gauges(device, min(effort.link_bytes, host.nbytes), attend),
     }
@@ -198,8 +199,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
     for gauge, _ in gauges.values():
         gauge(0.0)  # kernels are loaded at their first use
     readings = found.read(gauges, effort, effort.device_s)
-    for key in ("tiers.device.bandwidth", "measured.gpu_elementwise"):
-        found.rate(key, readings[key])
+    found.rate("tiers.device.bandwidth", readings["tiers.device.bandwidth"])
     for key in (f"host{TO}device", f"device{TO}host"):
         found.rate(f"links.{key}.bandwidth", readings[key])
     for key in ("host_to_device_pageable", "device_to_host_pageable", "host_to_device_under_attention"):
@@ -218,6 +218,7 @@ def _points(
         **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
         **surfaces.linear_points(f"{unit}_linear", pool, effort.linear, rows),
         **surfaces.expert_points(f"{unit}_experts", pool, effort.experts, rows),
+        **elementwise_points(f"{unit}_elementwise", pool, effort.touching),
         **surfaces.linear_points(_LARGE, pool, (large[0],), (large[1],)),
     }
     return dict(sorted(found.items(), key=lambda item: item[0][2]))

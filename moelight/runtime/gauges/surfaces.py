@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.core.units import align_up
-from moelight.hrm.costs import TENSOR_ALIGNMENT, ExpertWorkspace
+from moelight.hrm.costs import ROW_PADDING, TENSOR_ALIGNMENT, ExpertWorkspace
 from moelight.kernels.attention import cpu_gqa_decode
 from moelight.kernels.prefill import prefill_attention
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
+from moelight.models.moe import Routed, mixture
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.runtime.gauges.effort import Shape
 from moelight.runtime.gauges.pool import Pool
@@ -33,8 +34,12 @@ BLOCK = 32
 SEQUENCES = 64
 _SCALE = HEAD_DIM**-0.5
 
-# A surface's name, the bytes of its weights (0 where it has none), and rows, context or prompt tokens.
-Point = tuple[str, int, int]
+TOP_K = 2
+MOST_EXPERTS = 8
+ROUTINGS = 8  # drawn in advance, used in turn
+
+# A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
+Point = tuple[str, int, float]
 Points = Mapping[Point, Gauge]
 
 
@@ -49,13 +54,19 @@ def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
 
 
 def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of one expert over R rows, for each ``(H, I)`` of ``shapes``; its weights are 3 x H x I numbers."""
-    return {
-        (name, _nbytes(pool, *_page(shape)), count): _gauge(pool, partial(expert_work, pool, shape, count))
-        for count in rows
-        for shape in shapes
-        if pool.holds(*_page(shape))
-    }
+    """flop/s of a layer's experts, of each ``(H, I)`` of ``shapes`` (3 x H x I numbers), that meet R rows on average.
+
+    Everything counts that such a layer does: sorting, gathering, ragged rows, the weighted sum.
+    """
+    found = {}
+    for count in rows:
+        for shape in shapes:
+            experts = _experts_held(pool, shape)
+            if experts >= TOP_K:
+                tokens = 1 if count == 1 else max(1, count * experts // TOP_K)
+                point = (name, _nbytes(pool, *_page(shape)), _mean_rows(experts, tokens))
+                found[point] = _gauge(pool, partial(mixture_work, pool, shape, experts, tokens))
+    return found
 
 
 def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
@@ -96,6 +107,37 @@ def expert_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
         return feed_forward(x, gate_up, down, space)
 
     return work, 6.0 * rows * hidden * width
+
+
+def mixture_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
+    """One layer of ``experts`` after another over ``tokens`` with experts drawn at random; the flop of one."""
+    hidden, width = shape
+    pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))
+    space = _workspace(shape, tokens, pool, TOP_K)
+
+    def work() -> Tensor:
+        views = next(pages)
+        return mixture(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
+
+    return work, 6.0 * tokens * TOP_K * hidden * width
+
+
+def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed]:
+    x = torch.randn(tokens, hidden, device=pool.device).to(pool.dtype)
+    weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32, device=pool.device)
+    drawn = torch.rand(ROUTINGS, tokens, experts, generator=torch.Generator().manual_seed(0))
+    ids = drawn.topk(TOP_K).indices.sort().values.to(torch.int32).to(pool.device)
+    return [Routed(x=x, weights=weights, ids=each) for each in ids]
+
+
+def _experts_held(pool: Pool, shape: Shape) -> int:
+    """How many experts of a layer the pool holds, several times over."""
+    return next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
+
+
+def _mean_rows(experts: int, tokens: int) -> float:
+    """Rows of an expert that ``tokens`` meet."""
+    return float(tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens)))
 
 
 def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
@@ -164,11 +206,11 @@ def _nbytes(pool: Pool, *shapes: Shape) -> int:
     return sum(a * b for a, b in shapes) * pool.dtype.itemsize
 
 
-def _workspace(shape: Shape, rows: int, pool: Pool) -> Workspace:
+def _workspace(shape: Shape, rows: int, pool: Pool, top_k: int = 1) -> Workspace:
     hidden, width = shape
     item, padded = pool.dtype.itemsize, padded_rows(rows)
     sizes = ExpertWorkspace(
-        rows_bytes=align_up(padded * hidden * item, TENSOR_ALIGNMENT),
+        rows_bytes=align_up((rows * (top_k - 1) + padded + ROW_PADDING) * hidden * item, TENSOR_ALIGNMENT),
         wide_bytes=align_up(padded * 2 * width * item, TENSOR_ALIGNMENT),
         narrow_bytes=align_up(padded * max(hidden, width) * item, TENSOR_ALIGNMENT),
     )

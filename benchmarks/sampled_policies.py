@@ -1,0 +1,247 @@
+"""Random policies that fit a machine, as arrays: against them the planner's choice is held.
+
+Half of them range over everything, the others keep near a given policy. All devices and orders of work that go together
+are drawn from, also those that the planner does not search. Sizes of prompt micro-batches are those the planner knows,
+and as many pages stay as memory holds, now and then fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.core.policy import Policy
+from moelight.hrm import costs
+from moelight.hrm.acts import Acts
+from moelight.hrm.estimate import job_s
+from moelight.hrm.footprint import fixed_bytes, kv_block_bytes
+from moelight.hrm.lanes import Homes
+from moelight.hrm.orders import ORDERS
+from moelight.optimizer.problem import KV_BLOCK_SIZE, PROMPT_MICRO_BATCH_TOKENS, Problem, kv_tokens
+from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.needs import misfit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Policies of one choice of devices and order. They have the face of a policy; counts of pages, and of blocks of
+    the cache on the device."""
+
+    acts: Acts
+    schedule: str
+    batch_size: Any
+    micro_batch_size: Any
+    micro_batch_tokens: Any
+    kv_tokens: Any
+    resident: Any
+    from_host: Any
+    from_disk: Any
+    computed: Any
+    blocks: Any
+    kv_block_size: int = KV_BLOCK_SIZE
+
+    @property
+    def attention_device(self) -> str:
+        return self.acts.attention_device
+
+    @property
+    def ffn_device(self) -> str:
+        return self.acts.ffn_device
+
+    @property
+    def discrete(self) -> bool:
+        return self.acts.discrete
+
+    def __len__(self) -> int:
+        return len(self.batch_size)
+
+    def at(self, index: Any) -> Sampled:
+        plain = ("acts", "schedule", "kv_block_size")
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self) if f.name not in plain})
+
+    def seconds(self, problem: Problem) -> Any:
+        """Of the whole job under each."""
+        homes = Homes(
+            from_host=self.from_host,
+            from_disk=self.from_disk,
+            computed=self.computed,
+            device_kv=self.blocks / (-(-self.kv_tokens // self.kv_block_size)),
+        )
+        return job_s(self.acts, problem.workload, self.schedule, self, homes)
+
+    def describe(self, index: int) -> str:
+        names = ("batch_size", "micro_batch_size", "micro_batch_tokens", "resident", "from_host", "from_disk")
+        numbers = {name: int(getattr(self, name)[index]) for name in (*names, "computed", "blocks")}
+        return f"{self.attention_device} {self.ffn_device} {self.schedule} {numbers}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The fastest of ``count`` policies that fit."""
+
+    seconds: float
+    count: int
+    policy: str
+
+
+def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -> Best:
+    """The best of at least ``count`` policies that fit, or of what many draws gave."""
+    rng = np.random.default_rng(seed)
+    every = list(_settings(problem))
+    own = [s for s in every if s[1:] == (near.schedule,) and _devices(s[0]) == (near.attention_device, near.ffn_device)]
+    found, least, policy = 0, np.inf, ""
+    for _ in range(8):
+        draws = [(setting, None) for setting in every] + [(setting, near) for setting in (*own * len(every), *every)]
+        for (acts, schedule), around in draws:
+            some = _drawn(problem, rng, -(-2 * count // len(draws)), acts, schedule, around)
+            if not len(some):
+                continue
+            seconds = some.seconds(problem)
+            index = int(np.argmin(seconds))
+            found += len(some)
+            if seconds[index] < least:
+                least, policy = float(seconds[index]), some.describe(index)
+        if found >= count:
+            break
+    return Best(seconds=least, count=found, policy=policy)
+
+
+def _devices(acts: Acts) -> tuple[str, str]:
+    return acts.attention_device, acts.ffn_device
+
+
+def _settings(problem: Problem) -> Iterator[tuple[Acts, str]]:
+    for attention in ("cpu", "gpu") if problem.has_gpu else ("cpu",):
+        for ffn in ("cpu", "gpu", "split") if problem.has_gpu else ("cpu",):
+            acts = Acts(
+                model=problem.model,
+                speeds=problem.speeds,
+                dtype=problem.dtype,
+                kv_dtype=problem.dtype,
+                page_dtype=problem.dtype,
+                attention_device=attention,
+                ffn_device=ffn,
+            )
+            for order in ORDERS:
+                if misfit(order, discrete=acts.discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None:
+                    yield acts, order
+
+
+def _drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, near: Policy | None) -> Sampled:
+    """As many of ``count`` draws as fit."""
+    n, b, tokens = _sizes(problem, rng, count) if near is None else _sizes_near(problem, rng, count, near)
+    mu = -(-n // b)
+    none = np.zeros(count, dtype=np.int64)
+    sizes = Sampled(
+        acts=acts,
+        schedule=schedule,
+        batch_size=n,
+        micro_batch_size=mu,
+        micro_batch_tokens=np.maximum(tokens, mu),
+        kv_tokens=np.asarray(kv_tokens(problem, n)),
+        resident=none,
+        from_host=none,
+        from_disk=none,
+        computed=none,
+        blocks=none,
+    )
+    return _placed(problem, rng, sizes, near)
+
+
+def _sizes(problem: Problem, rng: Any, count: int) -> tuple[Any, Any, Any]:
+    requests = problem.workload.num_requests
+    n = np.exp(rng.uniform(0, np.log(requests + 0.999), count)).astype(np.int64)
+    n = np.where(rng.random(count) < 0.5, -(-requests // np.maximum(1, requests // n)), n)
+    b = np.exp(rng.uniform(0, np.log(n + 0.999))).astype(np.int64)
+    return n, b, rng.choice(PROMPT_MICRO_BATCH_TOKENS, count)
+
+
+def _sizes_near(problem: Problem, rng: Any, count: int, near: Policy) -> tuple[Any, Any, Any]:
+    """Sizes a factor of 1.001 to 2.7 away, or the same, or of as many waves."""
+    requests = problem.workload.num_requests
+
+    def factor() -> Any:
+        return np.exp(rng.normal(0, 1, count) * 10.0 ** rng.uniform(-3, 0, count))
+
+    waves = np.maximum(1, np.round(-(-requests // near.batch_size) * factor())).astype(np.int64)
+    n = np.where(rng.random(count) < 0.7, -(-requests // waves), np.round(near.batch_size * factor()))
+    n = np.clip(np.where(rng.random(count) < 0.4, near.batch_size, n), 1, requests).astype(np.int64)
+    b = np.round(near.num_micro_batches * factor()) + rng.integers(-2, 3, count)
+    b = np.clip(np.where(rng.random(count) < 0.3, near.num_micro_batches, b), 1, n).astype(np.int64)
+    known = np.searchsorted(PROMPT_MICRO_BATCH_TOKENS, near.micro_batch_tokens, side="right") - 1
+    step = np.where(rng.random(count) < 0.5, 0, rng.integers(-2, 3, count))
+    return n, b, np.array(PROMPT_MICRO_BATCH_TOKENS)[np.clip(known + step, 0, len(PROMPT_MICRO_BATCH_TOKENS) - 1)]
+
+
+def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> Sampled:
+    """Homes for every page and block: first blocks on the device, then pages for the CPU, then as many pages as stay or
+    a part of them, then pages in host memory, the rest on disk. Those that do not fit are left out."""
+    acts, model, count = sizes.acts, problem.model, len(sizes)
+    slot, block = costs.page_slot_bytes(model, acts.page_dtype), kv_block_bytes(model, sizes, acts.kv_dtype)
+    free = {tier: np.full(count, float(size)) for tier, size in problem.capacity_bytes.items()}
+    for (_, tier), size in fixed_bytes(model, sizes, dtype=acts.dtype, kv_dtype=acts.kv_dtype).items():
+        free[tier] = free[tier] - size
+    cache = -(-sizes.kv_tokens // sizes.kv_block_size)
+    blocks = np.zeros(count)
+    if acts.attention_device == "gpu":
+        blocks = _cache_blocks(rng, np.clip(np.floor(free["device"] / block), 0, cache), cache, near)
+        free["device"] = free["device"] - blocks * block
+    free["host"] = free["host"] - (cache - blocks) * block
+    computed = _computed(problem, rng, count, near) if acts.ffn_device == "split" else np.zeros(count)
+    at_home = "host" if acts.ffn_device == "cpu" else "device"
+    pages = problem.pages - computed
+    resident = _most_resident(pages, np.floor(free[at_home] / slot), model.num_moe_layers)
+    resident = np.floor(resident * (1.0 if near is not None else rng.choice([1, 1, 0.999, 0.9, 0.5], count)))
+    streamed = pages - resident
+    per_layer = np.ceil(streamed / model.num_moe_layers)
+    fits = (resident >= 0) & (resident + 2 * per_layer <= np.floor(free[at_home] / slot)) & (free["host"] >= 0)
+    if acts.discrete:
+        fits &= free["device"] >= 0
+    from_host = np.zeros(count)
+    if at_home == "device":
+        room = np.floor(free["host"] / slot) - computed
+        wanted = np.where(rng.random(count) < 0.7, streamed, np.floor(streamed * rng.random(count)))
+        shallow = (wanted >= streamed) & (streamed + per_layer <= room)
+        from_host = np.where(shallow, streamed, np.clip(np.minimum(wanted, room - 2 * per_layer), 0, streamed))
+        fits &= np.where(shallow, True, from_host + np.where(from_host < streamed, 2, 1) * per_layer <= room)
+    from_disk = streamed - from_host
+    fits &= from_disk * costs.page_bytes(model, acts.page_dtype) <= problem.capacity_bytes["disk"]
+    counts = {"resident": resident, "from_host": from_host, "from_disk": from_disk, "computed": computed}
+    whole = {name: values.astype(np.int64) for name, values in {**counts, "blocks": blocks}.items()}
+    return replace(sizes, **whole).at(np.flatnonzero(fits))
+
+
+def _cache_blocks(rng: Any, most: Any, cache: Any, near: Policy | None) -> Any:
+    count, part = len(most), np.floor(rng.random(len(most)) * (most + 1))
+    kind = rng.random(count)
+    if near is None:
+        return np.where(kind < 0.3, 0, np.where(kind < 0.6, most, np.minimum(part, most)))
+    moved = np.round(near.kv.device * cache) + np.where(
+        kind < 0.3, 0, np.round(rng.normal(0, 1, count) * 10.0 ** rng.uniform(0, 3, count))
+    )
+    return np.clip(np.where(kind < 0.7, moved, part), 0, most)
+
+
+def _computed(problem: Problem, rng: Any, count: int, near: Policy | None) -> Any:
+    anywhere = np.floor(rng.random(count) ** 2 * (problem.pages + 1))
+    if near is None:
+        return anywhere
+    moved = near.cpu_experts * problem.pages + rng.normal(0, 1, count) * 10.0 ** rng.uniform(0, 2, count)
+    return np.where(rng.random(count) < 0.7, np.clip(np.round(moved), 0, problem.pages), anywhere)
+
+
+def _most_resident(pages: Any, slots: Any, layers: int) -> Any:
+    """The most pages that stay beside a ring for two layers of the others, by halving; -1 where none fit."""
+
+    def fits(resident: Any) -> Any:
+        return resident + 2 * np.ceil((pages - resident) / layers) <= slots
+
+    low, high = np.where(fits(np.zeros_like(pages)), 0.0, -1.0), pages.astype(float)
+    for _ in range(20):
+        middle = np.ceil((low + high) / 2)
+        good = fits(middle) & (middle >= 0)
+        low, high = np.where(good, middle, low), np.where(good, high, np.maximum(middle - 1, low))
+    return np.where(fits(pages), pages, low)

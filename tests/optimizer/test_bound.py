@@ -1,0 +1,111 @@
+"""Branch and bound: no policy of a box is faster than the box's bound, whatever the order, curves and fixed values."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from moelight.hrm.orders import ORDERS
+from moelight.hrm.speeds import at_best
+from moelight.optimizer import bound
+from moelight.optimizer.problem import Problem, Setting, settings
+from moelight.optimizer.search import search
+from moelight.profiles.workload import Workload
+from tests.optimizer.drawn import drawn_problem
+from tests.optimizer.exhaustive import Policies, every, fits, seconds
+from tests.shapes import examples
+
+MOST_POLICIES = 60_000
+
+
+def those_that_fit(problem: Problem, setting: Setting) -> Policies:
+    some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
+    assume(len(some.batch_size) <= MOST_POLICIES)
+    some = some.at(np.flatnonzero(fits(problem, some)))
+    assume(len(some.batch_size) > 0)
+    return some
+
+
+@examples(100)
+@given(seed=st.integers(0, 1 << 30))
+def test_no_policy_of_a_box_is_faster_than_its_bound(seed: int) -> None:
+    """Boxes of all shapes, each around a policy that fits, in every order of work."""
+    draw, problem = random.Random(seed), replace(drawn_problem(seed), orders=tuple(ORDERS))
+    setting = draw.choice(list(settings(problem)))
+    some = those_that_fit(problem, setting)
+    took, share = seconds(problem, some), some.blocks / -(-some.kv_tokens // 32)
+    parts = -(-some.batch_size // some.micro_batch_size)
+    setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
+    for _ in range(12):
+        inside, sides = box_around(draw, problem, some, parts, share)
+        box = bound._trimmed(problem, bound._Boxes(**{side: np.array([float(v)]) for side, v in sides.items()}))
+        assert len(box) == 1
+        assert bound._bound_s(problem, setting, box)[0] <= took[inside].min() * (1 + 1e-9)
+
+
+def box_around(draw: random.Random, problem: Problem, some: Policies, parts, share):  # type: ignore[no-untyped-def]
+    """Sides of a box around one of ``some``, and which of them are inside."""
+    one = draw.randrange(len(some.batch_size))
+
+    def side(value: int, low: int, high: int) -> tuple[int, int]:
+        reach = draw.choice([0, 0, 1, 2, high])
+        return max(low, value - draw.randint(0, reach)), min(high, value + draw.randint(0, reach))
+
+    requests = problem.workload.num_requests
+    n0, n1 = side(int(some.batch_size[one]), 1, requests)
+    b0, b1 = side(int(parts[one]), 1, requests)
+    c0, c1 = side(int(some.computed[one]), 0, problem.pages) if some.ffn_device == "split" else (0, 0)
+    reach = draw.choice([0.0, 0.0, 0.2, 1.0]) if some.attention_device == "gpu" else 0.0
+    k0, k1 = max(0.0, share[one] - reach * draw.random()), min(1.0, share[one] + reach * draw.random())
+    t = some.micro_batch_tokens[one]
+    inside = (some.batch_size >= n0) & (some.batch_size <= n1) & (parts >= b0) & (parts <= b1)
+    inside &= (some.micro_batch_tokens == t) & (some.computed >= c0) & (some.computed <= c1)
+    inside &= (share >= k0 - 1e-9) & (share <= k1 + 1e-9)
+    return inside, {"n0": n0, "n1": n1, "b0": b0, "b1": b1, "t": t, "c0": c0, "c1": c1, "k0": k0, "k1": k1}
+
+
+@examples(40)
+@given(seed=st.integers(0, 1 << 30))
+def test_the_boxes_of_a_setting_hold_every_candidate(seed: int) -> None:
+    problem = drawn_problem(seed, most_requests=60)
+    for setting in settings(problem):
+        boxes = bound._all(problem, setting)
+        n = random.Random(seed).randint(1, problem.workload.num_requests)
+        for b in {1, n // 2 + 1, n}:
+            holds = (boxes.n0 <= n) & (boxes.n1 >= n) & (boxes.b0 <= b) & (boxes.b1 >= b)
+            assert holds.any()
+
+
+@examples(40)
+@given(seed=st.integers(0, 1 << 30))
+def test_cutting_a_box_loses_no_candidate(seed: int) -> None:
+    problem = drawn_problem(seed, most_requests=200)
+    setting = random.Random(seed).choice(list(settings(problem)))
+    boxes = bound._all(problem, setting)
+    longest = bound._longest_side(problem, boxes)
+    boxes, longest = boxes.at(np.flatnonzero(longest >= 0)), longest[longest >= 0]
+    halves = bound._cut(problem, boxes, longest)
+    for index in range(len(boxes)):
+        for n in np.unique(np.linspace(boxes.n0[index], boxes.n1[index], 5).astype(int)):
+            b = min(int(boxes.b1[index]), int(n))
+            assert b < boxes.b0[index] or np.any(
+                (halves.n0 <= n) & (halves.n1 >= n) & (halves.b0 <= b) & (halves.b1 >= b)
+            )
+
+
+@pytest.mark.parametrize("requests", [7, 90])
+def test_the_bound_is_within_its_gap_where_boxes_suffice(requests: int) -> None:
+    """Everything in host memory, which is all that is slow: nothing is left to chance."""
+    problem = drawn_problem(4, gpu=False)
+    work = Workload(num_requests=requests, prompt_len=4, max_prompt_len=4, gen_len=8)
+    problem = replace(problem, workload=work, capacity_bytes={"host": 1 << 40, "disk": 0})
+    found = search(problem)
+    assert found is not None
+    least = bound.least_seconds(problem, found.homes.seconds)
+    assert least <= found.homes.seconds
+    assert least >= found.homes.seconds * (1 - 5 * bound.GAP)
