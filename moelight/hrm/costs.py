@@ -6,6 +6,7 @@ size, h2 expert width, n_e experts, k of them per token, n_q and n_kv heads.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from moelight.profiles.stored import dense_tensors, page_shapes
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
+_ALL_MET = 1e3
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
 
 
@@ -106,7 +108,8 @@ def seen_positions(model: ModelProfile, context: Any) -> Any:
 def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
     """Experts of one layer that at least one of ``tokens`` meets under uniform routing: E (1 - (1 - k/E)^t)."""
     experts, top_k = model.experts.num_experts, model.router.top_k
-    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+    missed = math.log1p(-top_k / experts) if top_k < experts else -_ALL_MET  # log of the share that a token misses
+    return -experts * np.expm1(tokens * missed)
 
 
 def kv_layer_bytes(model: ModelProfile, dtype: DType) -> int:

@@ -15,8 +15,8 @@ from moelight.optimizer.homes import Wanted
 from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Cells, Problem, Setting, cells
 
 WHOLE_UP_TO = 12  # requests: up to there the lattice has every N and every number of micro-batches
-_PAGE_SHARES = (0.0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
-_CACHE_SHARES = (np.nan, 0.0, 0.5, 1.0)
+_PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
+_CACHE_SHARES = (np.nan, 0.0, 1.0, 0.5)
 _STEPS = (-1, 0, 1)
 
 
@@ -44,8 +44,9 @@ def first_look(problem: Problem, setting: Setting) -> Choices:
     steps = PROMPT_MICRO_BATCH_TOKENS[:: 1 if requests <= WHOLE_UP_TO else 2]
     whole = [t for t in PROMPT_MICRO_BATCH_TOKENS if t >= context][:1]  # no context has to be gathered
     tokens = sorted({*(t for t in steps if t <= 4 * all_prompts), *whole, steps[0]})
-    computed = np.array(_PAGE_SHARES if setting.ffn_device == "split" else (0.0,)) * problem.pages
-    cache = np.array(_CACHE_SHARES if cache_is_open(problem, setting) else (np.nan,))
+    split, open_cache = setting.ffn_device == "split", cache_is_open(problem, setting)
+    cache = np.array(_CACHE_SHARES[:: 2 if split else 1] if open_cache else (np.nan,))
+    computed = np.array(_PAGE_SHARES[:: 2 if open_cache else 1] if split else (0.0,)) * problem.pages
     return _grid(problem, setting, sizes, batches, tokens, computed, cache, [np.inf], [0.0])
 
 
@@ -81,6 +82,38 @@ def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
         for column, part in zip(columns, np.broadcast_arrays(*sizes, *shares), strict=True):
             column.append(part.ravel())
     return _choices(problem, cell.setting, *map(np.concatenate, columns))
+
+
+def scattered(problem: Problem, leaders: Choices, draw: np.random.Generator, count: int) -> Choices:
+    """Random neighbours of some candidates of one setting: each size and each share as it is, or a thousandth of it to
+    a few times as much away."""
+    cell, requests, wanted = leaders.cells, problem.workload.num_requests, _columns(leaders.wanted)
+    pick = draw.integers(len(cell.batch_size), size=count)
+    n, mu, t = (np.asarray(a)[pick] for a in (cell.batch_size, cell.micro_batch_size, cell.micro_batch_tokens))
+    computed, cache, resident, spilled = (column[pick, 0] for column in wanted)
+
+    def some(share: float) -> Any:
+        return draw.random(count) < share
+
+    def scale() -> Any:
+        return np.exp(draw.normal(0, 1, count) * 10.0 ** draw.uniform(-3, 0, count))
+
+    def moved(pages: Any) -> Any:
+        return np.where(
+            some(0.5), pages, pages + np.round(draw.normal(0, 1, count) * 10.0 ** draw.uniform(0, 3, count))
+        )
+
+    waves = np.maximum(1, np.round(-(-requests // n) * scale()))
+    size = np.where(some(0.4), n, np.where(some(0.7), np.ceil(requests / waves), np.round(n * scale())))
+    batches = np.where(some(0.3), -(-n // mu), np.round(-(-n // mu) * scale()) + draw.integers(-2, 3, count))
+    tokens = t * np.where(some(0.5), 1.0, 2.0 ** draw.integers(-2, 3, count))
+    if cache_is_open(problem, cell.setting):
+        resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))
+    if cell.ffn_device == "split":
+        computed = moved(computed)
+    if cell.ffn_device != "cpu":
+        spilled = moved(spilled)
+    return _choices(problem, cell.setting, size, batches, tokens, computed, cache, resident, spilled)
 
 
 def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:
@@ -138,7 +171,8 @@ def _near_shares(problem: Problem, cell: Cells, wanted: Any, step: float) -> tup
             alone += [(pages_for_cpu, *shares) for _, *shares in (wanted, *near[:-2])]
     if cell.ffn_device != "cpu":
         spilled = x + single + np.round(problem.pages * wide)
-        alone += [(c, k, most, pages_from_disk) for pages_from_disk in (*spilled.T[:, :, None], 0.0)]
+        alone += [(c, k, most, pages_from_disk) for pages_from_disk in spilled.T[:, :, None]]
+        near += [(c, k, most, 0.0)]
     return near, alone
 
 
@@ -185,6 +219,7 @@ def _choices(problem: Problem, setting: Setting, n: Any, b: Any, t: Any, c: Any,
 def _first_of_each(columns: list[Any]) -> Any:
     """Where equal candidates come first, in the order of their sizes."""
     keys = [np.nan_to_num(column, nan=-1.0) for column in columns]
+    keys = [key for key in keys if np.any(key != key[:1])] or keys[:1]
     order = np.lexsort(keys[::-1])
     differs = np.zeros(len(order), dtype=bool)
     differs[:1] = True

@@ -17,18 +17,23 @@ import numpy as np
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.homes import Wanted, fill
-from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, closely, first_look
+from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, closely, first_look, scattered
 from moelight.optimizer.milp import Solved, solve
 from moelight.optimizer.problem import Cells, Problem, settings
 
 STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
-WORTH_A_LOOK = (1.5, 1.3, 1.2, 1.1, 1.05, 1.02, 1.01)
+WORTH_A_LOOK = (1.5, 1.25, 1.15, 1.1, 1.05, 1.02, 1.01)
 LAST_STEPS = (0.004, 0.001, 0.0)
 CLOSELY_AT = 0.05
-FEW = 16  # candidates of a setting that are followed
+FEW, FEW_BY_WAVES = 12, 8  # candidates of a setting that are followed
 WORTH_SOLVING = 1.01
-MOST_SOLVED = 4
+MOST_SOLVED = 3
 MOST_ROUNDS = 12
+FIRST = 4
+WORTH_FINISHING = 1.005
+MOST_FINISHED = 3
+SHAKES = 5
+SCATTERED = 4000
 EQUAL = 1e-9
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
@@ -68,7 +73,11 @@ def search(problem: Problem) -> Found | None:
             leaders = [
                 _few(problem, found.choices, closely(problem, found.choices.at(0))) or found for found in leaders
             ]
-    leaders = [_to_the_end(problem, found) for found in leaders]
+    for work in (_to_the_end, _shaken):
+        leaders = sorted(leaders, key=lambda found: found.least)
+        worth = leaders[0].least * WORTH_FINISHING
+        first = [work(problem, found) if found.least <= worth else found for found in leaders[:MOST_FINISHED]]
+        leaders = first + leaders[MOST_FINISHED:]
     best = _settled(problem, sorted(leaders, key=lambda found: found.least))
     if best is not None and problem.programme and problem.workload.num_requests <= WHOLE_UP_TO:
         best = _decided(problem, best)
@@ -85,8 +94,11 @@ def closed_form_s(problem: Problem, choices: Choices) -> Any:
     return seconds
 
 
-def _few(problem: Problem, *looks: Choices) -> _Leaders | None:
-    """The best candidates of each of some regions, at most `FEW`; of equals those with larger N and micro-batches."""
+def _few(problem: Problem, *looks: Choices, by_waves: bool = False) -> _Leaders | None:
+    """The best candidates of each of some regions, at most `FEW`; of equals those with larger N and micro-batches.
+
+    Regions are sizes of about the same logarithm, or ``by_waves``: so many waves for all requests, full ones apart.
+    """
     found = []
     for choices in looks:
         seconds = closed_form_s(problem, choices)
@@ -98,21 +110,34 @@ def _few(problem: Problem, *looks: Choices) -> _Leaders | None:
     cell = choices.cells
     rounded = np.round(np.log(seconds) / EQUAL)
     order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, rounded))
-    b = -(-cell.batch_size // cell.micro_batch_size)
+    region = _region(problem, cell, by_waves=by_waves)
+    _, first = np.unique(region[order], return_index=True)
+    index = order[np.sort(first)[: FEW_BY_WAVES if by_waves else FEW]]
+    return _Leaders(choices=_as_filled(problem, choices.at(index)), seconds=seconds[index])
+
+
+def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
+    """A number for each candidate, the same for those of one region."""
+    n, requests = cell.batch_size, problem.workload.num_requests
+    b = -(-n // cell.micro_batch_size)
     numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
-    scales = [np.round(np.log2(scale)) for scale in (cell.batch_size**4, cell.micro_batch_tokens)]
-    region = np.stack([*scales, numbers])
-    _, first = np.unique(region[:, order], axis=1, return_index=True)
-    index = order[np.sort(first)[:FEW]]
-    return _Leaders(choices=_pages_first(problem, choices.at(index)), seconds=seconds[index])
+    size, tokens = np.round(np.log2(n**4)), np.round(np.log2(cell.micro_batch_tokens))
+    if by_waves:
+        waves = -(-requests // n)
+        size = 2 * waves + (n == -(-requests // waves))
+    return (size * 1000 + tokens) * 1000 + numbers
 
 
-def _pages_first(problem: Problem, choices: Choices) -> Choices:
-    """The same candidates, the place of the cache expressed as that of the pages which leave it room."""
-    if not cache_is_open(problem, choices.cells.setting):
+def _as_filled(problem: Problem, choices: Choices) -> Choices:
+    """The same candidates, what they want said by what they got, so that a small step from there is one: pages that
+    come from disk, and the place of the cache as that of the pages which leave it room."""
+    setting = choices.cells.setting
+    if setting.ffn_device == "cpu":
         return choices
-    resident = fill(problem, choices.cells, choices.wanted).resident
-    wanted = replace(choices.wanted, device_kv=np.full_like(resident, np.nan), resident=resident)
+    filled = fill(problem, choices.cells, choices.wanted)
+    wanted = replace(choices.wanted, spilled=filled.homes.from_disk)
+    if cache_is_open(problem, setting):
+        wanted = replace(wanted, device_kv=np.full_like(filled.resident, np.nan), resident=filled.resident)
     return Choices(cells=choices.cells, wanted=wanted)
 
 
@@ -137,13 +162,29 @@ def _closer(problem: Problem, leaders: _Leaders, step: float) -> _Leaders:
 
 
 def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
-    """``leaders`` from which no small or single step leads on."""
+    """``leaders`` from the first of which, each in its own region, no small or single step leads on."""
     for _ in range(MOST_ROUNDS):
-        before = leaders.least
+        before = leaders.seconds[:FIRST]
         for step in LAST_STEPS:
-            leaders = _closer(problem, leaders, step)
-        if leaders.least >= before * (1 - EQUAL):
+            near = around(problem, leaders.choices, step=step)
+            leaders = _few(problem, leaders.choices, near, by_waves=True) or leaders
+        if not _is_better(leaders.seconds[:FIRST], before):
             break
+    return leaders
+
+
+def _is_better(seconds: Any, before: Any) -> bool:
+    """Whether any of the first regions got faster, or there are more of them."""
+    return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - EQUAL)))
+
+
+def _shaken(problem: Problem, leaders: _Leaders) -> _Leaders:
+    """``leaders`` near which none of many random candidates is better: what no step along an axis finds."""
+    draw = np.random.default_rng(0)
+    for _ in range(SHAKES):
+        near = scattered(problem, leaders.choices, draw, SCATTERED)
+        found = _few(problem, leaders.choices, near, by_waves=True) or leaders
+        leaders = _to_the_end(problem, found) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
     return leaders
 
 
