@@ -29,7 +29,7 @@ EXACT = 1e-7
 SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
-MOST_BOXES = 25_000
+MOST_BOXES = 28_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

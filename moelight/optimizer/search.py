@@ -21,10 +21,10 @@ from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_op
 from moelight.optimizer.milp import Solved, solve
 from moelight.optimizer.problem import Cells, Problem, settings
 
-STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
-WORTH_A_LOOK = (1.5, 1.25, 1.15, 1.1, 1.05, 1.02, 1.01)
+STEPS = (1.0, 0.5, 0.25, 0.1, 0.04, 0.01)
+WORTH_A_LOOK = (1.5, 1.25, 1.12, 1.06, 1.02, 1.01)
 LAST_STEPS = (0.004, 0.001, 0.0)
-CLOSELY_AT = 0.05
+CLOSELY_AT = 0.04
 FEW, FEW_BY_WAVES = 12, 8  # candidates of a setting that are followed
 WORTH_SOLVING = 1.01
 MOST_SOLVED = 3
@@ -32,7 +32,7 @@ MOST_ROUNDS = 12
 FIRST = 4
 WORTH_FINISHING = 1.005
 MOST_FINISHED = 3
-SHAKES = 5
+SHAKES = 4
 SCATTERED = 4000
 EQUAL = 1e-9
 MOST_BOXES = 20_000
