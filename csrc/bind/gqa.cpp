@@ -1,82 +1,13 @@
-// The border between Python and the kernels: arrays come in by DLPack, are checked here, and leave as plain structs.
-// Every refusal is a ValueError that names the argument. Knows no torch and no algorithm.
+// Attention over the paged cache: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no torch
+// and no algorithm.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-
-#include <algorithm>
-#include <string>
-
+#include "checks.h"
 #include "gqa/gqa.h"
-#include "moelight/cpu.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-using moelight::DType;
-using moelight::Isa;
-
+namespace moelight::bind {
 namespace {
 
-using In = nb::ndarray<nb::ro>;
-using Out = nb::ndarray<>;
-
-[[noreturn]] void refuse(const char* name, const std::string& why) {
-  throw nb::value_error((std::string(name) + ": " + why).c_str());
-}
-
-template <class Array>
-std::string shape_of(const Array& array) {
-  std::string text = "[";
-  for (size_t i = 0; i < array.ndim(); ++i) text += (i ? ", " : "") + std::to_string(array.shape(i));
-  return text + "]";
-}
-
-// Dimensions after the first must be contiguous; a dimension of one element has no stride worth checking.
-template <class Array>
-void check_layout(const char* name, const Array& array, size_t ndim) {
-  if (array.device_type() != nb::device::cpu::value) refuse(name, "must be in CPU memory");
-  if (array.ndim() != ndim)
-    refuse(name, "must have " + std::to_string(ndim) + " dimensions, has shape " + shape_of(array));
-  int64_t expected = 1;
-  for (size_t i = ndim; i-- > 1;) {
-    if (array.shape(i) > 1 && array.stride(i) != expected)
-      refuse(name, "must be contiguous beyond its first dimension");
-    expected *= static_cast<int64_t>(array.shape(i));
-  }
-  if (array.shape(0) > 1 && array.stride(0) < expected) refuse(name, "rows overlap");
-}
-
-template <class Array>
-void check_dim(const char* name, const Array& array, size_t dim, int64_t expected, const char* meaning) {
-  if (static_cast<int64_t>(array.shape(dim)) != expected)
-    refuse(name, std::string(meaning) + " must be " + std::to_string(expected) + ", shape is " + shape_of(array));
-}
-
-template <class Array>
-DType float_type(const char* name, const Array& array) {
-  const nb::dlpack::dtype type = array.dtype();
-  const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
-  if (type.lanes == 1 && code == nb::dlpack::dtype_code::Float && type.bits == 32) return DType::kFloat32;
-  if (type.lanes == 1 && code == nb::dlpack::dtype_code::Float && type.bits == 16) return DType::kFloat16;
-  if (type.lanes == 1 && code == nb::dlpack::dtype_code::Bfloat && type.bits == 16) return DType::kBFloat16;
-  refuse(name, "must be float32, bfloat16 or float16");
-}
-
-template <class Array>
-void check_float_type(const char* name, const Array& array, DType expected) {
-  if (float_type(name, array) != expected) refuse(name, "must have the same dtype as the cache");
-}
-
-template <class T>
-void check_int_type(const char* name, const In& array) {
-  if (array.dtype() != nb::dtype<T>()) refuse(name, "must be int" + std::to_string(8 * sizeof(T)));
-}
-
-int checked_threads(int64_t threads) {
-  if (threads < 1) refuse("threads", "must be at least 1, is " + std::to_string(threads));
-  return static_cast<int>(std::min<int64_t>(threads, 1024));
-}
+using namespace nb::literals;
 
 struct Cache {
   int64_t blocks, kv_heads, block_size, head_dim;
@@ -95,12 +26,12 @@ Cache check_caches(const Array& k_cache, const Array& v_cache) {
   const Cache cache = {static_cast<int64_t>(k_cache.shape(0)), static_cast<int64_t>(k_cache.shape(1)),
                        static_cast<int64_t>(k_cache.shape(2)), static_cast<int64_t>(k_cache.shape(3)), dtype};
   if (cache.kv_heads < 1 || cache.block_size < 1) refuse("k_cache", "is empty: shape " + shape_of(k_cache));
-  if (cache.head_dim < 8 || cache.head_dim > moelight::kMaxHeadDim || cache.head_dim % 8 != 0)
+  if (cache.head_dim < 8 || cache.head_dim > kMaxHeadDim || cache.head_dim % 8 != 0)
     refuse("k_cache", "head size must be a multiple of 8 from 8 to 256, shape is " + shape_of(k_cache));
   return cache;
 }
 
-void check_tables(const moelight::GqaArgs& args, int64_t blocks, int64_t max_blocks) {
+void check_tables(const GqaArgs& args, int64_t blocks, int64_t max_blocks) {
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t length = args.seq_lens[b];
     if (length < 0 || length > max_blocks * args.block_size)
@@ -138,7 +69,7 @@ void gqa_decode(const In& q, const In& k_cache, const In& v_cache, const In& blo
   if (batch > 1 && seq_lens.stride(0) != 1) refuse("seq_lens", "must be contiguous");
   if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
 
-  const moelight::GqaArgs args = {.dtype = cache.dtype,
+  const GqaArgs args = {.dtype = cache.dtype,
                                   .batch = batch,
                                   .q_heads = q_heads,
                                   .kv_heads = cache.kv_heads,
@@ -185,7 +116,7 @@ void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In
       refuse("slots", "entry " + std::to_string(t) + " is " + std::to_string(slot[t]) + ", the cache has " +
                           std::to_string(cache.blocks * cache.block_size) + " slots");
 
-  const moelight::AppendArgs args = {.element_bytes = moelight::dtype_bytes(cache.dtype),
+  const AppendArgs args = {.element_bytes = dtype_bytes(cache.dtype),
                                      .tokens = tokens,
                                      .kv_heads = cache.kv_heads,
                                      .head_dim = cache.head_dim,
@@ -204,41 +135,12 @@ void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In
   moelight::kv_append(args);
 }
 
-constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
-
-nb::list isa_available() {
-  nb::list names;
-  for (const Isa isa : kIsas)
-    if (moelight::isa_runs(isa)) names.append(moelight::isa_name(isa));
-  return names;
-}
-
-void set_isa(const std::string& name) {
-  if (name == "auto") return moelight::unforce_isa();
-  for (const Isa isa : kIsas) {
-    if (name != moelight::isa_name(isa)) continue;
-    if (!moelight::force_isa(isa)) refuse("isa", name + " does not run on this processor");
-    return;
-  }
-  refuse("isa", "must be auto, scalar, avx2 or avx512, is '" + name + "'");
-}
-
-nb::dict cpu_features() {
-  nb::dict features;
-  for (const auto& [name, present] : moelight::cpu_features()) features[name.c_str()] = present;
-  return features;
-}
-
 }  // namespace
 
-NB_MODULE(_native, module) {
-  module.doc() = "moelight's native kernels; called through moelight.kernels, never directly.";
-  module.def("isa", [] { return moelight::isa_name(moelight::active_isa()); });
-  module.def("isa_available", isa_available);
-  module.def("set_isa", set_isa, "name"_a);
-  module.def("cpu_features", cpu_features);
-  module.def("cpu_vendor", moelight::cpu_vendor);
+void add_gqa(nb::module_& module) {
   module.def("gqa_decode", gqa_decode, "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "seq_lens"_a, "scale"_a,
              "window"_a, "out"_a, "threads"_a);
   module.def("kv_append", kv_append, "k_cache"_a, "v_cache"_a, "k_new"_a, "v_new"_a, "slots"_a, "threads"_a);
 }
+
+}  // namespace moelight::bind

@@ -1,0 +1,49 @@
+// The module itself, and what it says of the processor. Knows no kernel.
+
+#include <nanobind/stl/string.h>
+
+#include "checks.h"
+#include "moelight/cpu.h"
+
+namespace moelight::bind {
+namespace {
+
+constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
+
+nb::list isa_available() {
+  nb::list names;
+  for (const Isa isa : kIsas)
+    if (isa_runs(isa)) names.append(isa_name(isa));
+  return names;
+}
+
+void set_isa(const std::string& name) {
+  if (name == "auto") return unforce_isa();
+  for (const Isa isa : kIsas) {
+    if (name != isa_name(isa)) continue;
+    if (!force_isa(isa)) refuse("isa", name + " does not run on this processor");
+    return;
+  }
+  refuse("isa", "must be auto, scalar, avx2 or avx512, is '" + name + "'");
+}
+
+nb::dict cpu_features() {
+  nb::dict features;
+  for (const auto& [name, present] : moelight::cpu_features()) features[name.c_str()] = present;
+  return features;
+}
+
+}  // namespace
+}  // namespace moelight::bind
+
+NB_MODULE(_native, module) {
+  using namespace nanobind::literals;
+  using namespace moelight::bind;
+  module.doc() = "moelight's native kernels; called through moelight.kernels, never directly.";
+  module.def("isa", [] { return moelight::isa_name(moelight::active_isa()); });
+  module.def("isa_available", isa_available);
+  module.def("set_isa", set_isa, "name"_a);
+  module.def("cpu_features", cpu_features);
+  module.def("cpu_vendor", moelight::cpu_vendor);
+  add_gqa(module);
+}
