@@ -27,7 +27,7 @@ from moelight.runtime.gauges.timing import Gauge, Reading, Work, reading_of
 BLOCK_BYTES = 8 * MiB
 LEAST_BLOCKS = 2
 DIRECT_READERS = 4
-BESIDE_LONGER = 3
+BESIDE_LONGER = 5
 SHARE_OF_FREE = 4  # the scratch file takes at most one part in so many
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096

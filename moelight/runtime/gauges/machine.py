@@ -35,7 +35,7 @@ Readings = dict[str | surfaces.Point, Reading]
 LEAST_POOL_BYTES = 16 * MiB
 _DIGITS = 4
 _BUSY_CONTEXT = 1024
-_BUSY_ROWS = 8
+_BUSY_ROWS = 64
 # Readings that serve others and are no figures themselves.
 _ACTS, _LARGE, _ALONE, _BESIDE, _DIRECT = "acts", "large", "alone", "beside", "direct"
 _READS_BESIDE = "reads beside"
@@ -152,7 +152,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
 
 
 def _disk_gauges(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Gauge]:
-    work, _ = surfaces.expert_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
+    work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
     found: dict[str, Gauge] = {
         "measured.disk_cached": disk.cached_reads(scratch),
         "tiers.disk.bandwidth": disk.lane_reads(scratch),
@@ -238,7 +238,7 @@ def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
 
 def _large_expert(pool: Pool, effort: Effort) -> Shape:
     """Weights that come from memory and of which the pool holds plenty, so that reading them is what takes time."""
-    fitting = [(hidden, width) for hidden, width in effort.experts if pool.holds((8 * hidden, 3 * width))]
+    fitting = [(hidden, width) for hidden, width in effort.experts if pool.holds((16 * hidden, 3 * width))]
     return fitting[-1] if fitting else effort.experts[0]
 
 

@@ -61,9 +61,8 @@ def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
     found = {}
     for count in rows:
         for shape in shapes:
-            experts = _experts_held(pool, shape)
+            experts, tokens = _layer(pool, shape, count)
             if experts >= TOP_K:
-                tokens = 1 if count == 1 else max(1, count * experts // TOP_K)
                 point = (name, _nbytes(pool, *_page(shape)), _mean_rows(experts, tokens))
                 found[point] = _gauge(pool, partial(mixture_work, pool, shape, experts, tokens))
     return found
@@ -109,6 +108,12 @@ def expert_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
     return work, 6.0 * rows * hidden * width
 
 
+def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    """One layer after another of as many experts as the pool holds, each with about ``rows``; the flop of one."""
+    experts, tokens = _layer(pool, shape, rows)
+    return mixture_work(pool, shape, experts, tokens)
+
+
 def mixture_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
     """One layer of ``experts`` after another over ``tokens`` with experts drawn at random; the flop of one."""
     hidden, width = shape
@@ -130,9 +135,10 @@ def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed
     return [Routed(x=x, weights=weights, ids=each) for each in ids]
 
 
-def _experts_held(pool: Pool, shape: Shape) -> int:
-    """How many experts of a layer the pool holds, several times over."""
-    return next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
+def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
+    """Experts of a layer that the pool holds several times over, and tokens that give each about ``rows``."""
+    experts = next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
+    return experts, 1 if rows == 1 else max(1, rows * experts // TOP_K)
 
 
 def _mean_rows(experts: int, tokens: int) -> float:
