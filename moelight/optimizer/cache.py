@@ -17,7 +17,7 @@ from moelight.hrm.estimate import Estimate, Phase
 from moelight.optimizer.plan import Help, Plan, TierUse
 from moelight.profiles.workload import Workload
 
-FORMAT = 1  # raise it when formulas change, so that old answers are forgotten
+FORMAT = 2  # raise it when formulas change, so that old answers are forgotten
 
 
 def key_of(*inputs: Any) -> str:
