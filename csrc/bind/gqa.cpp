@@ -1,8 +1,8 @@
-// Attention over the paged cache: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no torch
-// and no algorithm.
+// Attention over the paged cache: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no
+// torch and no algorithm.
 
-#include "checks.h"
 #include "gqa/gqa.h"
+#include "checks.h"
 
 namespace moelight::bind {
 namespace {
@@ -70,25 +70,25 @@ void gqa_decode(const In& q, const In& k_cache, const In& v_cache, const In& blo
   if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
 
   const GqaArgs args = {.dtype = cache.dtype,
-                                  .batch = batch,
-                                  .q_heads = q_heads,
-                                  .kv_heads = cache.kv_heads,
-                                  .head_dim = cache.head_dim,
-                                  .block_size = cache.block_size,
-                                  .q = q.data(),
-                                  .q_stride = q.stride(0),
-                                  .k_cache = k_cache.data(),
-                                  .k_stride = k_cache.stride(0),
-                                  .v_cache = v_cache.data(),
-                                  .v_stride = v_cache.stride(0),
-                                  .tables = static_cast<const int32_t*>(block_tables.data()),
-                                  .table_stride = block_tables.stride(0),
-                                  .seq_lens = static_cast<const int32_t*>(seq_lens.data()),
-                                  .scale = static_cast<float>(scale),
-                                  .window = window,
-                                  .out = out.data(),
-                                  .out_stride = out.stride(0),
-                                  .threads = checked_threads(threads)};
+                        .batch = batch,
+                        .q_heads = q_heads,
+                        .kv_heads = cache.kv_heads,
+                        .head_dim = cache.head_dim,
+                        .block_size = cache.block_size,
+                        .q = q.data(),
+                        .q_stride = q.stride(0),
+                        .k_cache = k_cache.data(),
+                        .k_stride = k_cache.stride(0),
+                        .v_cache = v_cache.data(),
+                        .v_stride = v_cache.stride(0),
+                        .tables = static_cast<const int32_t*>(block_tables.data()),
+                        .table_stride = block_tables.stride(0),
+                        .seq_lens = static_cast<const int32_t*>(seq_lens.data()),
+                        .scale = static_cast<float>(scale),
+                        .window = window,
+                        .out = out.data(),
+                        .out_stride = out.stride(0),
+                        .threads = checked_threads(threads)};
   check_tables(args, cache.blocks, static_cast<int64_t>(block_tables.shape(1)));
   nb::gil_scoped_release release;
   moelight::gqa_decode(args);
@@ -117,20 +117,20 @@ void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In
                           std::to_string(cache.blocks * cache.block_size) + " slots");
 
   const AppendArgs args = {.element_bytes = dtype_bytes(cache.dtype),
-                                     .tokens = tokens,
-                                     .kv_heads = cache.kv_heads,
-                                     .head_dim = cache.head_dim,
-                                     .block_size = cache.block_size,
-                                     .k_cache = k_cache.data(),
-                                     .k_stride = k_cache.stride(0),
-                                     .v_cache = v_cache.data(),
-                                     .v_stride = v_cache.stride(0),
-                                     .k_new = k_new.data(),
-                                     .k_new_stride = k_new.stride(0),
-                                     .v_new = v_new.data(),
-                                     .v_new_stride = v_new.stride(0),
-                                     .slots = slot,
-                                     .threads = checked_threads(threads)};
+                           .tokens = tokens,
+                           .kv_heads = cache.kv_heads,
+                           .head_dim = cache.head_dim,
+                           .block_size = cache.block_size,
+                           .k_cache = k_cache.data(),
+                           .k_stride = k_cache.stride(0),
+                           .v_cache = v_cache.data(),
+                           .v_stride = v_cache.stride(0),
+                           .k_new = k_new.data(),
+                           .k_new_stride = k_new.stride(0),
+                           .v_new = v_new.data(),
+                           .v_new_stride = v_new.stride(0),
+                           .slots = slot,
+                           .threads = checked_threads(threads)};
   nb::gil_scoped_release release;
   moelight::kv_append(args);
 }
