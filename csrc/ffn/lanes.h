@@ -1,0 +1,74 @@
+// float32 lanes over a SIMD type S (simd_*.h). Internal linkage: every instruction set has its own copy.
+//
+// Lanes are what the one algorithm (kernel.inl) is written over: an element type, kStep elements taken at a time, a
+// multiply-add into float32 lanes, and a Converter for every type of weight that is not the element's own: it turns
+// kGroupStep stored numbers, times their scale, into elements in their own order.
+#pragma once
+
+#include "ffn.h"
+
+namespace moelight {
+namespace {
+
+template <class S>
+struct FloatLanes {
+  using Simd = S;
+  using Element = float;
+  using V = typename S::V;
+  using Operand = typename S::V;
+  static constexpr DType kElement = DType::kFloat32;
+  static constexpr int64_t kStep = S::kWidth;
+  static constexpr int kTokens = S::kWidth == 16 ? 6 : S::kWidth == 8 ? 3 : 2;
+
+  static Operand load(const float* p) { return S::load(p); }
+  static V madd(V sum, Operand weight, Operand x) { return S::fma(weight, x, sum); }
+};
+
+template <class L, class W>
+struct Converter;
+
+template <class S, class W>
+struct Converter<FloatLanes<S>, W> {
+  explicit Converter(float) {}
+  void operator()(const W* from, float* to) const {
+    for (int64_t i = 0; i < kGroupStep; ++i) to[i] = to_float(from[i]);
+  }
+};
+
+template <class S>
+struct Converter<FloatLanes<S>, Fp16> {
+  explicit Converter(float) {}
+  void operator()(const Fp16* from, float* to) const {
+    for (int64_t i = 0; i < kGroupStep; i += 2 * S::kWidth) {
+      typename S::V a, b;
+      S::load2(from + i, a, b);
+      S::store(to + i, a);
+      S::store(to + i + S::kWidth, b);
+    }
+  }
+};
+
+template <class S>
+struct Converter<FloatLanes<S>, int8_t> {
+  explicit Converter(float scale) : scale(scale) {}
+  void operator()(const int8_t* from, float* to) const {
+    for (int64_t i = 0; i < kGroupStep; ++i) to[i] = scale * static_cast<float>(from[i]);
+  }
+  float scale;
+};
+
+template <class S>
+struct Converter<FloatLanes<S>, Int4> {
+  explicit Converter(float scale) : scale(scale) {}
+  void operator()(const Int4* from, float* to) const {
+    for (int64_t i = 0; i < kGroupStep / 2; ++i) {
+      const int two = from[i].two;
+      to[2 * i] = scale * static_cast<float>((two & 15) - 8);
+      to[2 * i + 1] = scale * static_cast<float>((two >> 4) - 8);
+    }
+  }
+  float scale;
+};
+
+}  // namespace
+}  // namespace moelight
