@@ -15,6 +15,8 @@
 namespace moelight {
 namespace {
 
+constexpr int kFewTokens = 4;  // that leave registers for the conversion of weights
+
 template <class L>
 constexpr int64_t kBlock = kBlockBytes / static_cast<int64_t>(sizeof(typename L::Element));
 
@@ -27,6 +29,17 @@ struct Rows {
 };
 
 inline void fetch(const void* p, int64_t lead) { __builtin_prefetch(static_cast<const char*>(p) + lead, 0, 2); }
+
+// Adds across the lanes, always in the same tree.
+template <class L, int kTokens>
+inline void add_sums(const typename L::V (&sum)[kRowTile][kTokens], float* sums) {
+#pragma GCC unroll 8
+  for (int c = 0; c < kTokens; ++c) {
+    float four[kRowTile];
+    L::Simd::sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c], four);
+    for (int r = 0; r < kRowTile; ++r) sums[c * kUnitRows + r] += four[r];
+  }
+}
 
 // sums[c][0..kRowTile) += x[c] . row[0..kRowTile)
 template <class L, int kTokens, bool kFetch>
@@ -50,12 +63,7 @@ void tile(const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, f
       for (int c = 0; c < kTokens; ++c) sum[r][c] = L::madd(sum[r][c], weight, token[c]);
     }
   }
-#pragma GCC unroll 8
-  for (int c = 0; c < kTokens; ++c) {
-    float four[kRowTile];
-    S::sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c], four);
-    for (int r = 0; r < kRowTile; ++r) sums[c * kUnitRows + r] += four[r];
-  }
+  add_sums<L, kTokens>(sum, sums);
 }
 
 template <class L, bool kFetch, int kTokens = L::kTokens>
@@ -101,22 +109,74 @@ void convert(const W* from, int64_t count, float scale, int64_t lead, typename L
   some(rest, to);
 }
 
+template <class W>
+constexpr bool kScaled = std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>;
+
 // Elements [first, first + size) of a row, and zeros up to the next multiple of the step.
 template <class L, class W>
 void convert_row(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, typename L::Element* to) {
   const auto* from = reinterpret_cast<const W*>(p.weight + row * p.row_bytes);
-  constexpr bool scaled = std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>;
-  for (int64_t k = first, stop; k < first + size; k = stop) {
-    stop = first + size;
-    float scale = 1.0f;
-    if constexpr (scaled) {
-      const int64_t group = k / p.group;
-      stop = stop - group * p.group < p.group ? stop : (group + 1) * p.group;
-      scale = p.scale[row * p.groups + group];
+  if constexpr (kScaled<W>) {
+    const int64_t end = first + size;
+    int64_t group = first / p.group;
+    for (int64_t k = first; k < end; ++group) {
+      const int64_t left = (group + 1) * p.group - k, some = left < end - k ? left : end - k;
+      convert<L, W>(from + k / kPerStored<W>, some, p.scale[row * p.groups + group], lead, to + (k - first));
+      k += some;
     }
-    convert<L, W>(from + k / kPerStored<W>, stop - k, scale, lead, to + (k - first));
+  } else {
+    convert<L, W>(from + first, size, 1.0f, lead, to);
   }
   for (int64_t i = size; i % L::kStep != 0; ++i) to[i] = {};
+}
+
+// As `tile`, the rows being converted in registers: for few tokens, where a way through memory would cost more than
+// the products do. The same numbers meet in the same order.
+template <class L, class W, int kTokens>
+void converting_tile(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, float* sums) {
+  using S = typename L::Simd;
+  typename L::V sum[kRowTile][kTokens];
+  const W* from[kRowTile];
+  const float* scale[kRowTile];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRowTile; ++r) {
+    const int64_t real = row + r < p.rows ? row + r : p.rows - 1;
+    from[r] = reinterpret_cast<const W*>(p.weight + real * p.row_bytes);
+    scale[r] = p.scale + real * p.groups;
+#pragma GCC unroll 8
+    for (int c = 0; c < kTokens; ++c) sum[r][c] = S::zero();
+  }
+  const auto* x = static_cast<const typename L::Element*>(p.x);
+  const int64_t end = first + size;
+  int64_t k = first;
+  for (int64_t group = first / p.group; k < end; ++group) {
+    const int64_t stop = (group + 1) * p.group < end ? (group + 1) * p.group : end;
+    const Converter<L, W> some[kRowTile] = {Converter<L, W>(scale[0][group]), Converter<L, W>(scale[1][group]),
+                                            Converter<L, W>(scale[2][group]), Converter<L, W>(scale[3][group])};
+    for (; k < stop; k += L::kStep) {
+      typename L::Operand token[kTokens];
+#pragma GCC unroll 8
+      for (int c = 0; c < kTokens; ++c) token[c] = L::load(x + c * p.x_stride + k);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRowTile; ++r) {
+        const W* at = from[r] + k / kPerStored<W>;
+        fetch(at, lead);
+        const auto weight = some[r].operand(at);
+#pragma GCC unroll 8
+        for (int c = 0; c < kTokens; ++c) sum[r][c] = L::madd(sum[r][c], weight, token[c]);
+      }
+    }
+  }
+  add_sums<L, kTokens>(sum, sums);
+}
+
+template <class L, class W, int kTokens = kFewTokens>
+void converting_tile_of(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, float* sums) {
+  if (p.tokens == kTokens) {
+    converting_tile<L, W, kTokens>(p, row, first, size, lead, sums);
+  } else if constexpr (kTokens > 1) {
+    converting_tile_of<L, W, kTokens - 1>(p, row, first, size, lead, sums);
+  }
 }
 
 // From a tile of rows in one block of K to the one read after it; zero at the end.
@@ -134,9 +194,14 @@ void multiply(const Product& p, void* expanded, float* sums) {
     const int64_t size = p.depth - first < kBlock<L> ? p.depth - first : kBlock<L>;
     const bool in_place = std::is_same_v<W, Element> && size % L::kStep == 0;
     for (int64_t r = 0; r < p.rows; r += kRowTile) {
-      Rows<L> rows;
-      rows.count = (size + L::kStep - 1) / L::kStep * L::kStep;
-      rows.lead = lead_of<L, W>(p, r, first);
+      const int64_t lead = lead_of<L, W>(p, r, first);
+      if constexpr (kScaled<W> && L::kConvertsInRegisters) {
+        if (p.tokens <= kFewTokens && size % L::kStep == 0) {
+          converting_tile_of<L, W>(p, r, first, size, lead, sums + r);
+          continue;
+        }
+      }
+      Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, lead};
       for (int64_t i = 0; i < kRowTile; ++i) {
         // A short last tile repeats its last row; nobody reads those sums.
         const int64_t row = r + i < p.rows ? r + i : p.rows - 1;
@@ -144,7 +209,7 @@ void multiply(const Product& p, void* expanded, float* sums) {
           rows.row[i] = reinterpret_cast<const Element*>(p.weight + row * p.row_bytes) + first;
         } else {
           Element* to = static_cast<Element*>(expanded) + i * kBlock<L>;
-          convert_row<L, W>(p, row, first, size, rows.lead, to);
+          convert_row<L, W>(p, row, first, size, lead, to);
           rows.row[i] = to;
         }
       }
