@@ -65,6 +65,7 @@ Isa best_isa() {
 
 constexpr int kNotForced = -1;
 std::atomic<int> forced{kNotForced};
+std::atomic<bool> bf16_allowed{true};
 
 }  // namespace
 
@@ -132,5 +133,11 @@ bool force_isa(Isa isa) {
 }
 
 void unforce_isa() { forced.store(kNotForced, std::memory_order_relaxed); }
+
+bool active_bf16() {
+  return features().avx512_bf16 && active_isa() == Isa::kAvx512 && bf16_allowed.load(std::memory_order_relaxed);
+}
+
+void allow_bf16(bool allowed) { bf16_allowed.store(allowed, std::memory_order_relaxed); }
 
 }  // namespace moelight

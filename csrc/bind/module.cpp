@@ -43,7 +43,9 @@ NB_MODULE(_native, module) {
   module.def("isa", [] { return moelight::isa_name(moelight::active_isa()); });
   module.def("isa_available", isa_available);
   module.def("set_isa", set_isa, "name"_a);
+  module.def("allow_bf16", moelight::allow_bf16, "allowed"_a);
   module.def("cpu_features", cpu_features);
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);
+  add_ffn(module);
 }

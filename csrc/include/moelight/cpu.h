@@ -28,4 +28,9 @@ Isa active_isa();
 bool force_isa(Isa isa);
 void unforce_isa();
 
+// Whether kernels may use AVX512_BF16 beside the instruction set in force: they may where the processor has it and that
+// set is kAvx512, unless told otherwise.
+bool active_bf16();
+void allow_bf16(bool allowed);
+
 }  // namespace moelight

@@ -1,0 +1,270 @@
+// Linear layers and experts: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no torch and
+// no algorithm.
+
+#include <nanobind/stl/string.h>
+
+#include <vector>
+
+#include "checks.h"
+#include "ffn/ffn.h"
+
+namespace moelight::bind {
+namespace {
+
+using namespace nb::literals;
+
+int64_t size_of(const In& array, size_t dim) { return static_cast<int64_t>(array.shape(dim)); }
+
+WeightType weight_type(const char* name, const In& array) {
+  const nb::dlpack::dtype type = array.dtype();
+  if (type == nb::dtype<int8_t>()) return WeightType::kInt8;
+  if (type == nb::dtype<uint8_t>()) return WeightType::kInt4;
+  const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
+  if (type.lanes == 1 && code == nb::dlpack::dtype_code::Float && type.bits == 32) return WeightType::kFloat32;
+  if (type.lanes == 1 && code == nb::dlpack::dtype_code::Float && type.bits == 16) return WeightType::kFloat16;
+  if (type.lanes == 1 && code == nb::dlpack::dtype_code::Bfloat && type.bits == 16) return WeightType::kBFloat16;
+  refuse(name, "must be float32, bfloat16, float16, int8, or uint8 with two values a byte");
+}
+
+int64_t stored_bytes(WeightType type) {
+  switch (type) {
+    case WeightType::kFloat32:
+      return 4;
+    case WeightType::kBFloat16:
+    case WeightType::kFloat16:
+      return 2;
+    case WeightType::kInt8:
+    case WeightType::kInt4:
+      break;
+  }
+  return 1;
+}
+
+Format make_format(const char* name, WeightType type, int64_t rows, int64_t depth, int64_t group_size) {
+  if (rows < 1 || depth < 1) refuse(name, "is empty");
+  if (type == WeightType::kInt4 && depth % 2 != 0)
+    refuse(name, "two values a byte fill no row of " + std::to_string(depth) + " values");
+  const bool one_group = !has_scale(type) || group_size == 0 || group_size >= depth;
+  const int64_t group = one_group ? depth : group_size;
+  return {type, rows, depth, group, (depth + group - 1) / group, DType::kFloat32};
+}
+
+void check_group_size(int64_t group_size) {
+  if (group_size < 0 || group_size % kGroupStep != 0)
+    refuse("group_size", "must be a positive multiple of 32 or None, is " + std::to_string(group_size));
+}
+
+Weight check_weight(const char* name, const In& array, const Format& format) {
+  check_layout(name, array, 2);
+  if (weight_type(name, array) != format.type) refuse(name, "its tensors must have one dtype");
+  check_dim(name, array, 0, format.rows, "rows");
+  const int64_t columns = format.type == WeightType::kInt4 ? format.depth / 2 : format.depth;
+  check_dim(name, array, 1, columns, "columns");
+  return {array.data(), array.stride(0) * stored_bytes(format.type), nullptr, nullptr};
+}
+
+const float* check_scale(const char* name, const In& array, const Format& format) {
+  if (!has_scale(format.type)) refuse(name, "floats have no scales");
+  const bool flat = array.ndim() == 1 && format.groups == 1;
+  check_layout(name, array, flat ? 1 : 2);
+  if (array.dtype() != nb::dtype<float>()) refuse(name, "must be float32");
+  check_dim(name, array, 0, format.rows, "rows");
+  if (!flat) check_dim(name, array, 1, format.groups, "groups");
+  if (array.shape(0) > 1 && array.stride(0) != format.groups) refuse(name, "must be contiguous");
+  return static_cast<const float*>(array.data());
+}
+
+// Biases share one type: float32 or that of x.
+const void* check_bias(const char* name, const In& array, Format& format, DType x, bool& seen) {
+  check_layout(name, array, 1);
+  const DType type = float_type(name, array);
+  if (type != DType::kFloat32 && type != x) refuse(name, "must be float32 or have the dtype of x");
+  if (seen && type != format.bias_type) refuse(name, "its tensors must have one dtype");
+  check_dim(name, array, 0, format.rows, "rows");
+  if (array.shape(0) > 1 && array.stride(0) != 1) refuse(name, "must be contiguous");
+  format.bias_type = type;
+  seen = true;
+  return array.data();
+}
+
+Tokens check_tokens(const In& x, const Out& out, int64_t columns) {
+  check_layout("x", x, 2);
+  const DType type = float_type("x", x);
+  check_layout("out", out, 2);
+  if (float_type("out", out) != type) refuse("out", "must have the dtype of x");
+  check_dim("out", out, 0, size_of(x, 0), "tokens");
+  check_dim("out", out, 1, columns, "columns");
+  return {type, size_of(x, 0), x.data(), x.stride(0), out.data(), out.stride(0)};
+}
+
+In to_array(const char* name, nb::handle item) {
+  In array;
+  if (!nb::try_cast<In>(item, array)) refuse(name, "must be an array in CPU memory");
+  return array;
+}
+
+void linear(const In& x, const In& weight, nb::object bias, nb::object scale, int64_t group_size, const Out& out,
+            int64_t threads) {
+  check_group_size(group_size);
+  check_layout("x", x, 2);
+  check_layout("weight", weight, 2);
+  LinearArgs args;
+  args.format = make_format("weight", weight_type("weight", weight), size_of(weight, 0), size_of(x, 1), group_size);
+  args.weight = check_weight("weight", weight, args.format);
+  args.tokens = check_tokens(x, out, args.format.rows);
+  bool seen = false;
+  In bias_array, scale_array;
+  if (!bias.is_none()) {
+    bias_array = to_array("bias", bias);
+    args.weight.bias = check_bias("bias", bias_array, args.format, args.tokens.type, seen);
+  }
+  if (!scale.is_none()) {
+    scale_array = to_array("scale", scale);
+    args.weight.scale = check_scale("scale", scale_array, args.format);
+  } else if (has_scale(args.format.type)) {
+    refuse("scale", "must be given with integer weights");
+  }
+  args.threads = checked_threads(threads);
+  nb::gil_scoped_release release;
+  moelight::linear(args);
+}
+
+// The lists that make up one weight of every expert; names are those of the face.
+struct Lists {
+  const char *name, *bias_name, *scale_name;
+  nb::object weights, bias, scale;
+};
+
+class Experts {
+ public:
+  Experts(const In& offsets, int64_t tokens) {
+    check_layout("offsets", offsets, 1);
+    check_int_type<int32_t>("offsets", offsets);
+    count_ = size_of(offsets, 0) - 1;
+    if (count_ < 0) refuse("offsets", "must have one entry more than there are experts, is empty");
+    if (count_ > 0 && offsets.stride(0) != 1) refuse("offsets", "must be contiguous");
+    at_ = static_cast<const int32_t*>(offsets.data());
+    if (at_[0] != 0) refuse("offsets", "must begin with 0");
+    for (int64_t e = 0; e < count_; ++e)
+      if (at_[e + 1] < at_[e]) refuse("offsets", "falls after entry " + std::to_string(e));
+    if (at_[count_] != tokens)
+      refuse("offsets", "ends with " + std::to_string(at_[count_]) + ", x has " + std::to_string(tokens) + " rows");
+  }
+
+  // The first expert that has tokens, or -1.
+  int64_t first_busy() const {
+    for (int64_t e = 0; e < count_; ++e)
+      if (busy(e)) return e;
+    return -1;
+  }
+
+  // The tensors of a list; those of experts without tokens stay empty.
+  std::vector<In> arrays(const char* name, const nb::object& list) const {
+    std::vector<In> found(static_cast<size_t>(count_));
+    for (int64_t e = 0; e < count_ && !list.is_none(); ++e)
+      if (busy(e)) found[static_cast<size_t>(e)] = to_array(name, item(name, list, e));
+    return found;
+  }
+
+  std::vector<Weight> check(const Lists& lists, const std::vector<In>& arrays, Format& format, DType x) {
+    std::vector<Weight> weights(static_cast<size_t>(count_), Weight{nullptr, 0, nullptr, nullptr});
+    const std::vector<In> biases = this->arrays(lists.bias_name, lists.bias);
+    const std::vector<In> scales = this->arrays(lists.scale_name, lists.scale);
+    if (has_scale(format.type) && lists.scale.is_none()) refuse(lists.scale_name, "must be given with integer weights");
+    bool seen = false;
+    for (int64_t e = 0; e < count_; ++e) {
+      if (!busy(e)) continue;
+      const auto i = static_cast<size_t>(e);
+      weights[i] = check_weight(lists.name, arrays[i], format);
+      if (!lists.bias.is_none()) weights[i].bias = check_bias(lists.bias_name, biases[i], format, x, seen);
+      if (!lists.scale.is_none()) weights[i].scale = check_scale(lists.scale_name, scales[i], format);
+    }
+    for (const auto& some : {biases, scales}) kept_.insert(kept_.end(), some.begin(), some.end());
+    return weights;
+  }
+
+  void check_lengths(const Lists& lists) const {
+    length(lists.name, lists.weights);
+    if (!lists.bias.is_none()) length(lists.bias_name, lists.bias);
+    if (!lists.scale.is_none()) length(lists.scale_name, lists.scale);
+  }
+
+  int64_t count() const { return count_; }
+  const int32_t* offsets() const { return at_; }
+
+ private:
+  bool busy(int64_t e) const { return at_[e + 1] > at_[e]; }
+
+  void length(const char* name, const nb::object& list) const {
+    if (!nb::isinstance<nb::list>(list)) refuse(name, "must be a list with one tensor per expert");
+    const auto found = static_cast<int64_t>(nb::len(list));
+    if (found != count_)
+      refuse(name, "has " + std::to_string(found) + " entries, offsets is for " + std::to_string(count_) + " experts");
+  }
+
+  nb::object item(const char* name, const nb::object& list, int64_t e) const {
+    nb::object found = list[static_cast<size_t>(e)];
+    if (found.is_none())
+      refuse(name, "expert " + std::to_string(e) + " has " + std::to_string(at_[e + 1] - at_[e]) + " tokens and None");
+    return found;
+  }
+
+  int64_t count_;
+  const int32_t* at_;
+  std::vector<In> kept_;  // biases and scales, for as long as the product runs
+};
+
+Activation activation_named(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "swiglu_oai") return Activation::kSwigluOai;
+  refuse("activation", "must be silu, gelu_tanh or swiglu_oai, is '" + name + "'");
+}
+
+// Only experts with tokens are looked at.
+void expert_ffn(const In& x, nb::object gate_up, nb::object down, const In& offsets, const std::string& activation,
+                nb::object gate_up_bias, nb::object down_bias, nb::object gate_up_scale, nb::object down_scale,
+                int64_t group_size, const Out& out, int64_t threads) {
+  check_group_size(group_size);
+  check_layout("x", x, 2);
+  const int64_t hidden = size_of(x, 1);
+  Experts experts(offsets, size_of(x, 0));
+  const Lists up_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
+  const Lists down_lists = {"down", "down_bias", "down_scale", down, down_bias, down_scale};
+  experts.check_lengths(up_lists);
+  experts.check_lengths(down_lists);
+  ExpertArgs args;
+  args.activation = activation_named(activation);
+  args.threads = checked_threads(threads);
+  args.tokens = check_tokens(x, out, hidden);
+  const int64_t busy = experts.first_busy();
+  if (busy < 0) return;
+
+  const std::vector<In> up_arrays = experts.arrays("gate_up", gate_up), down_arrays = experts.arrays("down", down);
+  const In &first_up = up_arrays[static_cast<size_t>(busy)], &first_down = down_arrays[static_cast<size_t>(busy)];
+  check_layout("gate_up", first_up, 2);
+  if (first_up.shape(0) % 2 != 0) refuse("gate_up", "must have an even number of rows, shape is " + shape_of(first_up));
+  const int64_t inner = size_of(first_up, 0) / 2;
+  args.up_format = make_format("gate_up", weight_type("gate_up", first_up), 2 * inner, hidden, group_size);
+  args.down_format = make_format("down", weight_type("down", first_down), hidden, inner, group_size);
+  const std::vector<Weight> up = experts.check(up_lists, up_arrays, args.up_format, args.tokens.type);
+  const std::vector<Weight> downs = experts.check(down_lists, down_arrays, args.down_format, args.tokens.type);
+  args.offsets = experts.offsets();
+  args.experts = experts.count();
+  args.up = up.data();
+  args.down = downs.data();
+  nb::gil_scoped_release release;
+  moelight::expert_ffn(args);
+}
+
+}  // namespace
+
+void add_ffn(nb::module_& module) {
+  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "out"_a,
+             "threads"_a);
+  module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "down"_a, "offsets"_a, "activation"_a,
+             "gate_up_bias"_a.none(), "down_bias"_a.none(), "gate_up_scale"_a.none(), "down_scale"_a.none(),
+             "group_size"_a, "out"_a, "threads"_a);
+}
+
+}  // namespace moelight::bind

@@ -1,0 +1,64 @@
+// The gated activations over a SIMD type S. Internal linkage: every instruction set has its own copy.
+#pragma once
+
+#include "ffn.h"
+
+namespace moelight {
+namespace {
+
+template <class S>
+typename S::V at_most(typename S::V x, float most) {
+  return S::sub(S::zero(), S::max(S::set(-most), S::sub(S::zero(), x)));
+}
+
+template <class S>
+typename S::V at_least(typename S::V x, float least) {
+  return S::max(S::set(least), x);
+}
+
+// 1 / (1 + e^-x), relative error below 1e-6; not a number stays so.
+template <class S>
+typename S::V sigmoid(typename S::V x) {
+  const auto power = at_least<S>(at_most<S>(S::mul(x, S::set(-1.4426950408889634f)), 126.0f), -125.0f);
+  const auto whole = S::round(power);
+  const auto f = S::sub(power, whole);
+  auto y = S::set(1.535336188319500e-4f);
+  y = S::fma(y, f, S::set(1.339887440266574e-3f));
+  y = S::fma(y, f, S::set(9.618437357674640e-3f));
+  y = S::fma(y, f, S::set(5.550332471162809e-2f));
+  y = S::fma(y, f, S::set(2.402264791363012e-1f));
+  y = S::fma(y, f, S::set(6.931472028550421e-1f));
+  y = S::fma(y, f, S::set(1.0f));
+  return S::set(1.0f) / S::add(S::set(1.0f), S::scale(y, whole));
+}
+
+template <class S>
+struct Silu {
+  static typename S::V apply(typename S::V gate, typename S::V up) {
+    return S::mul(S::mul(gate, sigmoid<S>(gate)), up);
+  }
+};
+
+// x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+template <class S>
+struct GeluTanh {
+  static typename S::V apply(typename S::V gate, typename S::V up) {
+    const auto cubic = S::fma(S::mul(gate, gate), S::set(0.044715f), S::set(1.0f));
+    const auto twice = S::mul(S::mul(gate, S::set(1.5957691216057308f)), cubic);
+    return S::mul(S::mul(gate, sigmoid<S>(twice)), up);
+  }
+};
+
+// gpt-oss: (up + 1) gate sigmoid(1.702 gate), gate at most 7, up within 7 of zero
+template <class S>
+struct SwigluOai {
+  static typename S::V apply(typename S::V gate, typename S::V up) {
+    gate = at_most<S>(gate, 7.0f);
+    up = at_least<S>(at_most<S>(up, 7.0f), -7.0f);
+    const auto swish = S::mul(gate, sigmoid<S>(S::mul(gate, S::set(1.702f))));
+    return S::mul(S::add(up, S::set(1.0f)), swish);
+  }
+};
+
+}  // namespace
+}  // namespace moelight

@@ -1,0 +1,301 @@
+// The one algorithm of products with weights, over lanes L (lanes.h). Included once by each instruction set's file; all
+// of it has internal linkage.
+//
+// Weights and activations both have K contiguous, so the lanes run along K and nothing is packed: a register tile of
+// kRowTile rows times some tokens is summed over a block of K and reduced across the lanes at its end. Weights of
+// another type than the lanes' are converted tile by tile into the first-level cache, and every token of the block
+// meets them there; weights of the same type are read where they lie. The first pass over a tile fetches the next.
+
+#include <type_traits>
+
+#include "activation.h"
+#include "ffn.h"
+#include "lanes.h"
+
+namespace moelight {
+namespace {
+
+constexpr int kFewTokens = 4;  // that leave registers for the conversion of weights
+
+template <class L>
+constexpr int64_t kBlock = kBlockBytes / static_cast<int64_t>(sizeof(typename L::Element));
+
+// kRowTile rows of one block of K, as elements.
+template <class L>
+struct Rows {
+  const typename L::Element* row[kRowTile];
+  int64_t count;  // elements of a row, a multiple of the step
+  int64_t lead;   // bytes from what is read to what is fetched
+};
+
+inline void fetch(const void* p, int64_t lead) { __builtin_prefetch(static_cast<const char*>(p) + lead, 0, 2); }
+
+// Adds across the lanes, always in the same tree.
+template <class L, int kTokens>
+inline void add_sums(const typename L::V (&sum)[kRowTile][kTokens], float* sums) {
+#pragma GCC unroll 8
+  for (int c = 0; c < kTokens; ++c) {
+    float four[kRowTile];
+    L::Simd::sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c], four);
+    for (int r = 0; r < kRowTile; ++r) sums[c * kUnitRows + r] += four[r];
+  }
+}
+
+// sums[c][0..kRowTile) += x[c] . row[0..kRowTile)
+template <class L, int kTokens, bool kFetch>
+void tile(const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, float* sums) {
+  using S = typename L::Simd;
+  typename L::V sum[kRowTile][kTokens];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRowTile; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kTokens; ++c) sum[r][c] = S::zero();
+  for (int64_t k = 0; k < rows.count; k += L::kStep) {
+    typename L::Operand token[kTokens];
+#pragma GCC unroll 8
+    for (int c = 0; c < kTokens; ++c) token[c] = L::load(x + c * x_stride + k);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowTile; ++r) {
+      const auto* p = rows.row[r] + k;
+      if constexpr (kFetch) fetch(p, rows.lead);
+      const auto weight = L::load(p);
+#pragma GCC unroll 8
+      for (int c = 0; c < kTokens; ++c) sum[r][c] = L::madd(sum[r][c], weight, token[c]);
+    }
+  }
+  add_sums<L, kTokens>(sum, sums);
+}
+
+template <class L, bool kFetch, int kTokens = L::kTokens>
+void tile_of(int64_t tokens, const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, float* sums) {
+  if (tokens == kTokens) {
+    tile<L, kTokens, kFetch>(rows, x, x_stride, sums);
+  } else if constexpr (kTokens > 1) {
+    tile_of<L, kFetch, kTokens - 1>(tokens, rows, x, x_stride, sums);
+  }
+}
+
+// All tokens in tiles of nearly equal size; the first one fetches when the rows are read where they lie.
+template <class L>
+__attribute__((noinline)) void all_tokens(const Rows<L>& rows, bool in_place, int64_t tokens,
+                                          const typename L::Element* x, int64_t x_stride, float* sums) {
+  const int64_t tiles = (tokens + L::kTokens - 1) / L::kTokens;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t begin = tokens * i / tiles, count = tokens * (i + 1) / tiles - begin;
+    if (in_place && i == 0) {
+      tile_of<L, true>(count, rows, x, x_stride, sums);
+    } else {
+      tile_of<L, false>(count, rows, x + begin * x_stride, x_stride, sums + begin * kUnitRows);
+    }
+  }
+}
+
+template <class W>
+constexpr int64_t kPerStored = std::is_same_v<W, Int4> ? 2 : 1;  // numbers in one W
+
+// `count` numbers from `from` on to elements; the last kGroupStep of them are written whole.
+template <class L, class W>
+void convert(const W* from, int64_t count, float scale, int64_t lead, typename L::Element* to) {
+  const Converter<L, W> some(scale);
+  constexpr int64_t stored = kGroupStep / kPerStored<W>;
+  int64_t i = 0;
+  for (; i + kGroupStep <= count; i += kGroupStep, from += stored, to += kGroupStep) {
+    fetch(from, lead);
+    some(from, to);
+  }
+  if (i == count) return;
+  W rest[stored] = {};
+  std::memcpy(rest, from, static_cast<size_t>((count - i + kPerStored<W> - 1) / kPerStored<W>) * sizeof(W));
+  some(rest, to);
+}
+
+template <class W>
+constexpr bool kScaled = std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>;
+
+// Elements [first, first + size) of a row, and zeros up to the next multiple of the step.
+template <class L, class W>
+void convert_row(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, typename L::Element* to) {
+  const auto* from = reinterpret_cast<const W*>(p.weight + row * p.row_bytes);
+  if constexpr (kScaled<W>) {
+    const int64_t end = first + size;
+    int64_t group = first / p.group;
+    for (int64_t k = first; k < end; ++group) {
+      const int64_t left = (group + 1) * p.group - k, some = left < end - k ? left : end - k;
+      convert<L, W>(from + k / kPerStored<W>, some, p.scale[row * p.groups + group], lead, to + (k - first));
+      k += some;
+    }
+  } else {
+    convert<L, W>(from + first, size, 1.0f, lead, to);
+  }
+  for (int64_t i = size; i % L::kStep != 0; ++i) to[i] = {};
+}
+
+// As `tile`, the rows being converted in registers: for few tokens, where a way through memory would cost more than
+// the products do. The same numbers meet in the same order.
+template <class L, class W, int kTokens>
+void converting_tile(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, float* sums) {
+  using S = typename L::Simd;
+  typename L::V sum[kRowTile][kTokens];
+  const W* from[kRowTile];
+  const float* scale[kRowTile];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRowTile; ++r) {
+    const int64_t real = row + r < p.rows ? row + r : p.rows - 1;
+    from[r] = reinterpret_cast<const W*>(p.weight + real * p.row_bytes);
+    scale[r] = p.scale + real * p.groups;
+#pragma GCC unroll 8
+    for (int c = 0; c < kTokens; ++c) sum[r][c] = S::zero();
+  }
+  const auto* x = static_cast<const typename L::Element*>(p.x);
+  const int64_t end = first + size;
+  int64_t k = first;
+  for (int64_t group = first / p.group; k < end; ++group) {
+    const int64_t stop = (group + 1) * p.group < end ? (group + 1) * p.group : end;
+    const Converter<L, W> some[kRowTile] = {Converter<L, W>(scale[0][group]), Converter<L, W>(scale[1][group]),
+                                            Converter<L, W>(scale[2][group]), Converter<L, W>(scale[3][group])};
+    for (; k < stop; k += L::kStep) {
+      typename L::Operand token[kTokens];
+#pragma GCC unroll 8
+      for (int c = 0; c < kTokens; ++c) token[c] = L::load(x + c * p.x_stride + k);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRowTile; ++r) {
+        const W* at = from[r] + k / kPerStored<W>;
+        fetch(at, lead);
+        const auto weight = some[r].operand(at);
+#pragma GCC unroll 8
+        for (int c = 0; c < kTokens; ++c) sum[r][c] = L::madd(sum[r][c], weight, token[c]);
+      }
+    }
+  }
+  add_sums<L, kTokens>(sum, sums);
+}
+
+template <class L, class W, int kTokens = kFewTokens>
+void converting_tile_of(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, float* sums) {
+  if (p.tokens == kTokens) {
+    converting_tile<L, W, kTokens>(p, row, first, size, lead, sums);
+  } else if constexpr (kTokens > 1) {
+    converting_tile_of<L, W, kTokens - 1>(p, row, first, size, lead, sums);
+  }
+}
+
+// From a tile of rows in one block of K to the one read after it; zero at the end.
+template <class L, class W>
+int64_t lead_of(const Product& p, int64_t row, int64_t first) {
+  if (row + kRowTile < p.rows) return kRowTile * p.row_bytes;
+  if (first + kBlock<L> >= p.depth) return 0;
+  return kBlock<L> / kPerStored<W> * static_cast<int64_t>(sizeof(W)) - row * p.row_bytes;
+}
+
+template <class L, class W>
+void multiply(const Product& p, void* expanded, float* sums) {
+  using Element = typename L::Element;
+  for (int64_t first = 0; first < p.depth; first += kBlock<L>) {
+    const int64_t size = p.depth - first < kBlock<L> ? p.depth - first : kBlock<L>;
+    const bool in_place = std::is_same_v<W, Element> && size % L::kStep == 0;
+    for (int64_t r = 0; r < p.rows; r += kRowTile) {
+      const int64_t lead = lead_of<L, W>(p, r, first);
+      if constexpr (kScaled<W> && L::kConvertsInRegisters) {
+        if (p.tokens <= kFewTokens && size % L::kStep == 0) {
+          converting_tile_of<L, W>(p, r, first, size, lead, sums + r);
+          continue;
+        }
+      }
+      Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, lead};
+      for (int64_t i = 0; i < kRowTile; ++i) {
+        // A short last tile repeats its last row; nobody reads those sums.
+        const int64_t row = r + i < p.rows ? r + i : p.rows - 1;
+        if (in_place) {
+          rows.row[i] = reinterpret_cast<const Element*>(p.weight + row * p.row_bytes) + first;
+        } else {
+          Element* to = static_cast<Element*>(expanded) + i * kBlock<L>;
+          convert_row<L, W>(p, row, first, size, lead, to);
+          rows.row[i] = to;
+        }
+      }
+      all_tokens<L>(rows, in_place, p.tokens, static_cast<const Element*>(p.x) + first, p.x_stride, sums + r);
+    }
+  }
+}
+
+template <class X>
+void narrow(const float* from, int64_t count, X* to) {
+  for (int64_t i = 0; i < count; ++i) from_float(from[i], to[i]);
+}
+
+template <class L, class X>
+void widen(const void* x, int64_t depth, void* out) {
+  const auto* from = static_cast<const X*>(x);
+  auto* to = static_cast<typename L::Element*>(out);
+  for (int64_t i = 0; i < depth; ++i) {
+    if constexpr (std::is_same_v<X, typename L::Element>) {
+      to[i] = from[i];
+    } else {
+      from_float(to_float(from[i]), to[i]);
+    }
+  }
+  for (int64_t i = depth; i % L::kStep != 0; ++i) to[i] = {};
+}
+
+template <class L, class X>
+void store(const float* sums, const float* bias, int64_t rows, int64_t tokens, void* out, int64_t stride) {
+  using S = typename L::Simd;
+  float line[kUnitRows];
+  for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows) {
+    for (int64_t i = 0; i < rows; i += S::kWidth) S::store(line + i, S::add(S::load(sums + i), S::load(bias + i)));
+    narrow(line, rows, static_cast<X*>(out) + t * stride);
+  }
+}
+
+template <class L, class X, class A>
+void activate_as(const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
+  using S = typename L::Simd;
+  alignas(64) float line[kUpColumn];
+  X rounded[kUpColumn];
+  auto* to = static_cast<typename L::Element*>(out);
+  for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows, to += stride) {
+    for (int64_t i = 0; i < columns; i += S::kWidth) {
+      const auto gate = S::add(S::load(sums + i), S::load(bias + i));
+      const auto up = S::add(S::load(sums + kUpColumn + i), S::load(bias + kUpColumn + i));
+      S::store(line + i, A::apply(gate, up));
+    }
+    narrow(line, columns, rounded);
+    for (int64_t i = 0; i < columns; ++i) {
+      if constexpr (std::is_same_v<X, typename L::Element>) {
+        to[i] = rounded[i];
+      } else {
+        from_float(to_float(rounded[i]), to[i]);
+      }
+    }
+  }
+}
+
+template <class L, class X>
+void activate(Activation activation, const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out,
+              int64_t stride) {
+  using S = typename L::Simd;
+  switch (activation) {
+    case Activation::kSilu:
+      return activate_as<L, X, Silu<S>>(sums, bias, columns, tokens, out, stride);
+    case Activation::kGeluTanh:
+      return activate_as<L, X, GeluTanh<S>>(sums, bias, columns, tokens, out, stride);
+    case Activation::kSwigluOai:
+      return activate_as<L, X, SwigluOai<S>>(sums, bias, columns, tokens, out, stride);
+  }
+}
+
+template <class S>
+const Lanes& float_lanes() {
+  using L = FloatLanes<S>;
+  static const Lanes table = {
+      L::kStep,
+      L::kElement,
+      {multiply<L, float>, multiply<L, Bf16>, multiply<L, Fp16>, multiply<L, int8_t>, multiply<L, Int4>},
+      {widen<L, float>, widen<L, Bf16>, widen<L, Fp16>},
+      {store<L, float>, store<L, Bf16>, store<L, Fp16>},
+      {activate<L, float>, activate<L, Bf16>, activate<L, Fp16>}};
+  return table;
+}
+
+}  // namespace
+}  // namespace moelight

@@ -1,0 +1,38 @@
+// Memory that a kernel works in. Knows no kernel.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace moelight {
+
+// Grows and never shrinks, one for each calling thread: a fresh mapping at every call would fault in page by page.
+class Workspace {
+ public:
+  static constexpr int64_t kAlignment = 64;
+
+  static constexpr int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+  // What it held is lost. Throws std::bad_alloc.
+  char* bytes(int64_t count) {
+    if (count > capacity_) {
+      memory_.reset();
+      capacity_ = 0;
+      memory_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, static_cast<size_t>(aligned(count)))));
+      if (!memory_) throw std::bad_alloc();
+      capacity_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t capacity_ = 0;
+};
+
+}  // namespace moelight

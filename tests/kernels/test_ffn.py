@@ -1,0 +1,324 @@
+"""The face of experts: right for every stored weight, activation and odd shape, and the same in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moelight.kernels import reference, reference_ffn
+from moelight.kernels.ffn import cpu_expert_ffn
+from tests.kernels.paged import TOLERANCE, relative_error
+from tests.kernels.stored import KINDS, LANES, Stored, generator, refused, serving, stored
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+
+
+@pytest.fixture(params=[*LANES, "torch"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(request.param, monkeypatch):
+        yield request.param
+
+
+@pytest.fixture(params=LANES or [pytest.param("none", marks=pytest.mark.skip(reason="the extension is not built"))])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(request.param, monkeypatch):
+        yield request.param
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Tokens sorted by expert and the experts they go to."""
+
+    x: Tensor
+    counts: Sequence[int]
+    up: Sequence[Stored]
+    down: Sequence[Stored]
+    up_bias: Sequence[Tensor] | None = None
+    down_bias: Sequence[Tensor] | None = None
+
+    @property
+    def offsets(self) -> Tensor:
+        return torch.tensor([0, *self.counts]).cumsum(0).int()
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of the face; experts without tokens are None."""
+
+        def present(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
+            if tensors is None or all(tensor is None for tensor in tensors):
+                return None
+            return [tensor if count else None for tensor, count in zip(tensors, self.counts, strict=True)]
+
+        return {
+            "x": self.x,
+            "gate_up": present([kept.weight for kept in self.up]) or [None] * len(self.counts),
+            "down": present([kept.weight for kept in self.down]) or [None] * len(self.counts),
+            "offsets": self.offsets,
+            "gate_up_bias": present(self.up_bias),
+            "down_bias": present(self.down_bias),
+            "gate_up_scale": present([kept.scale for kept in self.up]),
+            "down_scale": present([kept.scale for kept in self.down]),
+            "group_size": self.up[0].group_size if self.up else None,
+        }
+
+    def truth(self, activation: str) -> Tensor:
+        def wide(tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
+            return None if tensors is None else [tensor.double() for tensor in tensors]
+
+        exact = replace(
+            self,
+            x=self.x.double(),
+            up=[kept.double() for kept in self.up],
+            down=[kept.double() for kept in self.down],
+            up_bias=wide(self.up_bias),
+            down_bias=wide(self.down_bias),
+        )
+        arguments = exact.arguments()
+        arguments["offsets"] = arguments["offsets"].tolist()
+        return reference_ffn.expert_ffn(**arguments, activation=activation)
+
+
+def layer(
+    counts: Sequence[int],
+    hidden: int,
+    inner: int,
+    *,
+    kind: str = "bfloat16",
+    dtype: torch.dtype = torch.bfloat16,
+    group_size: int | None = None,
+    bias: torch.dtype | None = None,
+) -> Layer:
+    randn = generator(len(counts))
+    experts = range(len(counts))
+    return Layer(
+        x=randn(sum(counts), hidden).to(dtype),
+        counts=counts,
+        up=[stored(kind, 2 * inner, hidden, group_size=group_size, seed=e) for e in experts],
+        down=[stored(kind, hidden, inner, group_size=group_size, seed=99 + e) for e in experts],
+        up_bias=None if bias is None else [randn(2 * inner).to(bias) for _ in experts],
+        down_bias=None if bias is None else [randn(hidden).to(bias) for _ in experts],
+    )
+
+
+def check(call: Layer, activation: str = "silu", **rest: Any) -> None:
+    found, expected = cpu_expert_ffn(**call.arguments(), activation=activation, **rest), call.truth(activation)
+    assert found.dtype == call.x.dtype
+    first = 0
+    for count in call.counts:
+        rows = slice(first, first + count)
+        assert relative_error(found[rows], expected[rows]) <= TOLERANCE[call.x.dtype]
+        first += count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(64, 32), (34, 70), (256, 130), (2, 2)], ids=str)
+def test_every_stored_form_and_size(server, kind, dtype, sizes):
+    check(layer([1, 0, 7, 30, 0], *sizes, kind=kind, dtype=dtype), threads=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", ["none", "float32", "as x"])
+def test_activations_and_biases(server, dtype, activation, bias):
+    bias_dtype = {"none": None, "float32": torch.float32, "as x": dtype}[bias]
+    call = layer([3, 0, 20], 66, 48, dtype=dtype, bias=bias_dtype)
+    check(replace(call, x=call.x * 3), activation)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("group_size", [32, 128, 4096])
+def test_scales_of_groups(server, kind, group_size):
+    check(layer([2, 17], 320, 96, kind=kind, dtype=torch.float32, group_size=group_size))
+    check(layer([2, 17], 320, 96, kind=kind, group_size=group_size))
+
+
+@pytest.mark.parametrize(
+    "counts", [[], [0, 0, 0], [1], [513], [0, 700, 0, 400, 1], [1] * 40, [96, 97, 400], [16, 17, 0, 511, 2]], ids=str
+)
+def test_ragged_counts(server, counts):
+    check(layer(counts, 64, 32), threads=2)
+
+
+def test_types_of_weights_may_differ(server):
+    mixed = layer([5, 6], 64, 96, kind="int8")
+    check(replace(mixed, down=layer([5, 6], 64, 96, kind="float16").down))
+    plain = layer([5, 6], 64, 96, kind="bfloat16")
+    check(replace(plain, down=layer([5, 6], 64, 96, kind="float16").down))
+    check(replace(plain, up=layer([5, 6], 64, 96, kind="float32").up))
+
+
+def test_agrees_with_the_twin_in_use(server):
+    call = layer([4, 0, 9], 64, 96, dtype=torch.float32, kind="float32")
+    weights = [kept.weight for kept in call.up], [kept.weight for kept in call.down]
+    expected = reference.expert_ffn(call.x, *weights, call.offsets.tolist())
+    assert relative_error(cpu_expert_ffn(call.x, *weights, call.offsets), expected.double()) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_may_be_x_and_rows_may_be_strided(server, dtype):
+    call = layer([30, 0, 600, 5], 70, 40, dtype=dtype)
+    expected = cpu_expert_ffn(**call.arguments())
+    fused = torch.zeros(635, 80, dtype=dtype)
+    rows = fused[:, 5:75]
+    rows.copy_(call.x)
+    assert cpu_expert_ffn(**(call.arguments() | {"x": rows}), out=rows) is rows
+    assert torch.equal(rows, expected)
+    assert not fused[:, :5].any()
+    assert not fused[:, 75:].any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates_saturate(server, activation):
+    call = layer([8], 64, 64, dtype=torch.float32, kind="float32")
+    for factor in (1e-6, 50.0, 1000.0):
+        scaled = replace(call, x=call.x * factor)
+        found = cpu_expert_ffn(**scaled.arguments(), activation=activation)
+        assert relative_error(found, scaled.truth(activation)) <= 1e-5
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_poison_stays_where_it_is(server, activation):
+    call = layer([10, 10], 64, 32)
+    call.x[3, 5] = float("nan")
+    found = cpu_expert_ffn(**call.arguments(), activation=activation).isfinite()
+    expected = torch.ones(20, 64, dtype=torch.bool)
+    expected[3] = False
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
+    counts = [1, 200, 0, 7, 600]
+    call = layer(counts, 96, 70, kind=kind, dtype=dtype)
+    together = cpu_expert_ffn(**call.arguments(), threads=2)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    source = torch.Generator().manual_seed(7)
+    for many, threads in ((1, 1), (1, 2), (5, 3), (60, 1), (700, 2)):
+        chosen = torch.randperm(len(owner), generator=source)[:many]
+        chosen = chosen[owner[chosen].argsort(stable=True)]
+        some = replace(call, x=call.x[chosen], counts=torch.bincount(owner[chosen], minlength=len(counts)).tolist())
+        assert torch.equal(cpu_expert_ffn(**some.arguments(), threads=threads), together[chosen])
+
+
+def arguments() -> dict[str, Any]:
+    call = layer([2, 0, 3], 64, 32, kind="int8", dtype=torch.float32, group_size=32, bias=torch.float32)
+    return call.arguments() | {"activation": "silu", "out": torch.zeros(5, 64), "threads": 2}
+
+
+LISTS = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+ONE: dict[str, Callable[[Any], Any]] = {
+    "missing": lambda _: None,
+    "a number": lambda _: 3,
+    "on meta": lambda t: t.to("meta"),
+    "float64": lambda t: t.double(),
+    "int16": lambda t: t.to(torch.int16),
+    "a dimension more": lambda t: t.unsqueeze(0),
+    "no dimension": lambda t: t.flatten()[0],
+    "one row more": lambda t: torch.cat((t, t[:1])),
+    "one row for all": lambda t: t[:1].expand(t.shape),
+    "every other element": lambda t: torch.stack((t, t), dim=-1)[..., 0],
+    "more columns": lambda t: torch.cat((t, t), dim=-1),
+    "another dtype": lambda t: t.half(),
+}
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "a tensor": lambda tensors: tensors[0],
+    "a number": lambda _: 3,
+    "one more": lambda tensors: [*tensors, None],
+    "one less": lambda tensors: tensors[:-1],
+    "empty": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("expert", [0, 2])
+@pytest.mark.parametrize("damage", ONE)
+def test_a_wrong_tensor_of_a_list_is_named(server, name, expert, damage):
+    wrong = arguments()
+    wrong[name][expert] = ONE[damage](wrong[name][expert])
+    kind = name.split("_")[-1]
+    refused(cpu_expert_ffn, wrong, {name, name.removesuffix(f"_{kind}"), f"{name}_scale", "down"})
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("damage", WHOLE)
+def test_a_wrong_list_is_named(server, name, damage):
+    wrong = arguments()
+    wrong[name] = WHOLE[damage](wrong[name])
+    refused(cpu_expert_ffn, wrong, {name})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("offsets", torch.tensor([0, 2, 2, 6], dtype=torch.int32)),
+        ("offsets", torch.tensor([0, 2, 2, 4], dtype=torch.int32)),
+        ("offsets", torch.tensor([1, 2, 2, 5], dtype=torch.int32)),
+        ("offsets", torch.tensor([0, 3, 2, 5], dtype=torch.int32)),
+        ("offsets", torch.tensor([0, -1, 2, 5], dtype=torch.int32)),
+        ("offsets", torch.tensor([0, 2, 2, 5])),
+        ("offsets", torch.zeros(0, dtype=torch.int32)),
+        ("offsets", [0, 2, 2, 5]),
+        ("offsets", torch.tensor([0, 9, 2, 9, 2, 9, 5, 9], dtype=torch.int32)[::2]),
+        ("activation", "relu"),
+        ("activation", 3),
+        ("group_size", 33),
+        ("threads", 0),
+        ("x", None),
+        ("x", torch.zeros(5, 64).double()),
+        ("x", torch.zeros(64, 5).t()),
+        ("out", torch.zeros(5, 65)),
+        ("out", torch.zeros(5, 64).half()),
+    ],
+)
+def test_other_wrong_arguments_are_named(server, name, value):
+    refused(cpu_expert_ffn, arguments() | {name: value}, {name})
+
+
+def test_offsets_for_another_number_of_experts(server):
+    refused(cpu_expert_ffn, arguments() | {"offsets": torch.tensor([0, 2, 5], dtype=torch.int32)}, {"gate_up"})
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_experts_are_refused_or_right(server, data):
+    """Sizes that may not fit each other, and entries that may be missing."""
+    size = st.sampled_from((4, 4, 4, 4, 5, 0))
+    hidden, inner = data.draw(size, label="H"), data.draw(size, label="I")
+    counts = data.draw(st.lists(st.integers(0, 3), max_size=4), label="counts")
+    kind = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.int8)), label="kind")
+
+    def tensors(*shape: int) -> list[Tensor | None]:
+        made: list[Tensor | None] = []
+        for count in counts:
+            off = data.draw(st.sampled_from((0, 0, 0, 0, 0, 0, 0, 1)))
+            made.append(torch.ones(shape[0] + off, *shape[1:]) if count or off else None)
+        return made
+
+    def stored_as(tensors: list[Tensor | None]) -> list[Tensor | None]:
+        return [None if tensor is None else tensor.to(kind) for tensor in tensors]
+
+    given_scales = data.draw(st.booleans(), label="scales")
+    call: dict[str, Any] = {
+        "x": torch.ones(sum(counts), hidden),
+        "gate_up": stored_as(tensors(2 * inner, hidden)),
+        "down": stored_as(tensors(hidden, inner)),
+        "gate_up_scale": tensors(2 * inner) if given_scales else None,
+        "down_scale": tensors(hidden) if given_scales else None,
+    }
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    try:
+        found = cpu_expert_ffn(**call, offsets=offsets)
+    except ValueError as refusal:
+        assert str(refusal).split(":")[0] in call
+        return
+    expected = reference_ffn.expert_ffn(**call, offsets=offsets.tolist())
+    assert relative_error(found, expected.double()) <= 1e-5
