@@ -1,8 +1,10 @@
 // Attention over the paged cache: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no
 // torch and no algorithm.
 
+#include <nanobind/stl/optional.h>
+
 #include "gqa/gqa.h"
-#include "checks.h"
+#include "paged.h"
 
 namespace moelight::bind {
 namespace {
@@ -11,126 +13,171 @@ using namespace nb::literals;
 
 struct Cache {
   int64_t blocks, kv_heads, block_size, head_dim;
-  DType dtype;
+  bool int8;
+  DType dtype;  // unless int8
 };
+
+template <class Array>
+bool is_int8(const Array& array) {
+  return array.dtype() == nb::dtype<int8_t>();
+}
 
 template <class Array>
 Cache check_caches(const Array& k_cache, const Array& v_cache) {
   check_layout("k_cache", k_cache, 4);
   check_layout("v_cache", v_cache, 4);
-  const DType dtype = float_type("k_cache", k_cache);
-  if (float_type("v_cache", v_cache) != dtype) refuse("v_cache", "must have the dtype of k_cache");
+  const bool int8 = is_int8(k_cache);
+  const DType dtype = int8 ? DType::kFloat32 : float_type("k_cache", k_cache);
+  if (is_int8(v_cache) != int8 || (!int8 && float_type("v_cache", v_cache) != dtype))
+    refuse("v_cache", "must have the dtype of k_cache");
   for (size_t i = 0; i < 4; ++i)
     if (v_cache.shape(i) != k_cache.shape(i))
       refuse("v_cache", "has shape " + shape_of(v_cache) + ", k_cache has " + shape_of(k_cache));
-  const Cache cache = {static_cast<int64_t>(k_cache.shape(0)), static_cast<int64_t>(k_cache.shape(1)),
-                       static_cast<int64_t>(k_cache.shape(2)), static_cast<int64_t>(k_cache.shape(3)), dtype};
+  const Cache cache = {.blocks = static_cast<int64_t>(k_cache.shape(0)),
+                       .kv_heads = static_cast<int64_t>(k_cache.shape(1)),
+                       .block_size = static_cast<int64_t>(k_cache.shape(2)),
+                       .head_dim = static_cast<int64_t>(k_cache.shape(3)),
+                       .int8 = int8,
+                       .dtype = dtype};
   if (cache.kv_heads < 1 || cache.block_size < 1) refuse("k_cache", "is empty: shape " + shape_of(k_cache));
   if (cache.head_dim < 8 || cache.head_dim > kMaxHeadDim || cache.head_dim % 8 != 0)
     refuse("k_cache", "head size must be a multiple of 8 from 8 to 256, shape is " + shape_of(k_cache));
   return cache;
 }
 
-void check_tables(const GqaArgs& args, int64_t blocks, int64_t max_blocks) {
-  for (int64_t b = 0; b < args.batch; ++b) {
-    const int64_t length = args.seq_lens[b];
-    if (length < 0 || length > max_blocks * args.block_size)
-      refuse("seq_lens", "entry " + std::to_string(b) + " is " + std::to_string(length) +
-                             ", the block table holds 0 to " + std::to_string(max_blocks * args.block_size));
-    const int64_t first = args.window > 0 ? std::max<int64_t>(0, length - args.window) / args.block_size : 0;
-    for (int64_t i = first; i * args.block_size < length; ++i) {
-      const int32_t block = args.tables[b * args.table_stride + i];
-      if (block < 0 || block >= blocks)
-        refuse("block_tables", "entry [" + std::to_string(b) + ", " + std::to_string(i) + "] is " +
-                                   std::to_string(block) + ", the cache has " + std::to_string(blocks) + " blocks");
-    }
-  }
+template <class Array>
+void check_float32(const char* name, const Array& array) {
+  if (array.dtype() != nb::dtype<float>()) refuse(name, "must be float32");
 }
 
-void gqa_decode(const In& q, const In& k_cache, const In& v_cache, const In& block_tables, const In& seq_lens,
-                double scale, int64_t window, const Out& out, int64_t threads) {
-  const Cache cache = check_caches(k_cache, v_cache);
+// The scales of one cache; null, and none allowed, unless it is int8.
+template <class Array>
+float* check_scales(const char* name, const std::optional<Array>& scales, const Cache& cache, int64_t& stride) {
+  stride = 0;
+  if (scales.has_value() != cache.int8) refuse(name, cache.int8 ? "int8 caches need it" : "only int8 caches have it");
+  if (!scales.has_value()) return nullptr;
+  check_layout(name, *scales, 3);
+  check_float32(name, *scales);
+  check_dim(name, *scales, 0, cache.blocks, "blocks");
+  check_dim(name, *scales, 1, cache.kv_heads, "heads");
+  check_dim(name, *scales, 2, cache.block_size, "block size");
+  stride = scales->stride(0);
+  return const_cast<float*>(static_cast<const float*>(scales->data()));
+}
+
+void check_new(const char* name, const In& array, const Cache& cache, int64_t tokens, DType dtype) {
+  check_layout(name, array, 3);
+  if (float_type(name, array) != dtype)
+    refuse(name, cache.int8 ? "must have one float dtype throughout" : "must have the same dtype as the cache");
+  check_dim(name, array, 0, tokens, "tokens");
+  check_dim(name, array, 1, cache.kv_heads, "heads");
+  check_dim(name, array, 2, cache.head_dim, "head size");
+}
+
+void check_queries(const In& q, const Out& out, const Cache& cache) {
   check_layout("q", q, 3);
-  check_float_type("q", q, cache.dtype);
+  const DType dtype = float_type("q", q);
+  if (!cache.int8 && dtype != cache.dtype) refuse("q", "must have the same dtype as the cache");
   check_dim("q", q, 2, cache.head_dim, "head size");
-  const auto batch = static_cast<int64_t>(q.shape(0)), q_heads = static_cast<int64_t>(q.shape(1));
+  const auto q_heads = static_cast<int64_t>(q.shape(1));
   if (q_heads < 1 || q_heads % cache.kv_heads != 0)
     refuse("q", "its " + std::to_string(q_heads) + " heads are no multiple of the cache's " +
                     std::to_string(cache.kv_heads));
   check_layout("out", out, 3);
-  check_float_type("out", out, cache.dtype);
+  if (float_type("out", out) != dtype) refuse("out", "must have the dtype of q");
   for (size_t i = 0; i < 3; ++i) check_dim("out", out, i, static_cast<int64_t>(q.shape(i)), "size");
-  check_layout("block_tables", block_tables, 2);
-  check_int_type<int32_t>("block_tables", block_tables);
-  check_dim("block_tables", block_tables, 0, batch, "batch");
-  check_layout("seq_lens", seq_lens, 1);
-  check_int_type<int32_t>("seq_lens", seq_lens);
-  check_dim("seq_lens", seq_lens, 0, batch, "batch");
-  if (batch > 1 && seq_lens.stride(0) != 1) refuse("seq_lens", "must be contiguous");
-  if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
+}
 
-  const GqaArgs args = {.dtype = cache.dtype,
-                        .batch = batch,
-                        .q_heads = q_heads,
-                        .kv_heads = cache.kv_heads,
-                        .head_dim = cache.head_dim,
-                        .block_size = cache.block_size,
-                        .q = q.data(),
-                        .q_stride = q.stride(0),
-                        .k_cache = k_cache.data(),
-                        .k_stride = k_cache.stride(0),
-                        .v_cache = v_cache.data(),
-                        .v_stride = v_cache.stride(0),
-                        .tables = static_cast<const int32_t*>(block_tables.data()),
-                        .table_stride = block_tables.stride(0),
-                        .seq_lens = static_cast<const int32_t*>(seq_lens.data()),
-                        .scale = static_cast<float>(scale),
-                        .window = window,
-                        .out = out.data(),
-                        .out_stride = out.stride(0),
-                        .threads = checked_threads(threads)};
-  check_tables(args, cache.blocks, static_cast<int64_t>(block_tables.shape(1)));
+const float* check_sinks(const MaybeIn& sinks, int64_t q_heads) {
+  if (!sinks.has_value()) return nullptr;
+  check_layout("sinks", *sinks, 1);
+  check_float32("sinks", *sinks);
+  check_dim("sinks", *sinks, 0, q_heads, "heads");
+  if (q_heads > 1 && sinks->stride(0) != 1) refuse("sinks", "must be contiguous");
+  return static_cast<const float*>(sinks->data());
+}
+
+template <class Array>
+AppendArgs append_args(const Cache& cache, const Array& k_cache, const Array& v_cache, const In& k_new,
+                       const In& v_new) {
+  const DType dtype = float_type("k_new", k_new);
+  const auto tokens = static_cast<int64_t>(k_new.ndim() > 0 ? k_new.shape(0) : 0);
+  AppendArgs args = {};
+  args.dtype = dtype, args.int8 = cache.int8;
+  args.tokens = tokens, args.kv_heads = cache.kv_heads;
+  args.head_dim = cache.head_dim, args.block_size = cache.block_size;
+  args.k_cache = const_cast<void*>(static_cast<const void*>(k_cache.data())), args.k_stride = k_cache.stride(0);
+  args.v_cache = const_cast<void*>(static_cast<const void*>(v_cache.data())), args.v_stride = v_cache.stride(0);
+  args.k_new = k_new.data(), args.k_new_stride = k_new.stride(0);
+  args.v_new = v_new.data(), args.v_new_stride = v_new.stride(0);
+  return args;
+}
+
+// Neither, or both, of the rows that decode attention writes first.
+bool check_fused(const MaybeIn& k_new, const MaybeIn& v_new, const Cache& cache, int64_t batch, DType dtype) {
+  if (k_new.has_value() && !v_new.has_value()) refuse("v_new", "must come with k_new");
+  if (v_new.has_value() && !k_new.has_value()) refuse("k_new", "must come with v_new");
+  if (!k_new.has_value()) return false;
+  check_new("k_new", *k_new, cache, batch, dtype);
+  check_new("v_new", *v_new, cache, batch, dtype);
+  return true;
+}
+
+void gqa_decode(const In& q, const In& k_cache, const In& v_cache, const In& block_tables, const In& seq_lens,
+                double scale, int64_t window, const MaybeIn& sinks, double softcap, const MaybeIn& k_scale,
+                const MaybeIn& v_scale, const MaybeIn& k_new, const MaybeIn& v_new, const Out& out, int64_t threads) {
+  const Cache cache = check_caches(k_cache, v_cache);
+  check_queries(q, out, cache);
+  const auto batch = static_cast<int64_t>(q.shape(0)), q_heads = static_cast<int64_t>(q.shape(1));
+  const Tables tables = check_sequences(block_tables, seq_lens, batch);
+  if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
+  GqaArgs args = {};
+  args.dtype = float_type("q", q), args.int8 = cache.int8;
+  args.batch = batch, args.q_heads = q_heads, args.kv_heads = cache.kv_heads;
+  args.head_dim = cache.head_dim, args.block_size = cache.block_size;
+  args.q = q.data(), args.q_stride = q.stride(0);
+  args.k_cache = k_cache.data(), args.k_stride = k_cache.stride(0);
+  args.v_cache = v_cache.data(), args.v_stride = v_cache.stride(0);
+  float* const key_scales = check_scales("k_scale", k_scale, cache, args.k_scale_stride);
+  float* const value_scales = check_scales("v_scale", v_scale, cache, args.v_scale_stride);
+  args.k_scale = key_scales, args.v_scale = value_scales;
+  args.tables = tables.entries, args.table_stride = tables.stride, args.seq_lens = tables.seq_lens;
+  args.scale = static_cast<float>(scale), args.softcap = static_cast<float>(softcap);
+  args.sinks = check_sinks(sinks, q_heads);
+  args.window = window;
+  args.out = out.data(), args.out_stride = out.stride(0);
+  args.threads = checked_threads(threads);
+  const bool fused = check_fused(k_new, v_new, cache, batch, args.dtype);
+  check_entries(tables, cache.blocks, cache.block_size, window);
+
+  AppendArgs append = {};
+  if (fused) {
+    append = append_args(cache, k_cache, v_cache, *k_new, *v_new);
+    append.k_scale = key_scales, append.k_scale_stride = args.k_scale_stride;
+    append.v_scale = value_scales, append.v_scale_stride = args.v_scale_stride;
+    append.threads = args.threads;
+  }
   nb::gil_scoped_release release;
+  if (fused) {
+    const std::vector<int64_t> slots = last_slots(args);
+    append.slots = slots.data();
+    moelight::kv_append(append);
+  }
   moelight::gqa_decode(args);
 }
 
 void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In& v_new, const In& slots,
-               int64_t threads) {
+               const MaybeOut& k_scale, const MaybeOut& v_scale, int64_t threads) {
   const Cache cache = check_caches(k_cache, v_cache);
-  check_layout("slots", slots, 1);
-  check_int_type<int64_t>("slots", slots);
-  const auto tokens = static_cast<int64_t>(slots.shape(0));
-  if (tokens > 1 && slots.stride(0) != 1) refuse("slots", "must be contiguous");
-  auto check_new = [&](const char* name, const In& array) {
-    check_layout(name, array, 3);
-    check_float_type(name, array, cache.dtype);
-    check_dim(name, array, 0, tokens, "tokens");
-    check_dim(name, array, 1, cache.kv_heads, "heads");
-    check_dim(name, array, 2, cache.head_dim, "head size");
-  };
-  check_new("k_new", k_new);
-  check_new("v_new", v_new);
-  const auto* slot = static_cast<const int64_t*>(slots.data());
-  for (int64_t t = 0; t < tokens; ++t)
-    if (slot[t] < 0 || slot[t] >= cache.blocks * cache.block_size)
-      refuse("slots", "entry " + std::to_string(t) + " is " + std::to_string(slot[t]) + ", the cache has " +
-                          std::to_string(cache.blocks * cache.block_size) + " slots");
-
-  const AppendArgs args = {.element_bytes = dtype_bytes(cache.dtype),
-                           .tokens = tokens,
-                           .kv_heads = cache.kv_heads,
-                           .head_dim = cache.head_dim,
-                           .block_size = cache.block_size,
-                           .k_cache = k_cache.data(),
-                           .k_stride = k_cache.stride(0),
-                           .v_cache = v_cache.data(),
-                           .v_stride = v_cache.stride(0),
-                           .k_new = k_new.data(),
-                           .k_new_stride = k_new.stride(0),
-                           .v_new = v_new.data(),
-                           .v_new_stride = v_new.stride(0),
-                           .slots = slot,
-                           .threads = checked_threads(threads)};
+  const int64_t tokens = check_slot_layout(slots);
+  const DType dtype = cache.int8 ? float_type("k_new", k_new) : cache.dtype;
+  check_new("k_new", k_new, cache, tokens, dtype);
+  check_new("v_new", v_new, cache, tokens, dtype);
+  AppendArgs args = append_args(cache, k_cache, v_cache, k_new, v_new);
+  args.k_scale = check_scales("k_scale", k_scale, cache, args.k_scale_stride);
+  args.v_scale = check_scales("v_scale", v_scale, cache, args.v_scale_stride);
+  args.slots = check_slots(slots, cache.blocks, cache.block_size);
+  args.threads = checked_threads(threads);
   nb::gil_scoped_release release;
   moelight::kv_append(args);
 }
@@ -139,8 +186,10 @@ void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In
 
 void add_gqa(nb::module_& module) {
   module.def("gqa_decode", gqa_decode, "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "seq_lens"_a, "scale"_a,
-             "window"_a, "out"_a, "threads"_a);
-  module.def("kv_append", kv_append, "k_cache"_a, "v_cache"_a, "k_new"_a, "v_new"_a, "slots"_a, "threads"_a);
+             "window"_a, "sinks"_a.none(), "softcap"_a, "k_scale"_a.none(), "v_scale"_a.none(), "k_new"_a.none(),
+             "v_new"_a.none(), "out"_a, "threads"_a);
+  module.def("kv_append", kv_append, "k_cache"_a, "v_cache"_a, "k_new"_a, "v_new"_a, "slots"_a, "k_scale"_a.none(),
+             "v_scale"_a.none(), "threads"_a);
 }
 
 }  // namespace moelight::bind

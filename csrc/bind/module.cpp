@@ -48,4 +48,5 @@ NB_MODULE(_native, module) {
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);
   add_ffn(module);
+  add_mla(module);
 }

@@ -1,5 +1,5 @@
-#include "moelight/simd_avx2.h"
+#include "lanes_avx2.h"
 
 #include "kernel.inl"
 
-const moelight::GqaKernels& moelight::gqa_avx2() { return kernels<Avx2>(); }
+const moelight::GqaKernels& moelight::gqa_avx2() { return kernels<LanesAvx2>(); }

@@ -1,5 +1,5 @@
-#include "moelight/simd_avx512.h"
+#include "lanes_avx512.h"
 
 #include "kernel.inl"
 
-const moelight::GqaKernels& moelight::gqa_avx512() { return kernels<Avx512>(); }
+const moelight::GqaKernels& moelight::gqa_avx512() { return kernels<LanesAvx512>(); }

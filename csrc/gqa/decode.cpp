@@ -2,58 +2,17 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "gqa.h"
 #include "moelight/cpu.h"
 #include "moelight/threads.h"
+#include "workspace.h"
 
 namespace moelight {
 namespace {
-
-const GqaKernels& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return gqa_avx512();
-    case Isa::kAvx2:
-      return gqa_avx2();
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return gqa_scalar();
-}
-
-constexpr int64_t kAlignedFloats = 16;
-
-int64_t aligned(int64_t floats) { return (floats + kAlignedFloats - 1) / kAlignedFloats * kAlignedFloats; }
-
-// Grows and never shrinks, one for each calling thread: a fresh mapping at every call would fault in page by page.
-class Workspace {
- public:
-  float* floats(int64_t count) {
-    if (count > capacity_) {
-      memory_.reset();
-      capacity_ = 0;
-      memory_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(aligned(count)) * sizeof(float))));
-      if (!memory_) throw std::bad_alloc();
-      capacity_ = count;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  std::unique_ptr<float, Free> memory_;
-  int64_t capacity_ = 0;
-};
 
 int64_t first_position(const GqaArgs& args, int64_t sequence) {
   const int64_t length = args.seq_lens[sequence];
@@ -72,12 +31,12 @@ struct Task {
 
 class Decode {
  public:
-  Decode(const GqaArgs& args, Workspace& workspace) : args_(args), kernels_(active_kernels()) {
+  Decode(const GqaArgs& args, Workspace& workspace) : args_(args), kernels_(gqa_active()) {
     heads_ = args.q_heads / args.kv_heads;
     const int64_t padded = (args.head_dim + kernels_.pad - 1) / kernels_.pad * kernels_.pad;
     values_floats_ = aligned(heads_ * padded);
     partial_floats_ = values_floats_ + aligned(2 * heads_);
-    scratch_floats_ = aligned(heads_ * (kScoreRow + padded));
+    scratch_floats_ = aligned(heads_ * (kScoreRow + padded)) + 2 * kScoreRow;
     cut();
     const auto tasks = static_cast<int64_t>(tasks_.size());
     lay_out(workspace.floats(tasks * partial_floats_ + args.threads * scratch_floats_));
@@ -85,13 +44,15 @@ class Decode {
 
   void run() {
     const int dtype = static_cast<int>(args_.dtype);
+    const auto attend = (args_.int8 ? kernels_.attend_int8 : kernels_.attend)[dtype];
+    const auto merge = (args_.int8 ? kernels_.merge_int8 : kernels_.merge)[dtype];
     parallel_for(args_.threads, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int worker) {
       const Task& task = tasks_[i];
-      kernels_.attend[dtype](args_, task.piece, scratch_ + worker * scratch_floats_, parts_[task.part]);
+      attend(args_, task.piece, scratch_ + worker * scratch_floats_, parts_[task.part]);
       // Whoever finishes a group's last piece joins them all; the order of joining is that of the context.
       if (unfinished_[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
       const Group& group = groups_[task.group];
-      kernels_.merge[dtype](args_, group.sequence, group.kv_head, &parts_[group.first_part], group.parts);
+      merge(args_, group.sequence, group.kv_head, &parts_[group.first_part], group.parts);
     });
   }
 
@@ -146,6 +107,30 @@ class Decode {
 };
 
 }  // namespace
+
+const GqaKernels& gqa_active() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return gqa_avx512();
+    case Isa::kAvx2:
+      return gqa_avx2();
+    case Isa::kScalar:
+      break;
+  }
+#endif
+  return gqa_scalar();
+}
+
+std::vector<int64_t> last_slots(const GqaArgs& args) {
+  std::vector<int64_t> slots;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    const int64_t last = args.seq_lens[b] - int64_t{1};
+    const int32_t* table = args.tables + b * args.table_stride;
+    slots.push_back(last < 0 ? -1 : table[last / args.block_size] * args.block_size + last % args.block_size);
+  }
+  return slots;
+}
 
 void gqa_decode(const GqaArgs& args) {
   thread_local Workspace workspace;

@@ -1,17 +1,19 @@
 // Paged grouped-query decode attention: what goes in, and the face between the driver and an instruction set.
 //
 // Legend: B sequences, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head size, P block size in tokens.
-// Strides are in elements. Within a block the layout is [Hkv, P, D], contiguous.
+// Strides are in elements. Within a block the layout is [Hkv, P, D], contiguous, and of scales [Hkv, P].
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "moelight/half.h"
 
 namespace moelight {
 
 struct GqaArgs {
-  DType dtype;
+  DType dtype;  // of q, out and, unless they are int8, the caches
+  bool int8;    // caches of int8 with a scale for each row
   int64_t batch, q_heads, kv_heads, head_dim, block_size;
   const void* q;  // [B, Hq, D], rows q_stride apart
   int64_t q_stride;
@@ -19,30 +21,47 @@ struct GqaArgs {
   int64_t k_stride;
   const void* v_cache;
   int64_t v_stride;
+  const float* k_scale;  // [blocks, Hkv, P] beside int8 caches
+  int64_t k_scale_stride;
+  const float* v_scale;
+  int64_t v_scale_stride;
   const int32_t* tables;  // [B, max_blocks], rows table_stride apart
   int64_t table_stride;
   const int32_t* seq_lens;  // [B]
   float scale;
-  int64_t window;  // last positions attended to; 0 means all
-  void* out;       // [B, Hq, D], rows out_stride apart
+  float softcap;       // scores become softcap * tanh(score / softcap); 0 for none
+  const float* sinks;  // [Hq]: a logit of each head that joins its softmax and is dropped; null for none
+  int64_t window;      // last positions attended to; 0 means all
+  void* out;           // [B, Hq, D], rows out_stride apart
   int64_t out_stride;
   int threads;
+
+  int64_t cache_bytes() const { return int8 ? 1 : dtype_bytes(dtype); }
 };
 
 // Expects checked arguments: head_dim a multiple of 8 up to kMaxHeadDim, every needed table entry in range.
 void gqa_decode(const GqaArgs& args);
 
+// The slot of each sequence's last position, -1 where it has none.
+std::vector<int64_t> last_slots(const GqaArgs& args);
+
 struct AppendArgs {
-  int64_t element_bytes, tokens, kv_heads, head_dim, block_size;
+  DType dtype;  // of the new rows and, unless they are int8, the caches
+  bool int8;
+  int64_t tokens, kv_heads, head_dim, block_size;
   void* k_cache;
   int64_t k_stride;
   void* v_cache;
   int64_t v_stride;
+  float* k_scale;  // written beside int8 caches
+  int64_t k_scale_stride;
+  float* v_scale;
+  int64_t v_scale_stride;
   const void* k_new;  // [T, Hkv, D], rows k_new_stride apart
   int64_t k_new_stride;
   const void* v_new;
   int64_t v_new_stride;
-  const int64_t* slots;  // [T]: block * P + offset
+  const int64_t* slots;  // [T]: block * P + offset; a token with a negative slot is left out
   int threads;
 };
 
@@ -73,14 +92,20 @@ struct Partial {
 // What an instruction set provides, one entry per DType.
 struct GqaKernels {
   int64_t pad;  // heads are padded to a multiple of this many floats
-  // scratch: G * (kScoreRow + padded D) floats, aligned to 64 bytes
-  void (*attend[kDTypes])(const GqaArgs&, const Piece&, float* scratch, const Partial&);
+  // scratch: G * (kScoreRow + padded D) + 2 * kScoreRow floats, aligned to 64 bytes
+  using Attend = void (*)(const GqaArgs&, const Piece&, float* scratch, const Partial&);
+  Attend attend[kDTypes], attend_int8[kDTypes];
   // joins the partials of one (sequence, kv head) in order and writes the heads of the group
-  void (*merge[kDTypes])(const GqaArgs&, int64_t sequence, int64_t kv_head, const Partial* parts, int64_t count);
+  using Merge = void (*)(const GqaArgs&, int64_t sequence, int64_t kv_head, const Partial* parts, int64_t count);
+  Merge merge[kDTypes], merge_int8[kDTypes];
+  // a row of `count` elements as codes -127 to 127 and their scale: largest magnitude / 127, not a number if that is
+  // not finite
+  void (*quantise[kDTypes])(const void* row, int64_t count, int8_t* codes, float* scale);
 };
 
 const GqaKernels& gqa_scalar();
 const GqaKernels& gqa_avx2();
 const GqaKernels& gqa_avx512();
+const GqaKernels& gqa_active();
 
 }  // namespace moelight

@@ -1,12 +1,17 @@
-// The one algorithm of decode attention, over a SIMD type S (simd_*.h). Included once by each instruction set's file;
+// The one algorithm of decode attention, over a SIMD type S (lanes_*.h). Included once by each instruction set's file;
 // all of it has internal linkage. Two sweeps over a chunk: keys into scores, then, after the softmax, values into sums.
 // Both read memory once, in order, and are bound by that: the lead fetches while they compute.
 //
-// "Packed order": S::load2 reads 2 * S::kWidth elements into two vectors in whatever order is cheapest for the stored
-// type. Queries and sums are kept in that order; only S::store2 undoes it.
+// Q is the type of queries and output, T that of the cache: Q itself, or int8_t. Queries and sums are kept in the
+// packed order (softmax.inl) of T. The scale of an int8 key multiplies its scores, that of a value its weights.
+
+#include <cstring>
+#include <type_traits>
 
 #include "gqa.h"
 #include "lead.h"
+#include "quantise.inl"
+#include "softmax.inl"
 
 namespace moelight {
 namespace {
@@ -14,32 +19,8 @@ namespace {
 constexpr int kKeys = 4;            // keys per register tile of the score sweep
 constexpr int64_t kValueTile = 32;  // rows of V that stay in the first-level cache while the heads pass over them
 
-template <class S>
-constexpr int64_t kUnit = 2 * S::kWidth;
-
-template <class S>
-int64_t padded(int64_t head_dim) {
-  return (head_dim + kUnit<S> - 1) / kUnit<S> * kUnit<S>;
-}
-
-// 2^x for x <= 0, relative error below 2e-7; not a number stays so.
-template <class S>
-typename S::V exp2(typename S::V x) {
-  x = S::max(S::set(-125.0f), x);
-  const auto whole = S::round(x);
-  const auto f = S::sub(x, whole);
-  auto y = S::set(1.535336188319500e-4f);
-  y = S::fma(y, f, S::set(1.339887440266574e-3f));
-  y = S::fma(y, f, S::set(9.618437357674640e-3f));
-  y = S::fma(y, f, S::set(5.550332471162809e-2f));
-  y = S::fma(y, f, S::set(2.402264791363012e-1f));
-  y = S::fma(y, f, S::set(6.931472028550421e-1f));
-  y = S::fma(y, f, S::set(1.0f));
-  return S::scale(y, whole);
-}
-
-template <class S, class T>
-void pack_queries(const T* q, int64_t heads, int64_t head_dim, float scale, float* packed) {
+template <class S, class Q, class T>
+void pack_queries(const Q* q, int64_t heads, int64_t head_dim, float scale, float* packed) {
   const int64_t full = head_dim / kUnit<S> * kUnit<S>;
   const auto factor = S::set(scale);
   for (int64_t h = 0; h < heads; ++h, q += head_dim) {
@@ -50,6 +31,7 @@ void pack_queries(const T* q, int64_t heads, int64_t head_dim, float scale, floa
       } else {
         S::load2_part(q + d, head_dim - d, a, b);
       }
+      if constexpr (!std::is_same_v<Q, T>) S::template straighten<Q>(a, b);
       S::store(packed, S::mul(a, factor));
       S::store(packed + S::kWidth, S::mul(b, factor));
     }
@@ -111,24 +93,34 @@ void score_run(const Run& run, const float* q, int64_t heads, int64_t head_dim, 
   }
 }
 
-// Turns the first `count` scores of each head into weights relative to their maximum.
+// Raw products of one head into base-2 logits, beyond what the queries were multiplied by: each key's scale, the cap.
 template <class S>
-void softmax(float* scores, int64_t heads, int64_t count, const Partial& part) {
-  const int64_t whole = (count + S::kWidth - 1) / S::kWidth * S::kWidth;
-  for (int64_t h = 0; h < heads; ++h, scores += kScoreRow) {
-    for (int64_t i = count; i < whole; ++i) scores[i] = -__builtin_inff();
-    auto top = S::load(scores);
-    for (int64_t i = S::kWidth; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
-    const float maximum = S::reduce_max(top);
-    auto sum = S::zero();
-    for (int64_t i = 0; i < whole; i += S::kWidth) {
-      const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
-      S::store(scores + i, weight);
-      sum = S::add(sum, weight);
-    }
-    part.maximum[h] = maximum;
-    part.sum[h] = S::reduce_add(sum);
+void finish_scores(float* scores, int64_t count, const float* key_scales, float softcap) {
+  const auto cap = S::set(softcap * kLog2E);
+  for (int64_t i = 0; i < count; i += S::kWidth) {
+    auto x = S::load(scores + i);
+    if (key_scales != nullptr) x = S::mul(x, S::load(key_scales + i));
+    if (softcap > 0.0f) x = S::mul(tanh<S>(x), cap);
+    S::store(scores + i, x);
   }
+}
+
+// Turns the first `count` logits of a head into weights relative to their maximum, and those into factors of the
+// stored values by their scales; returns maximum and sum of weights.
+template <class S>
+void softmax(float* scores, int64_t count, const float* value_scales, float& maximum, float& total) {
+  const int64_t whole = whole_vectors<S>(count);
+  for (int64_t i = count; i < whole; ++i) scores[i] = -kInfinity;
+  auto top = S::load(scores);
+  for (int64_t i = S::kWidth; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
+  maximum = S::reduce_max(top);
+  auto sum = S::zero();
+  for (int64_t i = 0; i < whole; i += S::kWidth) {
+    const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
+    sum = S::add(sum, weight);
+    S::store(scores + i, value_scales == nullptr ? weight : S::mul(weight, S::load(value_scales + i)));
+  }
+  total = S::reduce_add(sum);
 }
 
 // values[h][0..kUnits units) += weights[h] . v
@@ -190,65 +182,99 @@ void value_run(const Run& run, const float* weights, int64_t heads, int64_t head
   }
 }
 
-// Writes the runs of a piece to `runs`, block by block, and returns their end.
-Run* find_runs(const GqaArgs& args, const Piece& piece, const void* cache, int64_t stride, Run* runs) {
+// Writes the runs of a piece to `runs`, block by block, and returns their end. Stride and rows are in bytes.
+Run* find_runs(const GqaArgs& args, const Piece& piece, const void* cache, int64_t stride, int64_t row, Run* runs) {
   const int32_t* table = args.tables + piece.sequence * args.table_stride;
-  const int64_t row_bytes = args.head_dim * dtype_bytes(args.dtype);
   for (int64_t at = piece.begin; at < piece.end;) {
     const int64_t block = at / args.block_size, offset = at % args.block_size;
     const int64_t room = args.block_size - offset, left = piece.end - at;
-    const int64_t first =
-        table[block] * stride * dtype_bytes(args.dtype) + (piece.kv_head * args.block_size + offset) * row_bytes;
+    const int64_t first = table[block] * stride + (piece.kv_head * args.block_size + offset) * row;
     *runs = {static_cast<const char*>(cache) + first, room < left ? room : left};
     at += (runs++)->count;
   }
   return runs;
 }
 
-template <class S, class T>
+// The scales of a piece beside an int8 cache: asked for while the keys are swept, then laid side by side.
+class Scales {
+ public:
+  Scales(const GqaArgs& args, const Piece& piece) {
+    constexpr int64_t kBytes = sizeof(float);
+    values_ = find_runs(args, piece, args.k_scale, args.k_scale_stride * kBytes, kBytes, runs_);
+    end_ = find_runs(args, piece, args.v_scale, args.v_scale_stride * kBytes, kBytes, values_);
+  }
+  void fetch(int64_t run) const {
+    fetch(runs_[run]);
+    fetch(values_[run]);
+  }
+  // To two rows of kScoreRow floats; what lies between the end of the piece and the next whole vector is zero.
+  void gather(float* keys, float* values) const {
+    gather(runs_, values_, keys);
+    gather(values_, end_, values);
+  }
+
+ private:
+  static constexpr int64_t kLineFloats = 16;
+  static void fetch(const Run& run) {
+    for (int64_t i = 0; i < run.count; i += kLineFloats) __builtin_prefetch(run.rows + i * sizeof(float));
+  }
+  void gather(const Run* run, const Run* end, float* to) const {
+    for (; run != end; to += (run++)->count)
+      std::memcpy(to, run->rows, static_cast<size_t>(run->count) * sizeof(float));
+    for (int64_t i = 0; i < kScoreRow - kChunk; ++i) *to++ = 0.0f;
+  }
+
+  Run runs_[2 * kChunk];
+  Run *values_, *end_;
+};
+struct NoScales {
+  NoScales(const GqaArgs&, const Piece&) {}
+  void fetch(int64_t) const {}
+};
+
+template <class S, class Q, class T>
 void attend(const GqaArgs& args, const Piece& piece, float* scratch, const Partial& part) {
+  constexpr bool kScaled = std::is_same_v<T, int8_t>;
   const int64_t heads = args.q_heads / args.kv_heads, head_dim = args.head_dim, stride = padded<S>(head_dim);
-  constexpr float kLog2E = 1.4426950408889634f;
+  const int64_t count = piece.end - piece.begin;
   float* scores = scratch;
   float* q = scratch + heads * kScoreRow;
+  float* key_scales = kScaled ? q + heads * stride : nullptr;
+  float* value_scales = kScaled ? key_scales + kScoreRow : nullptr;
   Run runs[2 * kChunk];
-  Run* const values = find_runs(args, piece, args.k_cache, args.k_stride, runs);
-  const Run* const end = find_runs(args, piece, args.v_cache, args.v_stride, values);
-  Lead lead(runs, end, head_dim * static_cast<int64_t>(sizeof(T)));
+  constexpr int64_t kBytes = sizeof(T);
+  Run* const values = find_runs(args, piece, args.k_cache, args.k_stride * kBytes, head_dim * kBytes, runs);
+  const Run* const end = find_runs(args, piece, args.v_cache, args.v_stride * kBytes, head_dim * kBytes, values);
+  const std::conditional_t<kScaled, Scales, NoScales> scales(args, piece);
+  Lead lead(runs, end, head_dim * kBytes);
 
-  const T* group = static_cast<const T*>(args.q) + piece.sequence * args.q_stride + piece.kv_head * heads * head_dim;
-  pack_queries<S>(group, heads, head_dim, args.scale * kLog2E, q);
+  const Q* group = static_cast<const Q*>(args.q) + piece.sequence * args.q_stride + piece.kv_head * heads * head_dim;
+  pack_queries<S, Q, T>(group, heads, head_dim, args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E, q);
   float* at = scores;
-  for (const Run* run = runs; run != values; at += (run++)->count) score_run<S, T>(*run, q, heads, head_dim, at, lead);
-  softmax<S>(scores, heads, piece.end - piece.begin, part);
+  for (const Run* run = runs; run != values; at += (run++)->count) {
+    scales.fetch(run - runs);
+    score_run<S, T>(*run, q, heads, head_dim, at, lead);
+  }
+  if constexpr (kScaled) scales.gather(key_scales, value_scales);
+  for (int64_t h = 0; h < heads; ++h) {
+    float* row = scores + h * kScoreRow;
+    if (kScaled || args.softcap > 0.0f) finish_scores<S>(row, count, key_scales, args.softcap);
+    softmax<S>(row, count, value_scales, part.maximum[h], part.sum[h]);
+  }
   for (int64_t i = 0; i < heads * stride; i += S::kWidth) S::store(part.values + i, S::zero());
   at = scores;
   for (const Run* run = values; run != end; at += (run++)->count)
     value_run<S, T>(*run, at, heads, head_dim, part.values, lead);
 }
 
-// Replaces the maxima of one head by the factors that bring its partials to a common maximum.
-template <class S>
-float factors(const Partial* parts, int64_t count, int64_t h) {
-  float maximum = parts[0].maximum[h];
-  for (int64_t c = 1; c < count; ++c) maximum = parts[c].maximum[h] > maximum ? parts[c].maximum[h] : maximum;
-  float total = 0.0f;
-  for (int64_t c = 0; c < count; ++c) {
-    float lanes[S::kWidth];
-    S::store(lanes, exp2<S>(S::set(parts[c].maximum[h] - maximum)));
-    parts[c].maximum[h] = lanes[0];
-    total += lanes[0] * parts[c].sum[h];
-  }
-  return total;
-}
-
-template <class S, class T>
+template <class S, class Q, class T>
 void merge(const GqaArgs& args, int64_t sequence, int64_t kv_head, const Partial* parts, int64_t count) {
   const int64_t heads = args.q_heads / args.kv_heads, head_dim = args.head_dim, stride = padded<S>(head_dim);
   const int64_t full = head_dim / kUnit<S> * kUnit<S>;
-  T* out = static_cast<T*>(args.out) + sequence * args.out_stride + kv_head * heads * head_dim;
+  Q* out = static_cast<Q*>(args.out) + sequence * args.out_stride + kv_head * heads * head_dim;
   for (int64_t h = 0; h < heads; ++h, out += head_dim) {
-    const auto inverse = S::set(1.0f / factors<S>(parts, count, h));
+    const float sink = args.sinks == nullptr ? -kInfinity : args.sinks[kv_head * heads + h] * kLog2E;
+    const auto inverse = S::set(1.0f / factors<S>(parts, count, h, sink));
     for (int64_t d = 0; d < head_dim; d += kUnit<S>) {
       auto a = S::zero(), b = S::zero();
       for (int64_t c = 0; c < count; ++c) {
@@ -258,6 +284,7 @@ void merge(const GqaArgs& args, int64_t sequence, int64_t kv_head, const Partial
         b = S::fma(factor, S::load(values + S::kWidth), b);
       }
       a = S::mul(a, inverse), b = S::mul(b, inverse);
+      if constexpr (!std::is_same_v<Q, T>) S::template bend<Q>(a, b);
       if (d < full) {
         S::store2(out + d, a, b);
       } else {
@@ -269,9 +296,13 @@ void merge(const GqaArgs& args, int64_t sequence, int64_t kv_head, const Partial
 
 template <class S>
 const GqaKernels& kernels() {
-  static const GqaKernels table = {kUnit<S>,
-                                   {attend<S, float>, attend<S, Bf16>, attend<S, Fp16>},
-                                   {merge<S, float>, merge<S, Bf16>, merge<S, Fp16>}};
+  static const GqaKernels table = {
+      .pad = kUnit<S>,
+      .attend = {attend<S, float, float>, attend<S, Bf16, Bf16>, attend<S, Fp16, Fp16>},
+      .attend_int8 = {attend<S, float, int8_t>, attend<S, Bf16, int8_t>, attend<S, Fp16, int8_t>},
+      .merge = {merge<S, float, float>, merge<S, Bf16, Bf16>, merge<S, Fp16, Fp16>},
+      .merge_int8 = {merge<S, float, int8_t>, merge<S, Bf16, int8_t>, merge<S, Fp16, int8_t>},
+      .quantise = {quantise<float>, quantise<Bf16>, quantise<Fp16>}};
   return table;
 }
 

@@ -1,5 +1,5 @@
-#include "moelight/simd_scalar.h"
+#include "lanes_scalar.h"
 
 #include "kernel.inl"
 
-const moelight::GqaKernels& moelight::gqa_scalar() { return kernels<Scalar>(); }
+const moelight::GqaKernels& moelight::gqa_scalar() { return kernels<LanesScalar>(); }

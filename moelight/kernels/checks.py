@@ -11,6 +11,7 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
+SOFTCAPS = (1e-6, 1e6)
 _FOREVER = 1 << 62
 
 
@@ -27,6 +28,15 @@ def scalars(scale: object, window: object, threads: object) -> tuple[float, int 
     return scale, window if window is None else min(window, _FOREVER), min(threads, _FOREVER)
 
 
+def softcap(cap: object) -> float | None:
+    """The cap of scores; beyond these bounds it has no meaning that float32 could hold."""
+    if cap is None:
+        return None
+    if not isinstance(cap, (int, float)) or not SOFTCAPS[0] <= cap <= SOFTCAPS[1]:
+        raise ValueError(f"softcap: must be a number from {SOFTCAPS[0]} to {SOFTCAPS[1]} or None, is {cap!r}")
+    return float(cap)
+
+
 def decode(
     q: Tensor,
     k_cache: Tensor,
@@ -36,40 +46,105 @@ def decode(
     window: int | None,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_gqa_decode`."""
+    """The arguments of `cpu_gqa_decode` but for those of `decode_extras`."""
     blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
-    _layout("q", q, 3, k_cache.dtype)
+    _tensor("q", q)
+    _layout("q", q, 3, _new_dtype("q", q, k_cache))
     batch, q_heads, _ = q.shape
     _shape("q", q, (batch, q_heads, head_dim))
     if q_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"q: its {q_heads} heads are no multiple of the cache's {kv_heads}")
     if out is not None:
-        _layout("out", out, 3, k_cache.dtype)
+        _layout("out", out, 3, q.dtype)
         _shape("out", out, tuple(q.shape))
-    _layout("block_tables", block_tables, 2, torch.int32)
-    _shape("block_tables", block_tables, (batch, block_tables.shape[1]))
-    _layout("seq_lens", seq_lens, 1, torch.int32)
-    _shape("seq_lens", seq_lens, (batch,))
-    _tables(block_tables, seq_lens, window, blocks, block_size)
+    _sequences(block_tables, seq_lens, batch, window, blocks, block_size)
 
 
-def append(k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
+def decode_extras(
+    q: Tensor,
+    k_cache: Tensor,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+) -> None:
+    """Those that `cpu_gqa_decode` can do without, once q and k_cache are known to be right."""
+    batch, q_heads, head_dim = q.shape
+    _scales(k_cache, k_scale, v_scale)
+    if sinks is not None:
+        _layout("sinks", sinks, 1, torch.float32)
+        _shape("sinks", sinks, (q_heads,))
+    for name, one, other in (("k_new", k_new, v_new), ("v_new", v_new, k_new)):
+        if one is None and other is not None:
+            raise ValueError(f"{name}: k_new and v_new come together")
+        if one is not None:
+            _layout(name, one, 3, q.dtype)
+            _shape(name, one, (batch, k_cache.shape[1], head_dim))
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     """The arguments of `cpu_kv_append`."""
     blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
     _layout("slots", slots, 1, torch.int64)
+    _tensor("k_new", k_new)
+    dtype = _new_dtype("k_new", k_new, k_cache)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
-        _layout(name, new, 3, k_cache.dtype)
+        _layout(name, new, 3, dtype)
         _shape(name, new, (slots.shape[0], kv_heads, head_dim))
-    for token, slot in enumerate(slots.tolist()):
-        if not 0 <= slot < blocks * block_size:
-            raise ValueError(f"slots: entry {token} is {slot}, the cache has {blocks * block_size} slots")
+    _scales(k_cache, k_scale, v_scale)
+    _slots(slots, blocks * block_size)
+
+
+def latent_decode(
+    q_nope_absorbed: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None,
+) -> None:
+    """The arguments of `cpu_mla_decode`."""
+    blocks, block_size, row = _latent_cache(cache)
+    _layout("q_nope_absorbed", q_nope_absorbed, 3, cache.dtype)
+    batch, heads, latent = q_nope_absorbed.shape
+    if heads < 1 or latent < 1:
+        raise ValueError(f"q_nope_absorbed: is empty: shape {list(q_nope_absorbed.shape)}")
+    _layout("q_rope", q_rope, 3, cache.dtype)
+    rotary = q_rope.shape[2]
+    _shape("q_rope", q_rope, (batch, heads, rotary))
+    if rotary < 1:
+        raise ValueError(f"q_rope: is empty: shape {list(q_rope.shape)}")
+    if latent + rotary != row:
+        raise ValueError(f"cache: its rows have {row} elements, the queries {latent} + {rotary}")
+    if out is not None:
+        _layout("out", out, 3, cache.dtype)
+        _shape("out", out, tuple(q_nope_absorbed.shape))
+    _sequences(block_tables, seq_lens, batch, None, blocks, block_size)
+
+
+def latent_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """The arguments of `cpu_mla_append`."""
+    blocks, block_size, row = _latent_cache(cache)
+    _layout("slots", slots, 1, torch.int64)
+    _layout("new", new, 2, cache.dtype)
+    _shape("new", new, (slots.shape[0], row))
+    _slots(slots, blocks * block_size)
 
 
 def _caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _tensor(name, cache)
-        if cache.dtype not in FLOATS:
-            raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {cache.dtype}")
+        if cache.dtype not in {*FLOATS, torch.int8}:
+            raise ValueError(f"{name}: must be float32, bfloat16, float16 or int8, is {cache.dtype}")
         _layout(name, cache, 4, k_cache.dtype)
     _shape("v_cache", v_cache, tuple(k_cache.shape))
     blocks, kv_heads, block_size, head_dim = k_cache.shape
@@ -78,6 +153,35 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
     if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
         raise ValueError(f"k_cache: head size must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {head_dim}")
     return blocks, kv_heads, block_size, head_dim
+
+
+def _new_dtype(name: str, tensor: Tensor, k_cache: Tensor) -> torch.dtype:
+    """What queries and new rows have: the dtype of the cache, or any float beside int8."""
+    if k_cache.dtype != torch.int8:
+        return k_cache.dtype
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {tensor.dtype}")
+    return tensor.dtype
+
+
+def _scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scale is not None) != (k_cache.dtype == torch.int8):
+            raise ValueError(f"{name}: int8 caches need it, others have none")
+        if scale is not None:
+            _layout(name, scale, 3, torch.float32)
+            _shape(name, scale, tuple(k_cache.shape[:3]))
+
+
+def _latent_cache(cache: Tensor) -> tuple[int, int, int]:
+    _tensor("cache", cache)
+    if cache.dtype not in FLOATS:
+        raise ValueError(f"cache: must be float32, bfloat16 or float16, is {cache.dtype}")
+    _layout("cache", cache, 3, cache.dtype)
+    blocks, block_size, row = cache.shape
+    if block_size < 1 or row < 1:
+        raise ValueError(f"cache: is empty: shape {list(cache.shape)}")
+    return blocks, block_size, row
 
 
 def _tensor(name: str, value: object) -> None:
@@ -105,7 +209,19 @@ def _shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: must have shape {list(expected)}, has {list(tensor.shape)}")
 
 
-def _tables(block_tables: Tensor, seq_lens: Tensor, window: int | None, blocks: int, block_size: int) -> None:
+def _slots(slots: Tensor, room: int) -> None:
+    for token, slot in enumerate(slots.tolist()):
+        if not 0 <= slot < room:
+            raise ValueError(f"slots: entry {token} is {slot}, the cache has {room} slots")
+
+
+def _sequences(
+    block_tables: Tensor, seq_lens: Tensor, batch: int, window: int | None, blocks: int, block_size: int
+) -> None:
+    _layout("block_tables", block_tables, 2, torch.int32)
+    _shape("block_tables", block_tables, (batch, block_tables.shape[1]))
+    _layout("seq_lens", seq_lens, 1, torch.int32)
+    _shape("seq_lens", seq_lens, (batch,))
     room = block_tables.shape[1] * block_size
     for b, length in enumerate(seq_lens.tolist()):
         if not 0 <= length <= room:

@@ -4,7 +4,7 @@ Knows the mathematics of one operation at a time, on any device. Refuses to know
 callers check shapes (the faces in `attention.py` do).
 
 Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden,
-I intermediate.
+I intermediate; of latent attention H heads, R the size of the latent, Rr of the rotary part.
 """
 
 from collections.abc import Sequence
@@ -41,16 +41,67 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
-def kv_append(k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
+def kv_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Writes token t of k_new, v_new [T, Hkv, D] to block slots[t] // P, offset slots[t] % P of the caches.
 
-    Caches [blocks, Hkv, P, D], slots int64 [T]; of a slot named twice the later token stays.
+    Caches [blocks, Hkv, P, D], slots int64 [T]; of a slot named twice the later token stays. Caches of int8 come with
+    k_scale, v_scale float32 [blocks, Hkv, P], which are written too.
     """
     block_size = k_cache.shape[2]
-    for token, slot in enumerate(slots.tolist()):
-        block, offset = divmod(slot, block_size)
-        k_cache[block, :, offset] = k_new[token]
-        v_cache[block, :, offset] = v_new[token]
+    for cache, scales, new in ((k_cache, k_scale, k_new), (v_cache, v_scale, v_new)):
+        rows, steps = (new, None) if scales is None else quantise(new)
+        for token, slot in enumerate(slots.tolist()):
+            block, offset = divmod(slot, block_size)
+            cache[block, :, offset] = rows[token]
+            if scales is not None and steps is not None:
+                scales[block, :, offset] = steps[token]
+
+
+def kv_append_last(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Appends row b of k_new, v_new [B, Hkv, D] at position seq_lens[b] - 1 of sequence b, where it has one."""
+    block_size = k_cache.shape[2]
+    last = [(b, length - 1) for b, length in enumerate(seq_lens.tolist()) if length > 0]
+    slots = [int(block_tables[b, at // block_size]) * block_size + at % block_size for b, at in last]
+    rows = [b for b, _ in last]
+    kv_append(
+        k_cache,
+        v_cache,
+        k_new[rows],
+        v_new[rows],
+        torch.tensor(slots, dtype=torch.int64),
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8, row by row: x [..., D] -> codes int8 [..., D], scales float32 [...]; x is about codes * scales.
+
+    A scale is the largest magnitude of its row / 127; nan, with codes of zero, where that is not finite.
+    """
+    wide = x.float()
+    scales = wide.abs().amax(-1) / 127
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    codes = (wide / scales.unsqueeze(-1)).round().clamp(-127, 127)
+    return torch.where(scales.unsqueeze(-1) > 0, codes, 0).to(torch.int8), scales
 
 
 def gqa_decode(
@@ -62,10 +113,15 @@ def gqa_decode(
     scale: float,
     *,
     window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """One query per sequence over its paged context; q [B, Hq, D] -> [B, Hq, D]. Zeros where seq_lens is 0.
 
-    Caches [blocks, Hkv, P, D], block_tables int32 [B, max_blocks], seq_lens int32 [B].
+    Caches [blocks, Hkv, P, D], block_tables int32 [B, max_blocks], seq_lens int32 [B]. Sinks [Hq] are logits that join
+    the softmax of their head and are dropped. Caches of int8 come with k_scale, v_scale [blocks, Hkv, P].
     """
     out = torch.zeros_like(q)
     for b, length in enumerate(seq_lens.tolist()):
@@ -74,7 +130,37 @@ def gqa_decode(
         begin = 0 if window is None else max(0, length - window)
         k = paged_rows(k_cache, block_tables[b], begin, length)
         v = paged_rows(v_cache, block_tables[b], begin, length)
-        out[b] = _attend(q[b : b + 1], k, v, scale, mask=None)[0]
+        if k_scale is not None and v_scale is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            k = k.to(wide) * paged_rows(k_scale.unsqueeze(-1), block_tables[b], begin, length)
+            v = v.to(wide) * paged_rows(v_scale.unsqueeze(-1), block_tables[b], begin, length)
+        out[b] = _attend(q[b : b + 1], k, v, scale, mask=None, sinks=sinks, softcap=softcap)[0]
+    return out
+
+
+def mla_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Writes token t of new [T, R + Rr] to block slots[t] // P, offset slots[t] % P of the cache [blocks, P, R + Rr].
+
+    Slots int64 [T]; of a slot named twice the later token stays.
+    """
+    for token, slot in enumerate(slots.tolist()):
+        cache[slot // cache.shape[1], slot % cache.shape[1]] = new[token]
+
+
+def mla_decode(
+    q_nope_absorbed: Tensor, q_rope: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float
+) -> Tensor:
+    """Latent attention, absorbed: q_nope_absorbed [B, H, R], q_rope [B, H, Rr] -> [B, H, R]. Zeros where seq_lens is 0.
+
+    A row of the cache [blocks, P, R + Rr] is a latent, key and value of all heads at once, and a rotary key.
+    """
+    out = torch.zeros_like(q_nope_absorbed)
+    q = torch.cat((q_nope_absorbed, q_rope), dim=-1)
+    for b, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            continue
+        rows = paged_rows(cache.unsqueeze(1), block_tables[b], 0, length)
+        out[b] = _attend(q[b : b + 1], rows, rows[..., : out.shape[-1]], scale, mask=None)[0]
     return out
 
 
@@ -122,14 +208,29 @@ def paged_rows(cache: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
     return rows[begin - first * block_size : end - first * block_size]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """q [n, Hq, D], k and v [m, Hkv, D], mask [n, m] true where seen -> [n, Hq, D]."""
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, R], mask [n, m] true where seen, sinks [Hq] -> [n, Hq, R]."""
     kv_heads = k.shape[1]
     grouped = _wide(q).unflatten(1, (kv_heads, -1))
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, _wide(k)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.einsum("hgnm,mhd->nhgd", scores.softmax(-1), _wide(v)).flatten(1, 2).to(q.dtype)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, q.shape[0], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    return torch.einsum("hgnm,mhd->nhgd", weights, _wide(v)).flatten(1, 2).to(q.dtype)
 
 
 def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:

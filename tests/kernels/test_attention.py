@@ -195,3 +195,154 @@ def test_append_keeps_the_later_of_two_tokens_for_one_slot(server):
         last = max(range(slot, 2000, 7))
         assert torch.equal(call.k_cache[0, :, slot], new[last])
         assert torch.equal(call.v_cache[0, :, slot], -new[last])
+
+
+EVERYTHING = {"window": 300, "softcap": 3.0}
+
+
+def some_sinks(heads, seed=3):
+    return 2 * torch.randn(heads, generator=torch.Generator().manual_seed(seed))
+
+
+def quantised(call, dtype):
+    """The call with its float32 caches in int8, and the scales that go with them."""
+    (k, k_scale), (v, v_scale) = reference.quantise(call.k_cache), reference.quantise(call.v_cache)
+    return replace(call, q=call.q.to(dtype), k_cache=k, v_cache=v), {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def int8_truth(call, scales, **options):
+    double = replace(call, q=call.q.double())
+    return reference.gqa_decode(*double.arguments, **{name: s.double() for name, s in scales.items()}, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": some_sinks(6)}, EVERYTHING], ids=str)
+def test_the_twin_is_the_formula(options):
+    call = paged([1, 45, 0, 500], q_heads=6, kv_heads=2, head_dim=24)
+    found = reference.gqa_decode(*call.double().arguments, **options)
+    for b, length in enumerate(call.seq_lens.tolist()):
+        seen = slice(max(0, length - options.get("window", length)), length)
+        for h in range(6):
+            keys, values = (
+                cache[call.block_tables[b].long(), h // 3].flatten(0, 1)[seen].double()
+                for cache in (call.k_cache, call.v_cache)
+            )
+            scores = call.scale * keys @ call.q[b, h].double()
+            if cap := options.get("softcap"):
+                scores = cap * torch.tanh(scores / cap)
+            weights = scores.exp()
+            total = weights.sum() + (options["sinks"][h].double().exp() if "sinks" in options else 0)
+            expected = weights @ values / total if length else torch.zeros(24)
+            assert relative_error(found[b, h], expected.double()) <= 1e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_sinks(server, dtype, head_dim):
+    call = paged([1, 33, 0, 1200], q_heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    for shift in (0, -40, 8):
+        sinks = some_sinks(6) + shift
+        expected = reference.gqa_decode(*call.double().arguments, sinks=sinks.double())
+        assert relative_error(cpu_gqa_decode(*call.arguments, sinks=sinks), expected) <= TOLERANCE[dtype]
+
+
+def test_a_sink_that_is_no_logit_is_no_sink(server):
+    call = paged([33, 600])
+    sinks = torch.full((4,), float("-inf"))
+    assert torch.equal(cpu_gqa_decode(*call.arguments, sinks=sinks), cpu_gqa_decode(*call.arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 5, 30.0, 1000.0])
+def test_softcap(server, dtype, softcap):
+    call = replace(paged([1, 33, 0, 1200], q_heads=6, kv_heads=2, head_dim=80, dtype=dtype), scale=0.5)
+    for options in ({"softcap": softcap}, {"softcap": softcap, "window": 100, "sinks": some_sinks(6)}):
+        expected = reference.gqa_decode(*call.double().arguments, **options)
+        assert relative_error(cpu_gqa_decode(*call.arguments, **options), expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 80, 96, 128, 192, 256])
+def test_int8_every_head_size(server, dtype, head_dim):
+    call, scales = quantised(paged([1, 33, 0, 600], q_heads=6, kv_heads=2, head_dim=head_dim), dtype)
+    out = cpu_gqa_decode(*call.arguments, **scales)
+    assert out.dtype == dtype
+    assert relative_error(out, int8_truth(call, scales)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 64, 128])
+def test_int8_ragged_with_everything(server, block_size):
+    call, scales = quantised(paged(RAGGED, q_heads=5, kv_heads=1, head_dim=16, block_size=block_size), torch.float32)
+    options = EVERYTHING | {"sinks": some_sinks(5)}
+    out, expected = cpu_gqa_decode(*call.arguments, **scales, **options), int8_truth(call, scales, **options)
+    for row in range(len(RAGGED)):
+        assert relative_error(out[row], expected[row]) <= 1e-5
+
+
+def test_int8_is_near_what_was_quantised(server):
+    call = paged([700, 90], head_dim=64)
+    small, scales = quantised(call, torch.float32)
+    assert relative_error(cpu_gqa_decode(*small.arguments, **scales), truth(call)) <= 2e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_append_quantises_as_the_twin_does(server, dtype):
+    rows = torch.randn(6, 2, 40) * torch.logspace(-20, 4, 6).view(6, 1, 1)
+    rows[0], rows[1, 0, 3], rows[2, 0, 3], rows[3, 1, 0] = 0, float("nan"), float("inf"), 0.5
+    rows[4] = 1e-44
+    rows = rows.to(dtype)
+    caches = [torch.full((3, 2, 4, 40), 77, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.full((3, 2, 4), -1.0) for _ in range(2)]
+    slots = torch.tensor([0, 5, 11, 3, 7, 1])
+    cpu_kv_append(*caches, rows, -rows, slots, k_scale=scales[0], v_scale=scales[1])
+    for cache, scale, new in zip(caches, scales, (rows, -rows), strict=True):
+        codes, steps = reference.quantise(new)
+        assert torch.equal(cache[slots // 4, :, slots % 4], codes)
+        torch.testing.assert_close(scale[slots // 4, :, slots % 4], steps, rtol=0, atol=0, equal_nan=True)
+        untouched = torch.ones(12, dtype=torch.bool)
+        untouched[slots] = False
+        assert (cache.transpose(1, 2).flatten(0, 1)[untouched] == 77).all()
+        assert (scale.transpose(1, 2).flatten(0, 1)[untouched] == -1).all()
+
+
+def test_int8_does_not_hide_a_poisoned_row(server):
+    call, scales = quantised(paged([50, 50], head_dim=16), torch.float32)
+    scales["k_scale"][call.block_tables[0, 1], :, 3] = float("nan")
+    out = cpu_gqa_decode(*call.arguments, **scales)
+    assert out[0].isnan().any()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_append_is_append_then_decode(server, dtype, int8):
+    call, scales = paged([1, 17, 0, 600, 512], q_heads=6, kv_heads=3, head_dim=40, dtype=dtype), {}
+    if int8:
+        call, scales = quantised(replace(call, k_cache=call.k_cache.float(), v_cache=call.v_cache.float()), dtype)
+    fused = torch.randn(5, 6, 40).to(dtype)
+    k_new, v_new = fused[:, :3], fused[:, 3:]
+    before = {"k_cache": call.k_cache, "v_cache": call.v_cache} | scales
+    by_hand = {name: tensor.clone() for name, tensor in before.items()}
+    live = [0, 1, 3, 4]
+    last = call.seq_lens[live] - 1
+    slots = call.block_tables[live, last // 16].long() * 16 + last % 16
+    hand_scales = {name: by_hand[name] for name in scales}
+    cpu_kv_append(by_hand["k_cache"], by_hand["v_cache"], k_new[live], v_new[live], slots, **hand_scales)
+    copy = replace(call, k_cache=by_hand["k_cache"], v_cache=by_hand["v_cache"])
+    expected = cpu_gqa_decode(*copy.arguments, **hand_scales, window=50)
+    out = cpu_gqa_decode(*call.arguments, **scales, window=50, k_new=k_new, v_new=v_new, threads=2)
+    assert torch.equal(out, expected)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, by_hand[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_int8_sequence_is_the_same_in_any_company(isa, dtype):
+    lengths = [1, 700, 2000, 0, 513, 16, 1200, 90]
+    call, scales = quantised(paged(lengths, q_heads=6, kv_heads=2, head_dim=40), dtype)
+    options = scales | EVERYTHING | {"sinks": some_sinks(6)}
+    together = cpu_gqa_decode(*call.arguments, **options, threads=2)
+    for row in range(len(lengths)):
+        assert torch.equal(cpu_gqa_decode(*call.rows([row]).arguments, **options, threads=1)[0], together[row])
+    for threads, order in ((1, [3, 1, 4, 0]), (2, [7, 6, 5, 4, 3, 2, 1]), (5, [2, 2, 2])):
+        company = call.rows(order)
+        assert torch.equal(cpu_gqa_decode(*company.arguments, **options, threads=threads), together[order])

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels import reference
-from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
+from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_mla_append, cpu_mla_decode
 from tests.kernels.paged import paged, relative_error
 
 Arguments = dict[str, Any]
-Damage = tuple[str, Callable[[Any], Any]]
 
 FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -26,6 +25,10 @@ def decode_arguments() -> Arguments:
     names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "scale")
     return dict(zip(names, call.arguments, strict=True)) | {
         "window": None,
+        "sinks": torch.randn(4),
+        "softcap": 5.0,
+        "k_new": torch.randn(3, 2, 16),
+        "v_new": torch.randn(3, 2, 16),
         "out": torch.empty_like(call.q),
         "threads": 2,
     }
@@ -44,16 +47,33 @@ def append_arguments() -> Arguments:
     }
 
 
-def decode(arguments: Arguments) -> Tensor:
-    rest = dict(arguments)
-    positional = [rest.pop(name) for name in ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "scale")]
-    return cpu_gqa_decode(*positional, **rest)
+def in_int8(arguments: Arguments) -> Arguments:
+    small = dict(arguments)
+    small["k_cache"], small["k_scale"] = reference.quantise(arguments["k_cache"])
+    small["v_cache"], small["v_scale"] = reference.quantise(arguments["v_cache"])
+    return small
 
 
-def append(arguments: Arguments) -> None:
-    rest = dict(arguments)
-    positional = [rest.pop(name) for name in ("k_cache", "v_cache", "k_new", "v_new", "slots")]
-    cpu_kv_append(*positional, **rest)
+def latent_arguments() -> Arguments:
+    return {
+        "q_nope_absorbed": torch.randn(3, 4, 16),
+        "q_rope": torch.randn(3, 4, 8),
+        "cache": torch.randn(12, 8, 24),
+        "block_tables": torch.randperm(12)[:9].view(3, 3).int(),
+        "seq_lens": torch.tensor([20, 5, 0], dtype=torch.int32),
+        "scale": 0.2,
+        "out": torch.empty(3, 4, 16),
+        "threads": 2,
+    }
+
+
+def latent_append_arguments() -> Arguments:
+    return {
+        "cache": torch.randn(5, 8, 24),
+        "new": torch.randn(3, 24),
+        "slots": torch.tensor([0, 9, 3]),
+        "threads": 2,
+    }
 
 
 def entry(index: Any, value: int) -> Callable[[Tensor], Tensor]:
@@ -82,107 +102,117 @@ ANY_TENSOR: dict[str, Callable[[Any], Any]] = {
     "every other element": lambda t: torch.stack((t, t), dim=-1)[..., 0],
     "one row for all": lambda t: t[:1].expand(t.shape),
 }
-CACHE_TOO = {"one row more"}
 WIDE: dict[str, Callable[[Any], Any]] = {
     "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "another head size": lambda t: torch.cat((t, t), dim=-1),
-    "a head size of 12": lambda t: t[..., :12].contiguous(),
-    "another head count": lambda t: torch.cat((t, t[:, :1]), dim=1),
+    "another last size": lambda t: torch.cat((t, t), dim=-1),
+    "a last size of 4": lambda t: t[..., :4].contiguous(),
+    "another second size": lambda t: torch.cat((t, t[:, :1]), dim=1),
     "half precision": lambda t: t.half(),
-    "no heads": lambda t: t[:, :0],
+    "no second size": lambda t: t[:, :0],
 }
 SCALARS: dict[str, tuple[Any, ...]] = {
     "scale": (None, "1", float("nan"), float("inf"), 1j),
     "window": (0, -1, 1.5, "all"),
+    "softcap": (0, -2.0, 1e-9, 1e9, float("nan"), float("inf"), "hot", 1j),
     "threads": (0, -3, 1.5, "two"),
 }
-TENSORS = {
-    "decode": ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "out"),
-    "append": ("k_cache", "v_cache", "k_new", "v_new", "slots"),
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
+    "decode": (cpu_gqa_decode, decode_arguments),
+    "decode in int8": (cpu_gqa_decode, lambda: in_int8(decode_arguments())),
+    "append": (cpu_kv_append, append_arguments),
+    "append in int8": (cpu_kv_append, lambda: in_int8(append_arguments())),
+    "latent decode": (cpu_mla_decode, latent_arguments),
+    "latent append": (cpu_mla_append, latent_append_arguments),
 }
+# Another number of blocks, or of tokens in each, is no mistake in a cache that has no twin.
+HARMLESS = {("out", "missing"), ("sinks", "missing"), ("cache", "one row more"), ("cache", "another second size")}
 
 
-def damages(call: str) -> list[Any]:
-    found = [
-        pytest.param(name, damage, id=f"{name}-{what}")
-        for name in TENSORS[call]
-        for what, damage in ANY_TENSOR.items()
-        if not (name == "out" and what == "missing")
-    ]
-    found += [
-        pytest.param(name, damage, id=f"{name}-{what}")
-        for name in TENSORS[call]
-        if name not in {"block_tables", "seq_lens", "slots"}
-        for what, damage in WIDE.items()
-    ]
-    found += [
-        pytest.param(name, lambda _, value=value: value, id=f"{name}-{value!r}")
-        for name, values in SCALARS.items()
-        if call == "decode" or name == "threads"
-        for value in values
-    ]
+def damages() -> list[Any]:
+    found = []
+    for call, (_, make) in CALLS.items():
+        for name, value in make().items():
+            kinds = ANY_TENSOR | (WIDE if isinstance(value, Tensor) and value.is_floating_point() else {})
+            if name in SCALARS:
+                kinds = {repr(wrong): lambda _, wrong=wrong: wrong for wrong in SCALARS[name]}
+            elif value.dim() == 1:
+                kinds = ANY_TENSOR
+            found += [
+                pytest.param(call, name, damage, id=f"{call}-{name}-{what}")
+                for what, damage in kinds.items()
+                if (name, what) not in HARMLESS
+            ]
     return found
-
-
-INDICES = [
-    ("decode", "block_tables", entry((0, 0), -1)),
-    ("decode", "block_tables", entry((0, 2), 1000)),
-    ("decode", "block_tables", entry((1, 0), 2**31 - 1)),
-    ("decode", "seq_lens", entry(0, 25)),
-    ("decode", "seq_lens", entry(1, -1)),
-    ("decode", "seq_lens", entry(2, 2**31 - 1)),
-    ("append", "slots", entry(0, -1)),
-    ("append", "slots", entry(1, 10**6)),
-    ("append", "slots", entry(2, -(2**63))),
-    ("append", "slots", entry(2, 2**63 - 1)),
-]
 
 
 # A tensor is often only wrong beside another one: which of the two is named is a matter of order.
 PARTNERS = {
     "q": {"q", "out", "seq_lens", "block_tables"},
-    "out": {"out"},
     "k_cache": {"k_cache", "v_cache", "q", "k_new"},
-    "v_cache": {"v_cache"},
     "block_tables": {"block_tables"},
     "seq_lens": {"seq_lens", "block_tables"},
-    "slots": {"slots", "k_new"},
+    "slots": {"slots", "k_new", "new"},
+    "k_new": {"k_new", "v_new"},
+    "q_nope_absorbed": {"q_nope_absorbed", "q_rope", "cache"},
+    "q_rope": {"q_rope", "cache"},
+    "cache": {"cache", "q_nope_absorbed", "new"},
 }
 
 
-@pytest.mark.parametrize(("name", "damage"), damages("decode"))
-def test_decode_names_the_wrong_argument(server, name, damage):
-    refused(decode, decode_arguments(), name, damage)
-
-
-@pytest.mark.parametrize(("name", "damage"), damages("append"))
-def test_append_names_the_wrong_argument(server, name, damage):
-    arguments = append_arguments()
-    before = arguments["k_cache"].clone()
-    refused(append, arguments, name, damage)
-    assert torch.equal(arguments["k_cache"], before)
-
-
-@pytest.mark.parametrize(("call", "name", "damage"), INDICES)
-def test_indices_out_of_range(server, call, name, damage):
-    face, arguments = (decode, decode_arguments()) if call == "decode" else (append, append_arguments())
-    refused(face, arguments, name, damage)
-
-
-def refused(face: Callable[[Arguments], Any], arguments: Arguments, name: str, damage: Callable[[Any], Any]) -> None:
+def refused(call: str, arguments: Arguments, name: str, damage: Callable[[Any], Any]) -> None:
     with pytest.raises(ValueError, match=r"^\w+: ") as refusal:
-        face(arguments | {name: damage(arguments[name])})
+        CALLS[call][0](**arguments | {name: damage(arguments[name])})
     assert str(refusal.value).split(":")[0] in PARTNERS.get(name, {name})
 
 
+@pytest.mark.parametrize(("call", "name", "damage"), damages())
+def test_the_wrong_argument_is_named_and_nothing_is_written(server, call, name, damage):
+    arguments = CALLS[call][1]()
+    caches = {"k_cache", "v_cache", "k_scale", "v_scale", "cache"} & arguments.keys()
+    before = {cache: arguments[cache].clone() for cache in caches}
+    refused(call, arguments, name, damage)
+    for cache in caches:
+        assert torch.equal(arguments[cache], before[cache])
+
+
+@pytest.mark.parametrize("call", ["decode", "append"])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_only_int8_caches_have_scales(server, call, name):
+    arguments = CALLS[call][1]()
+    scales = torch.ones(arguments["k_cache"].shape[:3])
+    refused(call, arguments | {name: None}, name, lambda _: scales)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("block_tables", entry((0, 0), -1)),
+        ("block_tables", entry((0, 2), 1000)),
+        ("block_tables", entry((1, 0), 2**31 - 1)),
+        ("seq_lens", entry(0, 25)),
+        ("seq_lens", entry(1, -1)),
+        ("seq_lens", entry(2, 2**31 - 1)),
+        ("slots", entry(0, -1)),
+        ("slots", entry(1, 10**6)),
+        ("slots", entry(2, -(2**63))),
+        ("slots", entry(2, 2**63 - 1)),
+    ],
+)
+def test_indices_out_of_range(server, name, damage):
+    for call, (_, make) in CALLS.items():
+        arguments = make()
+        if name in arguments:
+            refused(call, arguments, name, damage)
+
+
 SIZES = st.integers(0, 3)
-DTYPE = st.sampled_from((torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64))
+DTYPE = st.sampled_from((torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int32, torch.int64))
 
 
 @st.composite
 def tensors(draw: st.DrawFn, like: Tensor) -> Tensor:
     """The right tensor, or one whose shape, dtype, strides or values are off."""
-    if draw(st.booleans()):
+    if draw(st.integers(0, 3)):
         return like
     shape = [draw(st.sampled_from((size, size, size, 0, 1, size + 1))) for size in like.shape]
     if draw(st.integers(0, 9)) == 0:
@@ -195,35 +225,42 @@ def tensors(draw: st.DrawFn, like: Tensor) -> Tensor:
     return tensor
 
 
-@FUZZ
-@given(data=st.data())
-def test_decode_refuses_or_is_right(server, data):
-    arguments = decode_arguments()
-    for name in TENSORS["decode"]:
-        arguments[name] = data.draw(tensors(arguments[name]), label=name)
-    arguments["window"] = data.draw(st.sampled_from((None, 1, 4, 2**63, -1)), label="window")
-    try:
-        out = decode(arguments)
-    except ValueError as refusal:
-        assert str(refusal).split(":")[0] in arguments
-        return
-    del arguments["out"], arguments["threads"]
-    expected = reference.gqa_decode(**arguments)
-    assert relative_error(out, expected.double()) <= 1e-2
+def twin_of_decode(arguments: Arguments) -> Tensor:
+    rest = {name: value for name, value in arguments.items() if name not in {"out", "threads"}}
+    new = {name: rest.pop(name) for name in ("k_new", "v_new")}
+    shared = ("k_cache", "v_cache", "block_tables", "seq_lens", "k_scale", "v_scale")
+    reference.kv_append_last(**new, **{name: rest[name] for name in shared if name in rest})
+    return reference.gqa_decode(**rest)
+
+
+def twin_of_latent(arguments: Arguments) -> Tensor:
+    return reference.mla_decode(**{name: value for name, value in arguments.items() if name not in {"out", "threads"}})
 
 
 @FUZZ
 @given(data=st.data())
-def test_append_refuses_or_is_right(server, data):
-    arguments = append_arguments()
-    for name in TENSORS["append"]:
-        arguments[name] = data.draw(tensors(arguments[name]), label=name)
-    expected = {name: tensor.clone() for name, tensor in arguments.items() if name != "threads"}
+@pytest.mark.parametrize("call", CALLS)
+def test_refuses_or_is_right(server, call, data):
+    face, make = CALLS[call]
+    arguments = make()
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            arguments[name] = data.draw(tensors(value), label=name)
+    if "window" in arguments:
+        arguments["window"] = data.draw(st.sampled_from((None, 1, 4, 2**63, -1)), label="window")
+    expected = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    written = {"k_cache", "v_cache", "k_scale", "v_scale", "cache"} & arguments.keys()
     try:
-        append(arguments)
+        out = face(**arguments)
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in arguments
     else:
-        reference.kv_append(**expected)
-    assert torch.equal(arguments["k_cache"], expected["k_cache"])
-    assert torch.equal(arguments["v_cache"], expected["v_cache"])
+        if call.startswith("append"):
+            reference.kv_append(**{name: value for name, value in expected.items() if name != "threads"})
+        elif call == "latent append":
+            reference.mla_append(expected["cache"], expected["new"], expected["slots"])
+        else:
+            truth = twin_of_latent(expected) if call == "latent decode" else twin_of_decode(expected)
+            assert relative_error(out, truth.double()) <= 1e-2
+    for name in written:
+        assert torch.equal(arguments[name], expected[name])

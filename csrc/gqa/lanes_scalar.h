@@ -1,0 +1,19 @@
+// What attention asks of one lane beyond simd_scalar.h.
+#pragma once
+
+#include "moelight/simd_scalar.h"
+
+namespace moelight {
+namespace {
+
+struct LanesScalar : Scalar {
+  static V min(V x, V y) { return x < y ? x : y; }
+  static V div(V x, V y) { return x / y; }
+  template <class T>
+  static void straighten(V&, V&) {}
+  template <class T>
+  static void bend(V&, V&) {}
+};
+
+}  // namespace
+}  // namespace moelight

@@ -1,0 +1,158 @@
+// Cuts latent attention into pieces, hands them to the threads and joins what they return. Knows no instruction set.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "gqa/workspace.h"
+#include "mla.h"
+#include "moelight/cpu.h"
+#include "moelight/threads.h"
+
+namespace moelight {
+namespace {
+
+const MlaKernels& active_kernels() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return mla_avx512();
+    case Isa::kAvx2:
+      return mla_avx2();
+    case Isa::kScalar:
+      break;
+  }
+#endif
+  return mla_scalar();
+}
+
+// A partial is as large as hundreds of cached rows, so there are never more of them than this at a time.
+constexpr int64_t kPartialFloats = int64_t{1} << 24;
+
+// Fewer heads than this do not repay the second widening of their rows.
+constexpr int64_t kLeastHeads = 16;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Some heads of one sequence; their partials lie side by side in the order of the context.
+struct Group {
+  MlaPiece piece;
+  int64_t first_part, parts;
+};
+
+struct Task {
+  MlaPiece piece;
+  int64_t group, part;
+};
+
+// Consecutive sequences whose partials exist at the same time.
+class Wave {
+ public:
+  Wave(const MlaArgs& args, Workspace& workspace, int64_t first, int64_t last) : args_(args) {
+    cut(first, last);
+    unfinished_ = std::make_unique<std::atomic<int64_t>[]>(groups_.size());
+    for (size_t g = 0; g < groups_.size(); ++g) unfinished_[g].store(groups_[g].parts, std::memory_order_relaxed);
+    lay_out(workspace);
+  }
+
+  // The first sequence after those that share a wave with `first`.
+  static int64_t end_of(const MlaArgs& args, int64_t first) {
+    const int64_t room = std::max<int64_t>(1, kPartialFloats / (args.heads * args.latent));
+    int64_t parts = 0, last = first;
+    while (last < args.batch) {
+      parts += ceil_div(args.seq_lens[last], kMlaChunk);
+      if (parts > room && last > first) break;
+      ++last;
+    }
+    return last;
+  }
+
+  void run() {
+    const int dtype = static_cast<int>(args_.dtype);
+    parallel_for(args_.threads, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int worker) {
+      const Task& task = tasks_[i];
+      kernels_.attend[dtype](args_, task.piece, scratch_ + worker * scratch_floats_, parts_[task.part]);
+      // Whoever finishes a group's last piece joins them all; the order of joining is that of the context.
+      if (unfinished_[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      const Group& group = groups_[task.group];
+      kernels_.merge[dtype](args_, group.piece, &parts_[group.first_part], group.parts);
+    });
+  }
+
+ private:
+  // Heads are kept together, unless there are too few chunks for the threads. No head's sums depend on its company.
+  void cut(int64_t first, int64_t last) {
+    int64_t chunks = 0;
+    for (int64_t b = first; b < last; ++b) chunks += ceil_div(args_.seq_lens[b], kMlaChunk);
+    const int64_t wanted = ceil_div(2 * int64_t{args_.threads}, std::max<int64_t>(1, chunks));
+    const int64_t shares = std::clamp<int64_t>(wanted, 1, ceil_div(args_.heads, kLeastHeads));
+    group_heads_ = ceil_div(args_.heads, shares);
+    for (int64_t b = first; b < last; ++b) {
+      if (args_.seq_lens[b] > 0) {
+        cut(b);
+      } else {
+        clear(b);
+      }
+    }
+  }
+
+  void cut(int64_t sequence) {
+    const int64_t end = args_.seq_lens[sequence], chunks = ceil_div(end, kMlaChunk);
+    const auto first_part = static_cast<int64_t>(tasks_.size()), first_group = static_cast<int64_t>(groups_.size());
+    const int64_t shares = ceil_div(args_.heads, group_heads_);
+    for (int64_t s = 0; s < shares; ++s)
+      groups_.push_back({piece(sequence, s, 0, end), first_part + s * chunks, chunks});
+    for (int64_t c = 0; c < chunks; ++c)
+      for (int64_t s = 0; s < shares; ++s)
+        tasks_.push_back({piece(sequence, s, c * kMlaChunk, std::min(end, (c + 1) * kMlaChunk)), first_group + s,
+                          first_part + s * chunks + c});
+  }
+
+  MlaPiece piece(int64_t sequence, int64_t share, int64_t begin, int64_t end) const {
+    const int64_t first = share * group_heads_;
+    return {sequence, first, std::min(args_.heads, first + group_heads_), begin, end};
+  }
+
+  void clear(int64_t sequence) const {
+    const int64_t bytes = dtype_bytes(args_.dtype);
+    std::memset(static_cast<char*>(args_.out) + sequence * args_.out_stride * bytes, 0,
+                static_cast<size_t>(args_.heads * args_.latent * bytes));
+  }
+
+  void lay_out(Workspace& workspace) {
+    const auto padded = [&](int64_t count) { return ceil_div(count, kernels_.pad) * kernels_.pad; };
+    const int64_t columns = padded(args_.latent), width = padded(args_.latent + args_.rotary);
+    const int64_t values_floats = aligned(group_heads_ * columns);
+    const int64_t partial_floats = values_floats + aligned(2 * group_heads_);
+    scratch_floats_ = aligned(group_heads_ * (width + kMlaRows) + kMlaRows * width);
+    const auto tasks = static_cast<int64_t>(tasks_.size());
+    float* base = workspace.floats(tasks * partial_floats + args_.threads * scratch_floats_);
+    for (int64_t i = 0; i < tasks; ++i, base += partial_floats)
+      parts_.push_back({base + values_floats, base + values_floats + group_heads_, base});
+    scratch_ = base;
+  }
+
+  const MlaArgs& args_;
+  const MlaKernels& kernels_ = active_kernels();
+  int64_t group_heads_ = 0, scratch_floats_ = 0;
+  std::vector<Task> tasks_;
+  std::vector<Group> groups_;
+  std::vector<Partial> parts_;
+  std::unique_ptr<std::atomic<int64_t>[]> unfinished_;
+  float* scratch_ = nullptr;
+};
+
+}  // namespace
+
+void mla_decode(const MlaArgs& args) {
+  thread_local Workspace workspace;
+  for (int64_t first = 0; first < args.batch;) {
+    const int64_t last = Wave::end_of(args, first);
+    Wave(args, workspace, first, last).run();
+    first = last;
+  }
+}
+
+}  // namespace moelight
