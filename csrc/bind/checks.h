@@ -75,5 +75,8 @@ inline int checked_threads(int64_t threads) {
 
 // What each family of kernels adds to the module.
 void add_gqa(nb::module_& module);
+void add_copy(nb::module_& module);
+void add_prefill(nb::module_& module);
+void add_route(nb::module_& module);
 
 }  // namespace moelight::bind

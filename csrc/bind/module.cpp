@@ -46,4 +46,7 @@ NB_MODULE(_native, module) {
   module.def("cpu_features", cpu_features);
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);
+  add_copy(module);
+  add_prefill(module);
+  add_route(module);
 }
