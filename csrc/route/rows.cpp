@@ -58,6 +58,7 @@ void sort_by_expert(const SortArgs& args) {
 }
 
 void gather_rows(const GatherArgs& args) {
+  if (args.row_bytes == 0) return;
   over_rows(args.threads, args.rows, args.row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       std::memcpy(args.out + r * args.out_stride, args.x + args.token[r] * args.x_stride,
@@ -66,6 +67,7 @@ void gather_rows(const GatherArgs& args) {
 }
 
 void scatter_sum(const ScatterArgs& args) {
+  if (args.hidden == 0) return;
   const auto sum = active_kernels().sum[static_cast<int>(args.dtype)];
   over_rows(args.threads, args.tokens, args.top_k * args.hidden * dtype_bytes(args.dtype),
             [&](int64_t begin, int64_t end) { sum(args, begin, end); });
