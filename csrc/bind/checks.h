@@ -77,5 +77,8 @@ inline int checked_threads(int64_t threads) {
 void add_gqa(nb::module_& module);
 void add_ffn(nb::module_& module);
 void add_mla(nb::module_& module);
+void add_copy(nb::module_& module);
+void add_prefill(nb::module_& module);
+void add_route(nb::module_& module);
 
 }  // namespace moelight::bind

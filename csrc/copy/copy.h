@@ -1,0 +1,11 @@
+// Copies of pages from one place in host memory to another, by several threads.
+#pragma once
+
+#include <cstdint>
+
+namespace moelight {
+
+// Any alignment, any length; the regions must not overlap. Large regions are written past the caches.
+void copy_pages(char* dst, const char* src, int64_t bytes, int threads);
+
+}  // namespace moelight

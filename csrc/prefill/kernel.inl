@@ -1,0 +1,174 @@
+// The one algorithm of prefill attention, over a layout M (wide.h, dots.h), which names its SIMD type. Included once by
+// each instruction set's file; all of it has internal linkage.
+//
+// A tile of queries passes over the keys block by block: products with the keys, the online softmax, products of its
+// weights with the values. Blocks begin at fixed positions of the sequence. A block that a row does not see leaves the
+// row's sums as they are, bit for bit; so a row depends on its own position and the keys before it, and neither on the
+// tile nor on whether earlier keys lie in the cache or in the prompt.
+
+#include <cstring>
+
+#include "prefill.h"
+#include "product.h"
+#include "softmax.h"
+#include "wide.h"
+
+namespace moelight {
+namespace {
+
+template <class M>
+class Attend {
+  using S = typename M::Lanes;
+  using T = typename M::Stored;
+
+ public:
+  static int64_t scratch_floats(int64_t head_dim, int64_t rows) {
+    const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), whole = padded(rows);
+    return whole * (depth + kScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes) + S::kWidth * depth +
+           9 * kAligned;
+  }
+
+  Attend(const PrefillArgs& args, const QueryTile& tile, float* scratch)
+      : args_(args),
+        tile_(tile),
+        heads_(args.q_heads / args.kv_heads),
+        rows_((tile.end - tile.begin) * heads_),
+        whole_(padded(rows_)),
+        depth_(M::depth(args.head_dim)),
+        lanes_(M::lanes(args.head_dim)),
+        context_(args.context ? args.context[tile.sequence] : 0) {
+    const auto take = [&](int64_t floats) {
+      float* const taken = scratch;
+      scratch += (floats + kAligned - 1) / kAligned * kAligned;
+      return taken;
+    };
+    queries_ = take(whole_ * depth_);
+    scores_ = take(whole_ * kScoreRow);
+    sums_ = take(whole_ * lanes_);
+    total_ = take(whole_ * S::kWidth);
+    maximum_ = take(whole_);
+    factor_ = take(whole_);
+    keys_ = take(kKeyBlock * depth_);
+    values_ = take(kKeyBlock * lanes_);
+    staging_ = take(S::kWidth * depth_);
+  }
+
+  void run() {
+    begin();
+    const int64_t first = first_seen(context_ + tile_.begin), last = context_ + tile_.end;
+    for (int64_t block = first / kKeyBlock * kKeyBlock; block < last; block += kKeyBlock) {
+      const int64_t count = last - block < kKeyBlock ? last - block : kKeyBlock;
+      pass(block, first > block ? first : block, count);
+    }
+    finish();
+  }
+
+ private:
+  static constexpr int64_t kAligned = 16;
+
+  static int64_t padded(int64_t rows) { return (rows + S::kTileRows - 1) / S::kTileRows * S::kTileRows; }
+
+  int64_t first_seen(int64_t position) const {
+    return args_.window > 0 && position >= args_.window ? position - args_.window + 1 : 0;
+  }
+
+  // The element where a row's query begins, and its output.
+  int64_t offset(int64_t row, int64_t stride) const {
+    const int64_t token = args_.bounds[tile_.sequence] + tile_.begin + row / heads_;
+    return token * stride + (tile_.kv_head * heads_ + row % heads_) * args_.head_dim;
+  }
+
+  void begin() {
+    std::memset(sums_, 0, static_cast<size_t>(whole_ * lanes_) * sizeof(float));
+    std::memset(total_, 0, static_cast<size_t>(whole_ * S::kWidth) * sizeof(float));
+    for (int64_t r = 0; r < rows_; ++r) {
+      M::pack_query(static_cast<const T*>(args_.q) + offset(r, args_.q_stride), args_.head_dim, queries_ + r * depth_);
+      maximum_[r] = kLowest;
+      if (!args_.sinks) continue;
+      maximum_[r] = args_.sinks[tile_.kv_head * heads_ + r % heads_] * kLog2E;
+      total_[r * S::kWidth] = 1.0f;
+    }
+    for (int64_t r = rows_; r < whole_; ++r) {
+      std::memset(queries_ + r * depth_, 0, static_cast<size_t>(depth_) * sizeof(float));
+      maximum_[r] = kLowest;
+    }
+  }
+
+  // Where the keys and values of positions [block, block + count) lie; those before `from` are seen by nobody, perhaps
+  // not even there, and stand for nothing: `from` takes their places. Places behind the last repeat it.
+  void find(int64_t block, int64_t from, int64_t count, int64_t places) {
+    const int64_t head_dim = args_.head_dim, row = tile_.kv_head * head_dim;
+    int64_t i = from - block;
+    while (i < count) {
+      const int64_t position = block + i;
+      if (position >= context_) {
+        const int64_t token = args_.bounds[tile_.sequence] + position - context_;
+        const T* k = static_cast<const T*>(args_.k) + token * args_.k_stride + row;
+        const T* v = static_cast<const T*>(args_.v) + token * args_.v_stride + row;
+        for (; i < count; ++i, k += args_.k_stride, v += args_.v_stride) k_rows_[i] = k, v_rows_[i] = v;
+        break;
+      }
+      const int64_t index = position / args_.block_size, within = position % args_.block_size;
+      const int64_t page = args_.tables[tile_.sequence * args_.table_stride + index];
+      const int64_t at = (tile_.kv_head * args_.block_size + within) * head_dim;
+      const T* k = static_cast<const T*>(args_.k_cache) + page * args_.k_cache_stride + at;
+      const T* v = static_cast<const T*>(args_.v_cache) + page * args_.v_cache_stride + at;
+      const int64_t room = args_.block_size - within, left = context_ - position;
+      int64_t stop = i + (room < left ? room : left);
+      stop = stop < count ? stop : count;
+      for (; i < stop; ++i, k += head_dim, v += head_dim) k_rows_[i] = k, v_rows_[i] = v;
+    }
+    for (i = 0; i < from - block; ++i) k_rows_[i] = k_rows_[from - block], v_rows_[i] = v_rows_[from - block];
+    for (i = count; i < places; ++i) k_rows_[i] = k_rows_[count - 1];
+  }
+
+  Span seen(int64_t row, int64_t block, int64_t places) const {
+    const int64_t position = context_ + tile_.begin + row / heads_;
+    const int64_t low = first_seen(position) - block, high = position + 1 - block;
+    return {low > 0 ? low : 0, high < places ? high : places};
+  }
+
+  void pass(int64_t block, int64_t from, int64_t count) {
+    const int64_t places = (count + M::kUnit - 1) / M::kUnit * M::kUnit;
+    find(block, from, count, places);
+    for (int64_t i = 0; i < places; i += S::kWidth) M::pack_keys(k_rows_ + i, args_.head_dim, staging_, keys_ + i);
+    M::pack_values(v_rows_, count, args_.head_dim, values_);
+    multiply<M>({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kScoreRow, nullptr});
+    const Logits<S> logits(args_.scale, args_.softcap);
+    for (int64_t r = 0; r < whole_; ++r) {
+      const Span span = r < rows_ ? seen(r, block, places) : Span{0, 0};
+      soften<M>(logits, scores_ + r * kScoreRow, span, places, {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
+    }
+    const int64_t words = (count + M::kKeysPerWord - 1) / M::kKeysPerWord;
+    multiply<M>({scores_, kScoreRow, whole_, words, values_, lanes_, lanes_, sums_, lanes_, factor_});
+  }
+
+  void finish() const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const auto factor = S::set(1.0f / S::reduce_add(S::load(total_ + r * S::kWidth)));
+      M::finish(sums_ + r * lanes_, factor, args_.head_dim, static_cast<T*>(args_.out) + offset(r, args_.out_stride));
+    }
+  }
+
+  const PrefillArgs& args_;
+  const QueryTile& tile_;
+  const int64_t heads_, rows_, whole_, depth_, lanes_, context_;
+  float *queries_, *scores_, *sums_, *total_, *maximum_, *factor_, *keys_, *values_, *staging_;
+  const T *k_rows_[kKeyBlock], *v_rows_[kKeyBlock];
+};
+
+template <class M>
+void attend(const PrefillArgs& args, const QueryTile& tile, float* scratch) {
+  Attend<M>(args, tile, scratch).run();
+}
+
+// B16: the layout of bf16 products.
+template <class S, class B16 = Wide<S, Bf16>>
+const PrefillKernels& kernels() {
+  static const PrefillKernels table = {Attend<Wide<S, float>>::scratch_floats,
+                                       {attend<Wide<S, float>>, attend<B16>, attend<Wide<S, Fp16>>}};
+  return table;
+}
+
+}  // namespace
+}  // namespace moelight

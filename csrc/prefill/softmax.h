@@ -1,0 +1,110 @@
+// The online softmax of one query row over one block of keys, over a SIMD type S; logits are in base 2.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace moelight {
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+
+// 2^x, relative error below 2e-7; 2^-125 below that; not a number stays so. 2^0 is exactly 1.
+template <class S>
+typename S::V exp2(typename S::V x) {
+  x = S::max(S::set(-125.0f), x);
+  const auto whole = S::round(x);
+  const auto f = S::sub(x, whole);
+  auto y = S::set(1.535336188319500e-4f);
+  y = S::fma(y, f, S::set(1.339887440266574e-3f));
+  y = S::fma(y, f, S::set(9.618437357674640e-3f));
+  y = S::fma(y, f, S::set(5.550332471162809e-2f));
+  y = S::fma(y, f, S::set(2.402264791363012e-1f));
+  y = S::fma(y, f, S::set(6.931472028550421e-1f));
+  y = S::fma(y, f, S::set(1.0f));
+  return S::scale(y, whole);
+}
+
+// From products to base-2 logits.
+template <class S>
+class Logits {
+ public:
+  using V = typename S::V;
+
+  Logits(float scale, float softcap)
+      : capped_(softcap > 0),
+        inner_(capped_ ? 2 * scale / softcap * kLog2E : scale * kLog2E),
+        outer_(softcap * kLog2E) {}
+
+  V operator()(V product) const {
+    const V x = S::mul(product, S::set(inner_));
+    if (!capped_) return x;
+    // tanh(y) = (e^2y - 1) / (e^2y + 1), which is 1 to the last bit before 2^40.
+    const V low = S::max(S::set(-40.0f), x);
+    const V u = exp2<S>(S::sub(S::zero(), S::max(S::set(-40.0f), S::sub(S::zero(), low))));
+    const V tanh = S::div(S::sub(u, S::set(1.0f)), S::add(u, S::set(1.0f)));
+    return S::mul(tanh, S::set(outer_));
+  }
+
+ private:
+  bool capped_;
+  float inner_, outer_;
+};
+
+// Keys [begin, end) of a block.
+struct Span {
+  int64_t begin, end;
+};
+
+inline void fill_outside(float* row, Span seen, int64_t count, float value) {
+  for (int64_t i = 0; i < seen.begin; ++i) row[i] = value;
+  for (int64_t i = seen.end; i < count; ++i) row[i] = value;
+}
+
+// What one query row carries from block to block.
+struct RowState {
+  float* maximum;  // of the logits so far
+  float* sum;      // [S::kWidth] of the weights so far, relative to the maximum
+  float* factor;   // that brings what was summed before to the new maximum
+};
+
+// Turns `count` products (a multiple of M::kUnit) into weights, in place, packed as M wants them. Keys that the row
+// does not see weigh exactly nothing.
+template <class M>
+void soften(const Logits<typename M::Lanes>& logits, float* row, Span seen, int64_t count, const RowState& state) {
+  using S = typename M::Lanes;
+  if (seen.begin >= seen.end) {
+    for (int64_t i = 0; i < count / M::kKeysPerWord; ++i) row[i] = 0.0f;
+    *state.factor = 1.0f;
+    return;
+  }
+  const bool edge = seen.begin > 0 || seen.end < count;
+  for (int64_t i = 0; i < count; i += S::kWidth) S::store(row + i, logits(S::load(row + i)));
+  if (edge) fill_outside(row, seen, count, kLowest);
+  auto top = S::load(row);
+  for (int64_t i = S::kWidth; i < count; i += S::kWidth) top = S::max(top, S::load(row + i));
+  const float highest = S::reduce_max(top), before = *state.maximum;
+  const float maximum = highest > before ? highest : before;
+  const auto all = S::set(maximum);
+  const auto weight = [&](int64_t i) { return exp2<S>(S::sub(S::load(row + i), all)); };
+  if (edge) {
+    for (int64_t i = 0; i < count; i += S::kWidth) S::store(row + i, weight(i));
+    fill_outside(row, seen, count, 0.0f);
+  }
+  float factor[S::kWidth];
+  S::store(factor, exp2<S>(S::set(before - maximum)));
+  auto sum = S::mul(S::load(state.sum), S::set(factor[0]));
+  for (int64_t i = 0; i < count; i += M::kUnit) {
+    const auto a = edge ? S::load(row + i) : weight(i);
+    const auto b = edge ? S::load(row + i + S::kWidth) : weight(i + S::kWidth);
+    sum = S::add(S::add(sum, a), b);
+    M::pack_weights(a, b, row, i);
+  }
+  S::store(state.sum, sum);
+  *state.maximum = maximum;
+  *state.factor = factor[0];
+}
+
+}  // namespace
+}  // namespace moelight

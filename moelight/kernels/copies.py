@@ -1,0 +1,33 @@
+"""Copies of pages inside host memory, by several threads.
+
+Knows bytes. Refuses to know pages, links and devices. Without the extension torch copies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelight.kernels import checks, native
+from moelight.kernels.views import view
+
+
+def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
+    """dst uint8 [n] = src uint8 [n], both contiguous in CPU memory (pinned or not), sharing none of it.
+
+    From 2 MiB on, `dst` is written past the caches, which saves reading it first. ``threads`` is None for
+    torch.get_num_threads(). The GIL is released.
+
+    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, or an overlap.
+    """
+    _, _, threads = checks.scalars(1.0, None, threads)
+    extension = native.module()
+    if extension is not None:
+        extension.copy_pages(view("dst", dst), view("src", src), threads)
+        return
+    for name, tensor in (("dst", dst), ("src", src)):
+        checks._layout(name, tensor, 1, torch.uint8)
+    checks._shape("src", src, tuple(dst.shape))
+    if dst.numel() and abs(dst.data_ptr() - src.data_ptr()) < dst.numel():
+        raise ValueError("src: overlaps dst")
+    dst.copy_(src)

@@ -1,0 +1,75 @@
+"""Copies of bytes: every alignment, length and number of threads; nothing beside the region changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moelight.kernels.copies import copy_pages
+
+MIB = 1 << 20
+FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOURCE = torch.randint(0, 256, (9 * MIB,), dtype=torch.uint8)
+
+
+def check(length: int, to: int, start: int, threads: int) -> None:
+    whole = torch.full((to + length + 100,), 7, dtype=torch.uint8)
+    copy_pages(whole[to : to + length], SOURCE[start : start + length], threads=threads)
+    assert torch.equal(whole[to : to + length], SOURCE[start : start + length])
+    assert (whole[:to] == 7).all()
+    assert (whole[to + length :] == 7).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, MIB - 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 8 * MIB + 77])
+def test_lengths(server, length, threads):
+    check(length, 0, 0, threads)
+    check(length, 3, 17, threads)
+
+
+@FUZZ
+@given(
+    length=st.one_of(st.integers(0, 3000), st.integers(2 * MIB - 200, 2 * MIB + 600_000)),
+    to=st.integers(0, 130),
+    start=st.integers(0, 5000),
+    threads=st.integers(1, 4),
+)
+def test_any_alignment(server, length, to, start, threads):
+    check(length, to, start, threads)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("dst", None),
+        ("dst", torch.zeros(64)),
+        ("dst", torch.zeros(8, 8, dtype=torch.uint8)),
+        ("dst", torch.zeros(128, dtype=torch.uint8)[::2]),
+        ("dst", torch.zeros(64, dtype=torch.uint8, device="meta")),
+        ("src", [1] * 64),
+        ("src", torch.zeros(64, dtype=torch.int8)),
+        ("src", torch.zeros(63, dtype=torch.uint8)),
+        ("src", torch.zeros(1, dtype=torch.uint8).expand(64)),
+        ("src", torch.zeros(64, dtype=torch.uint8).numpy()),
+        ("threads", 0),
+        ("threads", "all"),
+    ],
+)
+def test_refusals(server, name, wrong):
+    arguments = {
+        "dst": torch.zeros(64, dtype=torch.uint8),
+        "src": torch.zeros(64, dtype=torch.uint8),
+        "threads": 1,
+        name: wrong,
+    }
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        copy_pages(arguments["dst"], arguments["src"], threads=arguments["threads"])
+
+
+@pytest.mark.parametrize(("to", "start"), [(0, 0), (0, 1), (63, 0)])
+def test_overlap_is_refused(server, to, start):
+    whole = torch.zeros(200, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"^src: overlaps"):
+        copy_pages(whole[to : to + 64], whole[start : start + 64])
