@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
@@ -53,10 +58,24 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
 
 
 def facts(what: str, card: int, found: Any) -> dict[str, Any]:
-    """Shared memory, and which instructions are there."""
+    """Shared memory, registers, bytes of registers that spill, and which instructions are there."""
     code = found.asm["ptx"]
-    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32", ".local")
-    return {"what": what, "card": card, "shared": found.metadata.shared} | {word: code.count(word) for word in words}
+    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(code)
+        log = subprocess.run(
+            [get_ptxas(card).path, "-v", f"--gpu-name={sm_arch_from_capability(card)}", path, "-o", f"{path}.cubin"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr
+    numbers = {
+        name: int(re.search(pattern, log).group(1))
+        for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
+    }
+    row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
+    return row | {word: code.count(word) for word in words}
 
 
 def products(card: int) -> list[dict[str, Any]]:

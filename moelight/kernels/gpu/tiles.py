@@ -38,7 +38,8 @@ def shared_bytes(card: tuple[int, int]) -> int:
 def depth_of(group: int, itemsize: int) -> int:
     """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
 
-    The same for every row count: a token's sums are taken in the same order whatever its company.
+    The same for every row count: whatever its company, the sums of a token are taken in the same steps. Inside a step
+    the order is the card's own.
     """
     deepest = _DEEPEST if itemsize == 2 else _DEEPEST // 2
     return min(group & -group, deepest) if group else deepest
@@ -52,7 +53,7 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     most = 128 if units else 32
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 64 if units or card == _INTERPRETED else 32
-    if matrices == 1 and units:
+    if matrices == 1 and units and rows > 32:
         columns = 128
     stage = (rows + matrices * columns) * depth * itemsize
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage)) if units else 1
