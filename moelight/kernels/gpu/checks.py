@@ -1,0 +1,61 @@
+"""What the faces of the GPU's kernels demand of a tensor. Every refusal is a ValueError that names the argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tensor(
+    name: str, value: object, dtypes: tuple[torch.dtype, ...], ndim: int, device: torch.device | None = None
+) -> None:
+    """A dense tensor with ``ndim`` dimensions, one of ``dtypes``, on ``device`` (None: wherever there are bytes)."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: must be a tensor, is {type(value).__name__}")
+    if value.layout != torch.strided or value.device.type == "meta":
+        raise ValueError(f"{name}: must be a dense tensor in memory")
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: must be {names}, is {value.dtype}")
+    if value.ndim != ndim:
+        raise ValueError(f"{name}: must have {ndim} dimensions, has shape {list(value.shape)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: must be on {device}, is on {value.device}")
+
+
+def shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+    """Exactly this shape, contiguous."""
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{name}: must have shape {list(expected)}, has {list(value.shape)}")
+    if not value.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous")
+
+
+def rows(name: str, value: Tensor) -> None:
+    """Two dimensions, contiguous but for the distance between rows, which do not overlap."""
+    if value.shape[1] > 1 and value.stride(1) != 1:
+        raise ValueError(f"{name}: must be contiguous within its rows")
+    if value.shape[0] > 1 and value.stride(0) < value.shape[1]:
+        raise ValueError(f"{name}: rows overlap")
+
+
+def ranges(name: str, offsets: Tensor, last: int) -> None:
+    """Offsets that rise from 0 to ``last``; checked where they lie in host memory, for looking would stop a device."""
+    if offsets.device.type != "cpu":
+        return
+    found = offsets.tolist()
+    if found[0] != 0 or found[-1] != last or found != sorted(found):
+        raise ValueError(f"{name}: must rise from 0 to {last}, is {found}")
+
+
+def indices(name: str, value: Tensor, end: int) -> None:
+    """Indices from 0 to ``end`` - 1; checked where they lie in host memory."""
+    if value.device.type == "cpu" and value.numel() and not (int(value.min()) >= 0 and int(value.max()) < end):
+        raise ValueError(f"{name}: must lie between 0 and {end - 1}")
+
+
+def integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """An integer within bounds."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: must be an integer {bounds}, is {value!r}")

@@ -1,0 +1,211 @@
+"""The grouped product of experts in Triton: which rows meet which expert, and one kernel for both of its products.
+
+Knows tiles, addresses and number formats. Refuses to know how tiles are chosen (`tiles`) and what is allowed
+(`grouped`). Imported only where Triton is. Uses nothing that a card of compute capability 7.5 lacks.
+
+A slot is a block of at most BM rows of one expert. Integer weights enter the product as the integers they are, exact in
+every 16-bit format, and the scales multiply the float32 sums: one scale a row of the matrix and group of its input.
+
+Where numbers are interpreted on the CPU, bfloat16 is a bare 16-bit integer there: products are then taken in float32
+(PRODUCT), and sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised: every
+variant would be compiled.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows", "slot_count"])
+def map_slots(offsets, slots, experts, rows, slot_count, BM: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr):
+    """slots int32 [slot_count, 3] = (expert, first row, row after the expert's last); expert -1 where none is left.
+
+    ``offsets`` int32 [experts + 1] are bounded to 0 … rows, so that whatever is in them nothing lies outside.
+    """
+    expert = tl.arange(0, PADDED)
+    first = tl.load(offsets + expert, mask=expert < experts, other=0)
+    last = tl.load(offsets + expert + 1, mask=expert < experts, other=0)
+    first = tl.minimum(tl.maximum(first, 0), rows)
+    last = tl.minimum(tl.maximum(last, first), rows)
+    blocks = (last - first + (BM - 1)) // BM
+    ends = tl.cumsum(blocks, 0)
+    begins = ends - blocks
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    hit = (begins[None, :] <= slot[:, None]) & (slot[:, None] < ends[None, :])
+    found = tl.sum(tl.where(hit, expert[None, :] + 1, 0), 1) - 1
+    row = tl.sum(tl.where(hit, first[None, :] + (slot[:, None] - begins[None, :]) * BM, 0), 1)
+    end = tl.sum(tl.where(hit, last[None, :], 0), 1)
+    inside = slot < slot_count
+    tl.store(slots + slot * 3, found, mask=inside)
+    tl.store(slots + slot * 3 + 1, row, mask=inside)
+    tl.store(slots + slot * 3 + 2, end, mask=inside)
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
+    """float32 to DTYPE, to the nearest, ties to even."""
+    if BY_HAND:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = value.to(DTYPE)
+    return result
+
+
+@triton.jit
+def activated(gate, up, clamp, ACTIVATION: tl.constexpr):
+    """act(gate) * up in float32."""
+    if ACTIVATION == "silu":
+        result = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu_tanh":
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        gate = tl.minimum(gate, clamp)
+        up = tl.minimum(tl.maximum(up, -clamp), clamp)
+        result = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    return result
+
+
+@triton.jit
+def step_of_product(
+    total,
+    a,
+    weight,
+    scale,
+    column,
+    step,
+    row_elements,
+    groups,
+    INT4: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """total [BM, BN] + a [BM, BK] times the rows ``column`` [BN] of the matrix at ``weight``, inputs step * BK on."""
+    width: tl.constexpr = BK // 2 if INT4 else BK
+    k = step * width + tl.arange(0, width)
+    pointers = weight + column[None, :] * row_elements + k[:, None]
+    stored = tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < row_elements)[:, None], other=0)
+    if INT4:
+        even, odd = tl.split(tl.reshape(a, (BM, BK // 2, 2)))
+        low = (stored & 15).to(PRODUCT) - 8.0
+        high = (stored >> 4).to(PRODUCT) - 8.0
+        part = tl.dot(even, low, input_precision="ieee")
+        part = tl.dot(odd, high, part, input_precision="ieee")
+        total += part * tl.load(scale + column * groups + step // (GROUP // BK)).to(tl.float32)[None, :]
+    elif GROUP > 0:
+        part = tl.dot(a, stored.to(PRODUCT), input_precision="ieee")
+        total += part * tl.load(scale + column * groups + step // (GROUP // BK)).to(tl.float32)[None, :]
+    else:
+        total = tl.dot(a, stored.to(PRODUCT), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def finished(total, scale, bias, there, column, SCALED: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr):
+    """Scales per row, where there are no groups, and the bias."""
+    if SCALED and GROUP == 0:
+        total = total * tl.load(scale + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    if BIASED:
+        total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["x_rows", "slot_count", "clamp"])
+def grouped(
+    x,
+    tokens,
+    out,
+    slots,
+    weights,
+    scales,
+    biases,
+    x_rows,
+    x_stride,
+    depth,
+    columns,
+    row_elements,
+    groups,
+    slot_count,
+    clamp,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATHERED: tl.constexpr,
+    STORED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    INT4: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BY_HAND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """out [R, columns] = rows of x times the matrix of their expert, through the activation where GATED.
+
+    weights, scales and biases are int64 addresses, one an expert, 0 for an expert that is elsewhere: its rows come out
+    as zeros. A GATED matrix has 2 * columns rows, gate before up. Programs go over BAND slots for one block of columns,
+    then the next: rows stay in the cache while a band's weights are read once.
+    """
+    program = tl.program_id(0)
+    blocks = tl.cdiv(columns, BN)
+    first_slot = program // (BAND * blocks) * BAND
+    band = tl.minimum(slot_count - first_slot, BAND)
+    inside = program % (BAND * blocks)
+    slot = first_slot + inside % band
+    first = inside // band * BN
+    expert = tl.load(slots + slot * 3)
+    if expert < 0:
+        return
+    row = tl.load(slots + slot * 3 + 1)
+    rows = row + tl.arange(0, BM)
+    live = rows < tl.load(slots + slot * 3 + 2)
+    source = tl.where(live, rows, row).to(tl.int64)
+    if GATHERED:
+        source = tl.minimum(tl.maximum(tl.load(tokens + source), 0), x_rows - 1).to(tl.int64)
+
+    address = tl.load(weights + expert)
+    there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
+    column = tl.minimum(tl.arange(0, BN), columns - 1 - first)
+    begin = first.to(tl.int64)
+    matrix = tl.multiple_of(address.to(tl.pointer_type(STORED)), 16)
+    weight = matrix + begin * row_elements
+    weight_up = matrix + (begin + columns) * row_elements
+    scale = x
+    bias = x
+    if SCALED:
+        scale = tl.load(scales + expert).to(tl.pointer_type(SCALE)) + begin * groups
+    if BIASED:
+        bias = tl.load(biases + expert).to(tl.pointer_type(BIAS)) + begin
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total_up = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
+        k = step * BK + tl.arange(0, BK)
+        pointers = x + source[:, None] * x_stride + k[None, :]
+        if EVEN:
+            a = tl.load(pointers).to(PRODUCT)
+        else:
+            a = tl.load(pointers, mask=(k < depth)[None, :], other=0.0).to(PRODUCT)
+        total = step_of_product(
+            total, a, weight, scale, column, step, row_elements, groups, INT4, GROUP, EVEN, PRODUCT, BM, BK
+        )
+        if GATED:
+            total_up = step_of_product(
+                total_up, a, weight_up, scale + columns * groups, column, step, row_elements, groups,
+                INT4, GROUP, EVEN, PRODUCT, BM, BK,
+            )  # fmt: skip
+    total = finished(total, scale, bias, there, column, SCALED, GROUP, BIASED)
+    if GATED:
+        total_up = finished(total_up, scale + columns * groups, bias + columns, there, column, SCALED, GROUP, BIASED)
+        total = activated(total, total_up, clamp, ACTIVATION)
+    column = first + tl.arange(0, BN)
+    pointers = out + rows.to(tl.int64)[:, None] * columns + column[None, :]
+    result = rounded(total, out.dtype.element_ty, BY_HAND)
+    tl.store(pointers, result, mask=live[:, None] & (column < columns)[None, :])

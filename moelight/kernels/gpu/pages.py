@@ -1,0 +1,238 @@
+"""Where the matrices of experts lie: one table of addresses that the kernels read, and the views that keep them alive.
+
+Knows layouts, number formats and addresses. Refuses to know why a page lies where it lies, and when it is overwritten:
+a table stays right as long as the slots do (equal phases of the ring find the same pages in the same slots).
+
+Legend: E experts, H hidden, I intermediate, g inputs with one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelight.kernels.gpu import checks
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MATRICES = (*FLOATS, torch.int8, torch.uint8)
+PARTS = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
+_ALIGNMENT_BYTES = 16
+
+Parts = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pages:
+    """E experts. Made by `of` or `in_arena`, which check; safe to keep and to use again while the bytes stay.
+
+    ``table`` int64 [6, E]: addresses in the order of PARTS, 0 for what is absent. ``group``: inputs with one scale, 0
+    where a row has one or none. Of each part: a tuple of E tensors or None, or an empty tuple.
+    """
+
+    hidden: int
+    width: int
+    stored: torch.dtype
+    group: int
+    parts: dict[str, tuple[Tensor | None, ...]]
+    table: Tensor
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.table.shape[1]
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two numbers."""
+        return self.stored == torch.uint8
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the numbers are integers with scales."""
+        return not self.stored.is_floating_point
+
+    @property
+    def biased(self) -> bool:
+        """Whether the matrices have biases."""
+        return bool(self.parts["gate_up_bias"])
+
+    def dtype_of(self, part: str) -> torch.dtype:
+        """Dtype of a part's tensors; float32 where there are none."""
+        return next((tensor.dtype for tensor in self.parts[part] if tensor is not None), torch.float32)
+
+    @staticmethod
+    def of(
+        gate_up: Parts,
+        down: Parts,
+        *,
+        gate_up_scale: Parts | None = None,
+        down_scale: Parts | None = None,
+        gate_up_bias: Parts | None = None,
+        down_bias: Parts | None = None,
+        group_size: int | None = None,
+    ) -> Pages:
+        """A tensor per expert, at unrelated addresses of one device; None for an expert that is elsewhere.
+
+        gate_up   [2I, H], gate rows first: float32, bfloat16, float16 or int8; uint8 [2I, H/2] with two values a byte
+                  along the input (low nibble first, value - 8)
+        down      [H, I], or uint8 [H, I/2], dtype of gate_up
+        *_scale   for int8 and uint8: [rows] without ``group_size``, else [rows, inputs / group_size rounded up]
+        *_bias    [2I] and [H]
+        group_size  a multiple of 16 (int8) or 32 (uint8, where it is needed)
+
+        Contiguous; matrices begin at multiples of 16 bytes. Scales and biases: float32, bfloat16 or float16.
+
+        Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout, length or alignment.
+        """
+        given = {
+            "gate_up": gate_up,
+            "down": down,
+            "gate_up_scale": gate_up_scale,
+            "down_scale": down_scale,
+            "gate_up_bias": gate_up_bias,
+            "down_bias": down_bias,
+        }
+        parts = {name: _tuple(name, tensors) for name, tensors in given.items()}
+        first = next((tensor for tensor in parts["gate_up"] if tensor is not None), None)
+        if first is None:
+            raise ValueError("gate_up: no expert has weights")
+        if first.dtype not in MATRICES:
+            raise ValueError(f"gate_up: must be float32, bfloat16, float16, int8 or uint8, is {first.dtype}")
+        if first.ndim != 2 or first.shape[0] % 2 or not first.numel():
+            raise ValueError(f"gate_up: must have shape [2I, inputs], has {list(first.shape)}")
+        packing = 2 if first.dtype == torch.uint8 else 1
+        hidden, width = first.shape[1] * packing, first.shape[0] // 2
+        if width % packing:
+            raise ValueError(f"gate_up: two values a byte need an even width, it is {width}")
+        group = _group(group_size, first.dtype)
+        _check_presence(parts, scaled=not first.dtype.is_floating_point)
+        shapes = {
+            "gate_up": (2 * width, hidden // packing),
+            "down": (hidden, width // packing),
+            "gate_up_scale": (2 * width, -(-hidden // group)) if group else (2 * width,),
+            "down_scale": (hidden, -(-width // group)) if group else (hidden,),
+            "gate_up_bias": (2 * width,),
+            "down_bias": (hidden,),
+        }
+        for name, tensors in parts.items():
+            _check_tensors(name, tensors, shapes[name], first, matrix=name in {"gate_up", "down"})
+        rows = [[0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up) for tensors in parts.values()]
+        return Pages(
+            hidden=hidden,
+            width=width,
+            stored=first.dtype,
+            group=group,
+            parts=parts,
+            table=torch.tensor(rows, dtype=torch.int64).to(first.device),
+        )
+
+    @staticmethod
+    def in_arena(
+        arena: Tensor,
+        gate_up_offsets: Sequence[int] | Tensor,
+        down_offsets: Sequence[int] | Tensor,
+        *,
+        hidden: int,
+        width: int,
+        gate_up_scale: Parts | None = None,
+        down_scale: Parts | None = None,
+        gate_up_bias: Parts | None = None,
+        down_bias: Parts | None = None,
+        group_size: int | None = None,
+    ) -> Pages:
+        """The same with all matrices in ``arena`` [elements], of their dtype (`view` gives it): matrix e begins at
+        element ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert that is elsewhere.
+
+        Raises ValueError, naming the argument, for what `of` refuses and for what does not lie in the arena.
+        """
+        checks.tensor("arena", arena, MATRICES, 1)
+        checks.shape("arena", arena, tuple(arena.shape))
+        for name, size in (("hidden", hidden), ("width", width)):
+            checks.integer(name, size, 1)
+        packing = 2 if arena.dtype == torch.uint8 else 1
+        if hidden % packing or width % packing:
+            raise ValueError(f"hidden: two values a byte need even sizes, they are {hidden} and {width}")
+        gate_up = _cut("gate_up_offsets", arena, gate_up_offsets, 2 * width, hidden // packing)
+        down = _cut("down_offsets", arena, down_offsets, hidden, width // packing)
+        return Pages.of(
+            gate_up,
+            down,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            group_size=group_size,
+        )
+
+
+def _cut(name: str, arena: Tensor, offsets: Sequence[int] | Tensor, rows: int, row: int) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for e, offset in enumerate(offsets.tolist() if isinstance(offsets, Tensor) else offsets):
+        if not isinstance(offset, int) or not -1 <= offset <= arena.numel() - rows * row:
+            raise ValueError(
+                f"{name}: entry {e} is {offset!r}; {rows * row} elements do not lie there in {arena.numel()}"
+            )
+        found.append(None if offset == -1 else arena[offset : offset + rows * row].view(rows, row))
+    return found
+
+
+def _tuple(name: str, tensors: object) -> tuple[Tensor | None, ...]:
+    if tensors is None and name not in {"gate_up", "down"}:
+        return ()
+    if not isinstance(tensors, (list, tuple)):
+        raise ValueError(f"{name}: must be a list of tensors, is {type(tensors).__name__}")
+    for e, tensor in enumerate(tensors):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: entry {e} must be a tensor or None, is {type(tensor).__name__}")
+    return tuple(tensors)
+
+
+def _group(group_size: object, dtype: torch.dtype) -> int:
+    least = 32 if dtype == torch.uint8 else 16
+    if group_size is None:
+        if dtype == torch.uint8:
+            raise ValueError("group_size: two values a byte need one")
+        return 0
+    if dtype.is_floating_point:
+        raise ValueError(f"group_size: weights in {dtype} have no scales")
+    if not isinstance(group_size, int) or group_size < 1 or group_size % least:
+        raise ValueError(f"group_size: must be a multiple of {least} for {dtype}, is {group_size!r}")
+    return group_size
+
+
+def _check_presence(parts: dict[str, tuple[Tensor | None, ...]], *, scaled: bool) -> None:
+    gate_up = parts["gate_up"]
+    for name, tensors in parts.items():
+        needed = scaled if name.endswith("_scale") else bool(parts["gate_up_bias"] or parts["down_bias"])
+        needed = needed or name in {"gate_up", "down"}
+        if name.endswith("_scale") and not scaled and tensors:
+            raise ValueError(f"{name}: weights in floating point have no scales")
+        if needed and len(tensors) != len(gate_up):
+            raise ValueError(f"{name}: must have {len(gate_up)} entries, one for each of gate_up, has {len(tensors)}")
+        for e, (tensor, other) in enumerate(zip(tensors, gate_up, strict=True) if tensors else ()):
+            if (tensor is None) != (other is None):
+                raise ValueError(f"{name}: entry {e} must be there where gate_up's is, and only there")
+
+
+def _check_tensors(
+    name: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], like: Tensor, *, matrix: bool
+) -> None:
+    dtype = like.dtype if matrix else next((tensor.dtype for tensor in tensors if tensor is not None), like.dtype)
+    if not matrix and tensors and dtype not in FLOATS:
+        raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {dtype}")
+    for e, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name}: entry {e} must be {dtype}, is {tensor.dtype}")
+        if tensor.layout != torch.strided or tensor.device != like.device or tensor.device.type == "meta":
+            raise ValueError(f"{name}: entry {e} must be a dense tensor on the device of gate_up")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: entry {e} must have shape {list(shape)}, has {list(tensor.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: entry {e} must be contiguous")
+        if matrix and tensor.data_ptr() % _ALIGNMENT_BYTES:
+            raise ValueError(f"{name}: entry {e} must begin at a multiple of {_ALIGNMENT_BYTES} bytes")

@@ -1,0 +1,90 @@
+"""Who serves a GPU operation: Triton's kernels, or torch; and why.
+
+Knows whether Triton is here, whether it interprets its kernels on the CPU (TRITON_INTERPRET=1, for tests), and what a
+card's compute capability allows. Imports torch and Triton only when asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+OLDEST = (7, 5)
+BFLOAT16_SINCE = (8, 0)
+# Triton gave up Turing's tensor units in 3.3 (triton-lang/triton#5066): below this its products run on the plain units.
+TENSOR_UNITS_SINCE = (8, 0)
+# On a T4 (320 GB/s, 8 Tflop/s without tensor units) 16-bit weights are the roof up to 25 rows an expert.
+MOST_ROWS_WITHOUT_TENSOR_UNITS = 24
+
+
+@cache
+def _load() -> tuple[str | None, str]:
+    """Version of Triton, None where it is missing, and one clause about it."""
+    try:
+        triton = importlib.import_module("triton")
+    except ModuleNotFoundError:
+        return None, "triton is not installed (it comes with the CUDA builds of torch, or `pip install triton`)"
+    except (ImportError, OSError) as error:
+        return None, f"triton does not load: {error}"
+    return str(triton.__version__), f"triton {triton.__version__}"
+
+
+def available() -> bool:
+    """Whether Triton is here."""
+    return _load()[0] is not None
+
+
+def reason() -> str:
+    """One clause that says which Triton is here, or why there is none."""
+    return _load()[1]
+
+
+@cache
+def interpreting() -> bool:
+    """Whether Triton was imported to run its kernels on the CPU, element by element: right, and slow."""
+    if not available():
+        return False
+    standard = importlib.import_module("triton.language.standard")
+    return type(standard.cdiv).__name__ == "InterpretedFunction"
+
+
+@cache
+def capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of a CUDA card; None for the current one."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return major, minor
+
+
+def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.0) -> tuple[bool, str]:
+    """Whether Triton serves tensors of ``dtype`` on ``device``, and one clause that says why or why not.
+
+    ``rows_per_expert``: of a product; where there are no tensor units for Triton, torch is faster with many rows.
+    """
+    if not available():
+        return False, reason()
+    if device.type == "cpu":
+        found = interpreting()
+        return found, f"{reason()}, interpreted" if found else "the tensors are in CPU memory"
+    if interpreting():
+        return False, "triton was told to interpret its kernels (TRITON_INTERPRET=1)"
+    if device.type != "cuda":
+        return False, f"no kernel was written for devices of type {device.type}"
+    return card_serves(capability(device.index), str(dtype).removeprefix("torch."), rows_per_expert)
+
+
+def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tuple[bool, str]:
+    """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name."""
+    name = f"compute capability {card[0]}.{card[1]}"
+    if card < OLDEST:
+        return False, f"{name}: triton needs 7.5"
+    if dtype == "bfloat16" and card < BFLOAT16_SINCE:
+        return False, f"{name} has no bfloat16"
+    if card < TENSOR_UNITS_SINCE and rows_per_expert > MOST_ROWS_WITHOUT_TENSOR_UNITS:
+        return False, f"{name}: triton does not use its tensor units, torch does; many rows are theirs"
+    return True, f"{reason()}, {name}"

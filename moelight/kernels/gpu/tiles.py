@@ -1,0 +1,61 @@
+"""Sizes of the tiles of the grouped product: what fits a card's shared memory and suits the rows of an expert.
+
+Knows numbers only. Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+# Shared memory that a block may take, by compute capability; less some for the compiler's own use.
+_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+_SHARED_ELSEWHERE = 64
+_SPARE = 4
+_DEEPEST = 64
+_MOST_STAGES = 4
+_INTERPRETED = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight; a ``band``
+    of slots is done before the next."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    band: int
+
+
+def shared_bytes(card: tuple[int, int]) -> int:
+    """Shared memory that a block may take on ``card``; that of the smallest where it is not known."""
+    return (_SHARED.get(card, _SHARED_ELSEWHERE) - _SPARE) * KIB
+
+
+def depth_of(group: int, itemsize: int) -> int:
+    """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
+
+    The same for every row count: whatever its company, the sums of a token are taken in the same steps. Inside a step
+    the order is the card's own.
+    """
+    deepest = _DEEPEST if itemsize == 2 else _DEEPEST // 2
+    return min(group & -group, deepest) if group else deepest
+
+
+def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int) -> Tile:
+    """``itemsize``: bytes of a number in the product; ``mean_rows`` of an expert; ``group``: inputs with one scale, 0
+    for none; ``matrices``: 2 where gate and up are taken at once."""
+    depth = depth_of(group, itemsize)
+    units = card >= (8, 0)
+    most = 128 if units else 32
+    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
+    columns = 64 if units or card == _INTERPRETED else 32
+    if matrices == 1 and units and rows > 32:
+        columns = 128
+    stage = (rows + matrices * columns) * depth * itemsize
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage)) if units else 1
+    warps = 8 if rows * columns * matrices >= 128 * 128 else 4
+    return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=max(1, 1024 // rows))

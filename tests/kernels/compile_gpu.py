@@ -1,0 +1,129 @@
+"""Compiles the GPU's kernels for cards that need not be here, and prints what came out as JSON; not a test.
+
+`python -m tests.kernels.compile_gpu 75 80 90`, in a process where Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
+from moelight.kernels.gpu.pages import Pages
+
+HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+
+
+def experts(form: str, dtype: torch.dtype) -> Pages:
+    """Pages of a layer whose sizes are multiples of 16."""
+    shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    if form == "float":
+        return Pages.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
+    packing, group = (2, 128) if form == "int4" else (1, None)
+    stored = torch.uint8 if form == "int4" else torch.int8
+    scales = [torch.ones(rows, inputs // group) if group else torch.ones(rows) for rows, inputs in shapes]
+    return Pages.of(
+        *([torch.empty((rows, inputs // packing), dtype=stored)] * EXPERTS for rows, inputs in shapes),
+        gate_up_scale=[scales[0]] * EXPERTS,
+        down_scale=[scales[1]] * EXPERTS,
+        group_size=group,
+    )
+
+
+def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], card: int, **options: int) -> Any:
+    """What the launch of ``kernel`` with these would compile; sizes and addresses are multiples of 16."""
+    signature, divisible = {}, {}
+    for position, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            divisible[(position,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+
+
+def facts(what: str, card: int, found: Any) -> dict[str, Any]:
+    """Shared memory, registers, bytes of registers that spill, and which instructions are there."""
+    code = found.asm["ptx"]
+    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(code)
+        log = subprocess.run(
+            [get_ptxas(card).path, "-v", f"--gpu-name={sm_arch_from_capability(card)}", path, "-o", f"{path}.cubin"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr
+    numbers = {
+        name: int(re.search(pattern, log).group(1))
+        for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
+    }
+    row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
+    return row | {word: code.count(word) for word in words}
+
+
+def products(card: int) -> list[dict[str, Any]]:
+    """Both products in every format, for few rows and many."""
+    rows = []
+    for dtype in (torch.float16, torch.bfloat16) if card >= 80 else (torch.float16,):
+        for form in ("float", "int8", "int4"):
+            pages = experts(form, dtype)
+            for mean_rows in (4, 512):
+                for part, inputs, outputs in (("gate_up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
+                    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=dtype)
+                    tile = tiles.choose(
+                        divmod(card, 10),
+                        itemsize=2,
+                        mean_rows=mean_rows,
+                        group=pages.group,
+                        matrices=2 if part == "gate_up" else 1,
+                    )
+                    slots = torch.empty((16, 3), dtype=torch.int32)
+                    tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
+                    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0)
+                    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
+                    found = compiled(
+                        grouped_triton.grouped, arguments, constants, card, num_warps=tile.warps, num_stages=tile.stages
+                    )
+                    rows.append(facts(f"{NAMES[dtype]} {form} {part} {mean_rows}", card, found))
+    return rows
+
+
+def others(card: int) -> list[dict[str, Any]]:
+    """The map of slots, the router and the weighted sum."""
+    i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
+    half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
+    found = {
+        "map": (grouped_triton.map_slots, (i32, i32, 5, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
+        "route": (
+            routing_triton.route,
+            (half, single, i32, 40, 60, 60),
+            {"TOP_K": 4, "NORMALIZE": True, "NARROW": True, "BY_HAND": False, "BT": 32, "PADDED": 64},
+        ),
+        "combine": (
+            routing_triton.combine,
+            (half, single, i64, half, 40, 1500),
+            {"TOP_K": 4, "ADD": True, "BY_HAND": False, "BW": 1024},
+        ),
+    }
+    return [facts(name, card, compiled(*rest, card)) for name, rest in found.items()]
+
+
+if __name__ == "__main__":
+    print(json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + products(card)]))

@@ -1,0 +1,103 @@
+"""Layers of experts for the tests of the GPU's kernels, in float64 and as pages.
+
+Without a device Triton must be told to interpret its kernels before it is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from moelight.kernels.gpu.pages import Pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Experts in float64, and the same as pages."""
+
+    gate_up: list[Tensor]
+    down: list[Tensor]
+    pages: Pages
+    biases: tuple[list[Tensor], list[Tensor]] | None = None
+
+    def truth(self, x: Tensor, counts: tuple[int, ...], activation: str = "silu", clamp: float = 7.0) -> Tensor:
+        out = torch.zeros(x.shape[0], self.pages.hidden, dtype=torch.float64)
+        for e, (first, last) in enumerate(pairwise(accumulate(counts, initial=0))):
+            wide = x[first:last].double().cpu() @ self.gate_up[e].t()
+            if self.biases:
+                wide = wide + self.biases[0][e]
+            gate, up = wide.chunk(2, dim=-1)
+            if activation == "swiglu_oai":
+                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+                active = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            elif activation == "gelu_tanh":
+                active = functional.gelu(gate, approximate="tanh") * up
+            else:
+                active = functional.silu(gate) * up
+            out[first:last] = active @ self.down[e].t()
+            if self.biases:
+                out[first:last] += self.biases[1][e]
+        return out
+
+
+def floats(
+    experts: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
+) -> Layer:
+    gate_up = [torch.randn(2 * width, hidden).mul(hidden**-0.5).to(dtype) for _ in range(experts)]
+    down = [torch.randn(hidden, width).mul(width**-0.5).to(dtype) for _ in range(experts)]
+    biases = None
+    if bias:
+        biases = ([torch.randn(2 * width).to(dtype) for _ in gate_up], [torch.randn(hidden).to(dtype) for _ in gate_up])
+    pages = Pages.of(
+        [w.to(device) for w in gate_up],
+        [w.to(device) for w in down],
+        gate_up_bias=None if biases is None else [b.to(device) for b in biases[0]],
+        down_bias=None if biases is None else [b.to(device) for b in biases[1]],
+    )
+    doubled = None if biases is None else ([b.double() for b in biases[0]], [b.double() for b in biases[1]])
+    return Layer(gate_up=[w.double() for w in gate_up], down=[w.double() for w in down], pages=pages, biases=doubled)
+
+
+def integers(
+    experts: int, hidden: int, width: int, bits: int, group: int | None, device: torch.device, scales: torch.dtype
+) -> Layer:
+    """Numbers are drawn as integers, so that what they stand for does not hang on any code under test."""
+
+    def draw(rows: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+        half = 1 << (bits - 1)
+        whole = torch.randint(-half, half, (rows, inputs), dtype=torch.int16)
+        shape = (rows,) if group is None else (rows, -(-inputs // group))
+        scale = torch.rand(shape).add(0.5).mul(inputs**-0.5 / half * 2).to(scales)
+        wide = scale.double()[:, None] if group is None else scale.double().repeat_interleave(group, 1)[:, :inputs]
+        stored = whole.to(torch.int8)
+        if bits == 4:
+            stored = ((whole[:, ::2] + 8) | ((whole[:, 1::2] + 8) << 4)).to(torch.uint8)
+        return whole.double() * wide, stored.to(device), scale.to(device)
+
+    up = [draw(2 * width, hidden) for _ in range(experts)]
+    down = [draw(hidden, width) for _ in range(experts)]
+    pages = Pages.of(
+        [stored for _, stored, _ in up],
+        [stored for _, stored, _ in down],
+        gate_up_scale=[scale for _, _, scale in up],
+        down_scale=[scale for _, _, scale in down],
+        group_size=group,
+    )
+    return Layer(gate_up=[dense for dense, _, _ in up], down=[dense for dense, _, _ in down], pages=pages)
+
+
+def rows_of(counts: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    x = torch.randn(sum(counts), hidden).to(dtype).to(device)
+    return x, torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int32, device=device)
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    return float((found.double().cpu() - truth).abs().max() / truth.abs().max())

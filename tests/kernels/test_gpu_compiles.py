@@ -1,0 +1,44 @@
+"""The GPU's kernels compile for cards that are not here: into the instructions and the shared memory they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moelight.kernels.gpu import serving, tiles
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [75, 80, 86, 90])
+def test_compiles(card: int, tmp_path: Path) -> None:
+    if not serving.available():
+        pytest.skip(serving.reason())
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_gpu", str(card)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    rows = json.loads(ran.stdout.splitlines()[-1])
+    products = [row for row in rows if row["what"] not in {"map", "route", "combine"}]
+    assert products
+    for row in rows:
+        assert row["shared"] <= tiles.shared_bytes(divmod(card, 10)), row
+        assert not row["spilled"], row
+    for row in products:
+        assert row["ld.global.v4"] or row["cp.async"], f"loads are not wide: {row}"
+        if card >= 80:
+            assert row["mma.sync"] or row["wgmma"], f"no tensor units: {row}"

@@ -1,0 +1,242 @@
+"""The GPU's kernels, and their twins, against float64: interpreted on the CPU, and on a device where there is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu.grouped import ACTIVATIONS, expert_ffn
+from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.routing import by_expert, combine, route
+from moelight.models import moe
+from moelight.profiles.model import RouterSpec
+from tests.kernels.gpu_layers import distance, floats, integers, rows_of
+
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+EVERY_DTYPE = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
+INTEGERS = {
+    "int8 rows": (8, None),
+    "int8 groups": (8, 32),
+    "int8 small groups": (8, 48),
+    "int4": (4, 32),
+    "int4 128": (4, 128),
+}
+COUNTS = {
+    "one token": (1,),
+    "empty experts": (0, 3, 0, 0, 5, 1, 0),
+    "one of many": (0, 0, 1, 0, 0),
+    "ragged": (40, 0, 17, 70, 16),
+}
+EVERY_COUNT = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+
+
+@pytest.fixture(params=["interpreted", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Where the tensors of a test lie; who serves them is certain."""
+    if request.param == "torch":
+        monkeypatch.setattr(serving, "available", lambda: False)
+        yield torch.device("cpu")
+        return
+    if not serving.available():
+        pytest.skip(serving.reason())
+    if serving.interpreting() != (request.param == "interpreted"):
+        pytest.skip(
+            "triton was imported to interpret its kernels" if serving.interpreting() else "triton compiles here"
+        )
+    found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
+    assert serving.serves(found, torch.float16)[0]
+    yield found
+
+
+@EVERY_DTYPE
+@EVERY_COUNT
+@pytest.mark.parametrize(("hidden", "width"), [(64, 128), (80, 33), (17, 48)])
+def test_experts(device, dtype, tolerance, counts, hidden, width):
+    layer = floats(len(counts), hidden, width, dtype, device)
+    x, offsets = rows_of(counts, hidden, dtype, device)
+    found = expert_ffn(x, layer.pages, offsets)
+    assert found.dtype == dtype
+    assert distance(found, layer.truth(x, counts)) <= tolerance
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("counts", [COUNTS["empty experts"], COUNTS["ragged"]], ids=["empty experts", "ragged"])
+@pytest.mark.parametrize("form", INTEGERS)
+@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (80, 34)])
+def test_experts_in_integers(device, dtype, tolerance, counts, form, hidden, width):
+    layer = integers(len(counts), hidden, width, *INTEGERS[form], device, torch.float32)
+    x, offsets = rows_of(counts, hidden, dtype, device)
+    assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= tolerance
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_biases(device, dtype, tolerance, activation):
+    counts = COUNTS["empty experts"]
+    layer = floats(len(counts), 48, 40, dtype, device, bias=True)
+    x, offsets = rows_of(counts, 48, dtype, device)
+    found = expert_ffn(x, layer.pages, offsets, activation=activation, clamp=0.7)
+    assert distance(found, layer.truth(x, counts, activation, 0.7)) <= tolerance
+
+
+@pytest.mark.parametrize("scales", DTYPES, ids=str)
+def test_scales_of_any_dtype(device, scales):
+    layer = integers(3, 64, 32, 4, 32, device, scales)
+    x, offsets = rows_of((4, 0, 2), 64, torch.float32, device)
+    assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, (4, 0, 2))) <= 1e-5
+
+
+def test_more_slots_than_a_band(device):
+    """Programs go over a band of slots for one block of columns, then the next; the last band is narrower."""
+    counts = (1, 2) * 40
+    layer = floats(len(counts), 16, 80, torch.float32, device)
+    x, offsets = rows_of(counts, 16, torch.float32, device)
+    assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= 1e-5
+
+
+def test_an_arena_is_a_list_of_pages_elsewhere(device):
+    """Matrices in the order of a ring's slots, one expert elsewhere: bit for bit the same."""
+    hidden, width, counts = 32, 24, (3, 2, 0, 4)
+    layer = floats(4, hidden, width, torch.float16, device)
+    x, offsets = rows_of(counts, hidden, torch.float16, device)
+    whole, slot = expert_ffn(x, layer.pages, offsets), 3 * hidden * width + 8
+    arena = torch.full((5 * slot,), 9.0, dtype=torch.float16, device=device)
+    places = [3, 0, -1, 4]
+    for e, place in enumerate(places):
+        if place >= 0:
+            arena[place * slot : place * slot + 2 * hidden * width] = layer.pages.parts["gate_up"][e].flatten()
+            arena[place * slot + 2 * hidden * width : (place + 1) * slot - 8] = layer.pages.parts["down"][e].flatten()
+    starts = [place * slot if place >= 0 else -1 for place in places]
+    downs = [start + 2 * hidden * width if start >= 0 else -1 for start in starts]
+    pages = Pages.in_arena(arena, torch.tensor(starts), downs, hidden=hidden, width=width)
+    assert torch.equal(expert_ffn(x, pages, offsets), whole)
+
+
+def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):
+    layer = floats(3, 32, 16, torch.float32, device, bias=True)
+    parts = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
+    for tensors in parts.values():
+        tensors[1] = None
+    x, offsets = rows_of((2, 3, 1), 32, torch.float32, device)
+    found = expert_ffn(x, Pages.of(**parts), offsets)
+    assert not found[2:5].any()
+    assert torch.equal(found[[0, 1, 5]], expert_ffn(x, layer.pages, offsets)[[0, 1, 5]])
+
+
+def test_in_place_strided_and_empty(device):
+    layer = floats(2, 32, 16, torch.float32, device)
+    x, offsets = rows_of((2, 3), 32, torch.float32, device)
+    expected = expert_ffn(x, layer.pages, offsets)
+    wide = torch.cat((x, -x), dim=1)
+    assert torch.equal(expert_ffn(wide[:, :32], layer.pages, offsets), expected)
+    assert expert_ffn(x, layer.pages, offsets, out=x) is x
+    assert torch.equal(x, expected)
+    assert expert_ffn(x[:0], layer.pages, torch.zeros_like(offsets)).shape == (0, 32)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 4, 2), (13, 6, 2), (40, 5, 5)])
+def test_a_layer_from_logits_to_sums(device, dtype, tolerance, tokens, experts, top_k):
+    layer = floats(experts, 48, 40, dtype, device)
+    x, logits = torch.randn(tokens, 48).to(dtype).to(device), torch.randn(tokens, experts).to(dtype).to(device)
+    weights, ids = route(logits, top_k, normalize=True)
+    source, places, offsets = by_expert(ids, experts)
+    found = combine(expert_ffn(x, layer.pages, offsets, tokens=source), weights, places)
+    truth = torch.zeros(tokens, 48, dtype=torch.float64)
+    for e in range(experts):
+        every = layer.truth(x, tuple(tokens if other == e else 0 for other in range(experts)))
+        truth += every * (weights.double() * (ids == e)).sum(1, keepdim=True).cpu()
+    assert found.dtype == dtype
+    assert distance(found, truth) <= tolerance
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (7, 8, 2), (33, 60, 4), (5, 128, 8), (3, 5, 5)])
+def test_route_is_the_models_own(device, dtype, tolerance, narrow, normalize, tokens, experts, top_k):
+    logits = torch.randn(tokens, experts).mul(3).to(dtype)
+    logits[0] = logits[0, 0]  # of equals the lowest id wins
+    logits[-1, ::2] = logits[-1].max()
+    spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=narrow)
+    expected, expected_ids = moe.route(logits, spec)
+    weights, ids = route(logits.to(device), top_k, normalize=normalize, weights_in_model_dtype=narrow)
+    assert weights.dtype == torch.float32
+    assert torch.equal(ids.cpu(), expected_ids)
+    step = torch.finfo(dtype).eps if narrow else 0.0
+    assert torch.allclose(weights.cpu(), expected, rtol=1e-6 + step, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN.*:RuntimeWarning", "ignore:invalid value.*:RuntimeWarning")
+def test_route_of_what_is_no_number(device):
+    """Ids stay in range whatever the logits are."""
+    logits = torch.randn(4, 6)
+    logits[0, 3], logits[1, 2], logits[2] = float("nan"), float("inf"), float("-inf")
+    expected, expected_ids = moe.route(logits, RouterSpec(top_k=2, normalize=False, weights_in_model_dtype=False))
+    weights, ids = route(logits.to(device), 2, normalize=False)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert torch.allclose(weights.cpu(), expected, equal_nan=True)
+
+
+def test_combine_sums_in_the_order_of_k(device):
+    results, places = torch.randn(6, 1500, device=device), torch.tensor([[5, 0, 2], [1, 1, 4]], device=device)
+    weights = torch.rand(2, 3, device=device)
+    truth = (results.double()[places] * weights.double().unsqueeze(-1)).sum(1).cpu()
+    assert distance(combine(results, weights, places), truth) <= 1e-6
+    sums = torch.ones(2, 1500, device=device)
+    assert combine(results, weights, places, out=sums, add=True) is sums
+    assert distance(sums, truth + 1) <= 1e-6
+
+
+def test_slots_stay_inside_whatever_the_offsets_are(device):
+    """Offsets on a device are not checked: the map bounds them."""
+    if not serving.available():
+        pytest.skip("the twin has no map")
+    from moelight.kernels.gpu import grouped_triton
+
+    for offsets in ([0, 5, 3, 99, -4, 40], [-7, -3, 0, 0, 0, 0], [0, 2**31 - 1, 0, 0, 7, 7], [0, 20, 20, 36, 36, 40]):
+        slots = torch.full((12, 3), 77, dtype=torch.int32, device=device)
+        given = torch.tensor(offsets, dtype=torch.int32, device=device)
+        grouped_triton.map_slots[(3,)](given, slots, 5, 40, 11, BM=16, PADDED=8, SLOTS=4)
+        assert (slots[11] == 77).all()
+        for expert, row, last in slots[:11].tolist():
+            assert -1 <= expert < 5
+            assert expert == -1 or 0 <= row < last <= 40
+    assert [tuple(s) for s in slots[:5].tolist()] == [(0, 0, 20), (0, 16, 20), (2, 20, 36), (4, 36, 40), (-1, 0, 0)]
+
+
+@pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (13, 7)])
+@pytest.mark.parametrize("mean_rows", [1, 16, 40, 1000])
+@pytest.mark.parametrize("group", [0, 32, 48, 128])
+def test_tiles_fit_the_card(card, mean_rows, group):
+    for itemsize, kind in ((2, 1), (2, 2), (4, 2)):
+        tile = tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=kind)
+        assert tile.stages * (tile.rows + kind * tile.columns) * tile.depth * itemsize <= tiles.shared_bytes(card)
+        assert group % tile.depth == 0
+        other = tiles.choose(card, itemsize=itemsize, mean_rows=7, group=group, matrices=kind)
+        assert other.depth == tile.depth
+
+
+def test_which_card_is_served():
+    assert serving.card_serves((7, 5), "float16", 4)[0]
+    for card, dtype, rows in (((7, 5), "bfloat16", 4), ((7, 5), "float16", 100), ((7, 0), "float16", 1)):
+        served, reason = serving.card_serves(card, dtype, rows)
+        assert not served
+        assert f"{card[0]}.{card[1]}" in reason
+    assert serving.card_serves((9, 0), "bfloat16", 10**4)[0]
+
+
+def test_imports_and_serves_without_triton():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from moelight.kernels.gpu import grouped, pages, routing, serving\n"
+        "assert not serving.available() and 'triton' in serving.reason(), serving.reason()\n"
+        "found = routing.route(torch.randn(2, 4), 2, normalize=True)\n"
+        "assert found[1].dtype == torch.int32"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

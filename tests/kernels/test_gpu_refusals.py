@@ -1,0 +1,192 @@
+"""Whatever is wrong with an argument, the faces of the GPU's kernels say so by its name; nothing ever crashes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moelight.kernels.gpu import twin
+from moelight.kernels.gpu.grouped import expert_ffn
+from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.routing import by_expert, combine, route
+from tests.kernels.gpu_layers import distance, floats, rows_of
+
+FUZZ = settings(deadline=None, max_examples=100)
+
+
+def arguments(device: torch.device) -> dict[str, Any]:
+    layer = floats(3, 32, 16, torch.float32, device)
+    x, offsets = rows_of((2, 3, 1), 32, torch.float32, device)
+    return {"x": x, "pages": layer.pages, "offsets": offsets, "tokens": None, "out": None}
+
+
+WRONG = {
+    "x": [None, 3, lambda x: x.half(), lambda x: x[0], lambda x: x[:, :31], lambda x: x.t().contiguous().t(),
+          lambda x: x[:1].expand(6, 32), lambda x: x.to("meta"), lambda x: x.to_sparse()],
+    "pages": [None, [], "pages"],
+    "offsets": [None, [0, 2, 5, 6], lambda o: o.long(), lambda o: o[:3], lambda o: o[None], lambda o: o + 1,
+                lambda o: o.flip(0), lambda o: torch.stack((o, o), 1)[:, 0]],
+    "tokens": [[0], lambda _: torch.arange(6, dtype=torch.int32), lambda _: torch.arange(6) + 1,
+               lambda _: torch.arange(6)[:, None], lambda _: -torch.arange(6)],
+    "out": [3, lambda _: torch.empty(6, 31), lambda _: torch.empty(6, 32, dtype=torch.float16),
+            lambda _: torch.empty(32, 6).t()],
+    "activation": [None, "relu", 3],
+    "clamp": [None, 0, -1.0, float("nan"), "7"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, w) for name, all_wrong in WRONG.items() for w in all_wrong])
+def test_experts_name_the_wrong_argument(name, wrong):
+    given = arguments(torch.device("cpu"))
+    given[name] = wrong(given.get(name)) if callable(wrong) else wrong
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        expert_ffn(given.pop("x"), given.pop("pages"), given.pop("offsets"), **given)
+
+
+def matrices(**change: Any) -> dict[str, Any]:
+    gate_up, down = [torch.zeros(32, 64, dtype=torch.int8)] * 2, [torch.zeros(64, 16, dtype=torch.int8)] * 2
+    return {"gate_up": gate_up, "down": down, "gate_up_scale": [torch.ones(32, 2)] * 2,
+            "down_scale": [torch.ones(64, 1)] * 2, "group_size": 32} | change  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gate_up", {"gate_up": None}),
+        ("gate_up", {"gate_up": [None, None]}),
+        ("gate_up", {"gate_up": [torch.zeros(32, 64, dtype=torch.int8), 3]}),
+        ("gate_up", {"gate_up": [torch.zeros(31, 64, dtype=torch.int8)] * 2}),
+        ("gate_up", {"gate_up": [torch.zeros(32, 64, dtype=torch.int16)] * 2}),
+        ("gate_up", {"gate_up": [torch.zeros(64, 32, dtype=torch.int8).t()] * 2}),
+        ("gate_up", {"gate_up": [torch.zeros(1 + 32 * 64, dtype=torch.int8)[1:].view(32, 64)] * 2}),
+        ("down", {"down": [torch.zeros(64, 16, dtype=torch.int8)]}),
+        ("down", {"down": [torch.zeros(64, 16, dtype=torch.int8), None]}),
+        ("down", {"down": [torch.zeros(64, 17, dtype=torch.int8)] * 2}),
+        ("down", {"down": [torch.zeros(64, 16)] * 2}),
+        ("gate_up_scale", {"gate_up_scale": None}),
+        ("gate_up_scale", {"gate_up_scale": [torch.ones(32, 3)] * 2}),
+        ("gate_up_scale", {"gate_up_scale": [torch.ones(32, 2, dtype=torch.int8)] * 2}),
+        ("down_scale", {"down_scale": [torch.ones(64, 1), torch.ones(64, 1).half()]}),
+        ("down_bias", {"gate_up_bias": [torch.zeros(32)] * 2}),
+        ("group_size", {"group_size": 24}),
+        ("group_size", {"group_size": 0}),
+        ("group_size", {"gate_up": [torch.zeros(32, 64)] * 2}),
+        ("group_size", {"gate_up": [torch.zeros(32, 32, dtype=torch.uint8)] * 2, "group_size": None}),
+    ],
+)
+def test_pages_name_the_wrong_argument(name, change):
+    Pages.of(**matrices())
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        Pages.of(**matrices(**change))
+
+
+def test_an_arena_names_what_does_not_lie_in_it():
+    sizes = {"hidden": 8, "width": 4}
+    for offsets in ([0, 37], [0, -2], ["0", 0], torch.tensor([0.5, 0.0])):
+        with pytest.raises(ValueError, match=r"^gate_up_offsets: "):
+            Pages.in_arena(torch.zeros(100), offsets, [64, 64], **sizes)
+    with pytest.raises(ValueError, match=r"^arena: "):
+        Pages.in_arena(torch.zeros(10, 10), [0], [64], **sizes)
+
+
+ROUTED = {
+    "logits": [
+        None,
+        [[1.0]],
+        lambda t: t.int(),
+        lambda t: t[0],
+        lambda t: t.t().contiguous().t(),
+        lambda t: t.to("meta"),
+    ],
+    "top_k": [None, 0, -1, 5, 1.0, "2", True],
+}
+SUMMED = {
+    "results": [None, lambda t: t.int(), lambda t: t[:, 0], lambda t: t.t().contiguous().t(), lambda t: t.to_sparse()],
+    "weights": [None, lambda t: t.double(), lambda t: t[:, :0], lambda t: t[0]],
+    "places": [None, lambda t: t.int(), lambda t: t[:, :1], lambda t: t + 5, lambda t: t - 1, lambda t: t.tolist()],
+    "out": [3, lambda _: torch.empty(3, 7), lambda _: torch.empty(3, 8, dtype=torch.float16)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, w) for name, all_wrong in ROUTED.items() for w in all_wrong])
+def test_route_names_the_wrong_argument(name, wrong):
+    given = {"logits": torch.randn(3, 4), "top_k": 2}
+    given[name] = wrong(given[name]) if callable(wrong) else wrong
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        route(given["logits"], given["top_k"], normalize=True)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, w) for name, all_wrong in SUMMED.items() for w in all_wrong])
+def test_combine_names_the_wrong_argument(name, wrong):
+    given = {
+        "results": torch.randn(6, 8),
+        "weights": torch.rand(3, 2),
+        "places": torch.arange(6).view(3, 2),
+        "out": None,
+    }
+    given[name] = wrong(given[name]) if callable(wrong) else wrong
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        combine(given.pop("results"), given.pop("weights"), given.pop("places"), **given)
+
+
+def test_the_rest_names_the_wrong_argument():
+    with pytest.raises(ValueError, match=r"^out: "):
+        combine(torch.randn(6, 8), torch.rand(3, 2), torch.arange(6).view(3, 2), add=True)
+    ids = torch.ones(2, 2, dtype=torch.int32)
+    for wrong, experts, name in ((None, 4, "ids"), (ids.float(), 4, "ids"), (ids, 1, "ids"), (ids, 0, "experts")):
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            by_expert(wrong, experts)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, like: Tensor) -> Tensor:
+    """The right tensor, or one whose shape, dtype, strides or values are off."""
+    if draw(st.booleans()):
+        return like
+    shape = [draw(st.sampled_from((size, size, size, 0, 1, size + 1))) for size in like.shape]
+    dtype = draw(st.sampled_from((like.dtype, like.dtype, torch.float32, torch.float16, torch.int32, torch.int64)))
+    tensor = torch.full(shape, draw(st.sampled_from((0, 1, -1, 7, 2**31 - 1)))).to(dtype)
+    return tensor.t() if tensor.ndim == 2 and draw(st.booleans()) else tensor
+
+
+@FUZZ
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_experts_refuse_or_are_right(data):
+    layer = floats(3, 16, 8, torch.float32, torch.device("cpu"))
+    x, offsets = rows_of((2, 0, 3), 16, torch.float32, torch.device("cpu"))
+    x, offsets = data.draw(tensors(x), label="x"), data.draw(tensors(offsets), label="offsets")
+    tokens = data.draw(st.none() | tensors(torch.tensor([0, 4, 1, 1, 2])), label="tokens")
+    try:
+        found = expert_ffn(x, layer.pages, offsets, tokens=tokens)
+    except ValueError as refusal:
+        assert str(refusal).split(":")[0] in {"x", "offsets", "tokens"}
+        return
+    rest = {"activation": "silu", "clamp": 7.0, "tokens": tokens}
+    expected = twin.expert_ffn(x, layer.pages, offsets, out=torch.empty_like(found), **rest)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@FUZZ
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_combine_refuses_or_is_right(data):
+    given = {
+        "results": torch.randn(5, 4),
+        "weights": torch.rand(3, 2),
+        "places": torch.tensor([[0, 4], [1, 1], [3, 2]]),
+    }
+    given = {name: data.draw(tensors(tensor), label=name) for name, tensor in given.items()}
+    try:
+        found = combine(**given)
+    except ValueError as refusal:
+        assert str(refusal).split(":")[0] in given
+        return
+    if found.numel():
+        truth = (given["results"].double()[given["places"]] * given["weights"].double().unsqueeze(-1)).sum(1)
+        assert not truth.any() or distance(found, truth) <= 1e-2
