@@ -21,6 +21,7 @@ from torch.nn import functional
 from moelight.hrm.costs import ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
+from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
 _COARSEST = 32
@@ -37,6 +38,8 @@ def padded_rows(rows: int) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [R, in], weight [out, in], bias [out] -> [R, out]."""
+    if x.device.type == "cpu" and native.available():
+        return cpu_linear(x, weight, bias)
     rows = x.shape[0]
     padded = padded_rows(rows)
     if padded != rows:
@@ -79,6 +82,8 @@ class Workspace:
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
     """Gated SiLU: x [R, H], R on the grid, gate_up [2I, H] (gate rows first), down [H, I] -> [R, H]."""
     rows, width = x.shape[0], down.shape[1]
+    if x.device.type == "cpu" and native.available():
+        return cpu_expert_ffn(x, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
     if _widens(x):
         return _feed_forward_widened(x, gate_up, down, space)
     if x.device.type == "cpu" and rows in _ROWS_ON_THE_RIGHT:

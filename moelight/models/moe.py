@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moelight.kernels import native
+from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.products import Workspace, feed_forward, padded_rows
 from moelight.kernels.reference import route_topk
+from moelight.kernels.routing import cpu_gather_rows, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
@@ -45,11 +48,34 @@ def mixture(routed: Routed, experts: Sequence[ExpertWeights | None], space: Work
     A token's experts are summed in float32 in the order of their ids, so its result does not depend on its company
     beyond each product's own rounding.
     """
+    if routed.x.device.type == "cpu" and native.available():
+        return _natively(routed, experts, space)
     if all(expert is not None for expert in experts):
         return _all_at_once(routed, [expert for expert in experts if expert is not None], space)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     accumulate(sums, routed, experts, space, most_rows=routed.x.shape[0])
     return sums.to(routed.x.dtype)
+
+
+def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace) -> Tensor:
+    """Sorted, gathered, computed and summed by kernels. Rows of experts that are computed elsewhere come last, and are
+    left out."""
+    ids, mine = routed.ids, [expert for expert in experts if expert is not None]
+    if len(mine) < len(experts):
+        place = torch.full((len(experts),), len(mine), dtype=torch.int32)
+        place[[index for index, expert in enumerate(experts) if expert is not None]] = torch.arange(
+            len(mine), dtype=torch.int32
+        )
+        ids = place[ids.long()]
+    by_expert = cpu_sort_by_expert(ids, len(mine) + 1)
+    offsets = by_expert.offsets[: len(mine) + 1]
+    count = int(offsets[-1])
+    rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=space.rows[:count])
+    cpu_expert_ffn(rows, [gate_up for gate_up, _ in mine], [down for _, down in mine], offsets, out=rows)
+    position = by_expert.position
+    if count < position.numel():
+        position = torch.where(position < count, position, -1)
+    return cpu_scatter_sum(rows, position, routed.weights)
 
 
 def accumulate(
@@ -69,8 +95,7 @@ def accumulate(
             tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
-            total = sums[tokens].addcmul_(out.float(), flat[part].unsqueeze(1))
-            sums.index_copy_(0, tokens, total)
+            sums.index_copy_(0, tokens, sums[tokens] + out.float() * flat[part].unsqueeze(1))
 
 
 def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, list[int]]:
@@ -97,5 +122,5 @@ def _all_at_once(routed: Routed, experts: Sequence[ExpertWeights], space: Worksp
     ranked = back.view(tokens, top_k)
     total = rows[ranked[:, 0]].float().mul_(routed.weights[:, :1])
     for rank in range(1, top_k):
-        total.addcmul_(rows[ranked[:, rank]].float(), routed.weights[:, rank : rank + 1])
+        total += rows[ranked[:, rank]].float() * routed.weights[:, rank : rank + 1]
     return total.to(routed.x.dtype)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
 from moelight.kernels.prefill import prefill_attention
+from moelight.kernels.prefill_cpu import cpu_prefill_attention
 from moelight.memory.kv import KVCache, TokenCache, put
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, present
@@ -59,10 +60,11 @@ class HostAttention:
         if n := mb.decoding:
             tables, lens = mb.block_tables, mb.seq_lens
             cpu_gqa_decode(q[:n], k_cache, v_cache, tables, lens, self._scale, window=self._window, out=out[:n])
-        for first, last, start, table in mb.prompts:
-            rows, cache = slice(first, last), (k_cache, v_cache, table)
-            out[rows] = prefill_attention(
-                q[rows], k[rows], v[rows], self._scale, window=self._window, context=start, cache=cache
+        if mb.packed is not None:
+            cu_seqlens, tables, contexts = mb.packed
+            cache = (k_cache, v_cache, tables, contexts)
+            cpu_prefill_attention(
+                q[n:], k[n:], v[n:], cu_seqlens, self._scale, window=self._window, cache=cache, out=out[n:]
             )
         mb.attn = out
 

@@ -43,7 +43,8 @@ class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
     ``cache_slots int64 [T]``: where each token's key and value go. ``block_tables int32 [D, B]`` and
-    ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row, last row, start, block table) each.
+    ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row, last row, start, block table) each, and
+    ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all of them.
     ``device_slots`` are ``cache_slots`` beside a cache on the device, and ``context`` is where what came before lies
     for attention there.
     """
@@ -54,6 +55,7 @@ class MicroBatch:
     block_tables: Tensor
     seq_lens: Tensor
     prompts: list[tuple[int, int, int, Tensor]]
+    packed: tuple[Tensor, Tensor, Tensor] | None
     sample_rows: Tensor
     fresh: bool
     hidden: Tensor
@@ -114,6 +116,7 @@ def pack(
         block_tables=_tables(decoding),
         seq_lens=torch.tensor([chunk.start + 1 for chunk in decoding], dtype=torch.int32),
         prompts=prompts,
+        packed=_packed([chunk for chunk in chunks if not chunk.decodes]),
         sample_rows=torch.tensor(rows, dtype=torch.int64, device=device),
         fresh=fresh,
         hidden=hidden,
@@ -127,6 +130,15 @@ def present(value: T | None) -> T:
     if value is None:
         raise ScheduleError("a task ran before the one that feeds it")
     return value
+
+
+def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Prompts as one call of the host's kernel takes them: their ends, block tables and earlier positions."""
+    if not chunks:
+        return None
+    ends = np.cumsum([0, *(len(chunk.token_ids) for chunk in chunks)]).astype(np.int32)
+    contexts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32)
+    return torch.from_numpy(ends), _tables(chunks), contexts
 
 
 def _tables(chunks: Sequence[Chunk]) -> Tensor:
