@@ -93,20 +93,24 @@ __attribute__((noinline)) void all_tokens(const Rows<L>& rows, bool in_place, in
 template <class W>
 constexpr int64_t kPerStored = std::is_same_v<W, Int4> ? 2 : 1;  // numbers in one W
 
+template <class L, class W>
+__attribute__((noinline)) void convert_rest(const Converter<L, W>& some, const W* from, int64_t stored,
+                                            typename L::Element* to) {
+  W rest[kGroupStep / kPerStored<W>] = {};
+  std::memcpy(rest, from, static_cast<size_t>(stored) * sizeof(W));
+  some(rest, to);
+}
+
 // `count` numbers from `from` on to elements; the last kGroupStep of them are written whole.
 template <class L, class W>
-void convert(const W* from, int64_t count, float scale, int64_t lead, typename L::Element* to) {
+inline void convert(const W* from, int64_t count, float scale, int64_t lead, typename L::Element* to) {
   const Converter<L, W> some(scale);
   constexpr int64_t stored = kGroupStep / kPerStored<W>;
-  int64_t i = 0;
-  for (; i + kGroupStep <= count; i += kGroupStep, from += stored, to += kGroupStep) {
+  for (; count >= kGroupStep; count -= kGroupStep, from += stored, to += kGroupStep) {
     fetch(from, lead);
     some(from, to);
   }
-  if (i == count) return;
-  W rest[stored] = {};
-  std::memcpy(rest, from, static_cast<size_t>((count - i + kPerStored<W> - 1) / kPerStored<W>) * sizeof(W));
-  some(rest, to);
+  if (count > 0) convert_rest<L, W>(some, from, (count + kPerStored<W> - 1) / kPerStored<W>, to);
 }
 
 template <class W>
@@ -218,9 +222,13 @@ void multiply(const Product& p, void* expanded, float* sums) {
   }
 }
 
-template <class X>
+template <class S, class X>
 void narrow(const float* from, int64_t count, X* to) {
-  for (int64_t i = 0; i < count; ++i) from_float(from[i], to[i]);
+  int64_t i = 0;
+  if constexpr (std::is_same_v<X, Fp16>)
+    for (; i + 2 * S::kWidth <= count; i += 2 * S::kWidth)
+      S::store2(to + i, S::load(from + i), S::load(from + i + S::kWidth));
+  for (; i < count; ++i) from_float(from[i], to[i]);
 }
 
 template <class L, class X>
@@ -243,7 +251,7 @@ void store(const float* sums, const float* bias, int64_t rows, int64_t tokens, v
   float line[kUnitRows];
   for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows) {
     for (int64_t i = 0; i < rows; i += S::kWidth) S::store(line + i, S::add(S::load(sums + i), S::load(bias + i)));
-    narrow(line, rows, static_cast<X*>(out) + t * stride);
+    narrow<S>(line, rows, static_cast<X*>(out) + t * stride);
   }
 }
 
@@ -259,7 +267,7 @@ void activate_as(const float* sums, const float* bias, int64_t columns, int64_t 
       const auto up = S::add(S::load(sums + kUpColumn + i), S::load(bias + kUpColumn + i));
       S::store(line + i, A::apply(gate, up));
     }
-    narrow(line, columns, rounded);
+    narrow<S>(line, columns, rounded);
     for (int64_t i = 0; i < columns; ++i) {
       if constexpr (std::is_same_v<X, typename L::Element>) {
         to[i] = rounded[i];
