@@ -4,7 +4,8 @@
 // Weights and activations both have K contiguous, so the lanes run along K and nothing is packed: a register tile of
 // kRowTile rows times some tokens is summed over a block of K and reduced across the lanes at its end. Weights of
 // another type than the lanes' are converted tile by tile into the first-level cache, and every token of the block
-// meets them there; weights of the same type are read where they lie. The first pass over a tile fetches the next.
+// meets them there; weights of the same type are read where they lie. Whoever reads a tile from memory fetches the
+// next.
 
 #include <type_traits>
 
@@ -41,10 +42,13 @@ inline void add_sums(const typename L::V (&sum)[kRowTile][kTokens], float* sums)
   }
 }
 
-// sums[c][0..kRowTile) += x[c] . row[0..kRowTile)
-template <class L, int kTokens, bool kFetch>
-void tile(const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, float* sums) {
+// sums[c][0..kRowTile) += x[c] . row[0..kRowTile); fetches what lies ahead of kFetch rows from `fetched` on.
+template <class L, int kTokens, int kFetch>
+void tile(const Rows<L>& rows, int64_t fetched, const typename L::Element* x, int64_t x_stride, float* sums) {
   using S = typename L::Simd;
+  const typename L::Element* ahead[kRowTile];
+#pragma GCC unroll 4
+  for (int r = 0; r < kFetch; ++r) ahead[r] = rows.row[fetched + r];
   typename L::V sum[kRowTile][kTokens];
 #pragma GCC unroll 4
   for (int r = 0; r < kRowTile; ++r)
@@ -56,9 +60,8 @@ void tile(const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, f
     for (int c = 0; c < kTokens; ++c) token[c] = L::load(x + c * x_stride + k);
 #pragma GCC unroll 4
     for (int r = 0; r < kRowTile; ++r) {
-      const auto* p = rows.row[r] + k;
-      if constexpr (kFetch) fetch(p, rows.lead);
-      const auto weight = L::load(p);
+      if (r < kFetch) fetch(ahead[r] + k, rows.lead);
+      const auto weight = L::load(rows.row[r] + k);
 #pragma GCC unroll 8
       for (int c = 0; c < kTokens; ++c) sum[r][c] = L::madd(sum[r][c], weight, token[c]);
     }
@@ -66,47 +69,63 @@ void tile(const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, f
   add_sums<L, kTokens>(sum, sums);
 }
 
-template <class L, bool kFetch, int kTokens = L::kTokens>
-void tile_of(int64_t tokens, const Rows<L>& rows, const typename L::Element* x, int64_t x_stride, float* sums) {
+template <class L, int kFetch, int kTokens = L::kTokens>
+void tile_of(int64_t tokens, const Rows<L>& rows, int64_t fetched, const typename L::Element* x, int64_t x_stride,
+             float* sums) {
   if (tokens == kTokens) {
-    tile<L, kTokens, kFetch>(rows, x, x_stride, sums);
+    tile<L, kTokens, kFetch>(rows, fetched, x, x_stride, sums);
   } else if constexpr (kTokens > 1) {
-    tile_of<L, kFetch, kTokens - 1>(tokens, rows, x, x_stride, sums);
+    tile_of<L, kFetch, kTokens - 1>(tokens, rows, fetched, x, x_stride, sums);
   }
 }
 
-// All tokens in tiles of nearly equal size; the first one fetches when the rows are read where they lie.
+// All tokens in tiles of nearly equal size. When the rows are read where they lie, the first tiles fetch the rows after
+// them, each its share, so that memory is asked for at an even pace.
 template <class L>
 __attribute__((noinline)) void all_tokens(const Rows<L>& rows, bool in_place, int64_t tokens,
                                           const typename L::Element* x, int64_t x_stride, float* sums) {
   const int64_t tiles = (tokens + L::kTokens - 1) / L::kTokens;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t begin = tokens * i / tiles, count = tokens * (i + 1) / tiles - begin;
-    if (in_place && i == 0) {
-      tile_of<L, true>(count, rows, x, x_stride, sums);
+  const int64_t shares = !in_place || rows.lead == 0 ? 0 : tiles < kRowTile ? tiles : kRowTile;
+  for (int64_t i = 0, begin = 0; i < tiles; ++i) {
+    const int64_t end = tokens * (i + 1) / tiles, count = end - begin;
+    const int64_t first = i < shares ? kRowTile * i / shares : 0;
+    const int64_t some = i < shares ? kRowTile * (i + 1) / shares - first : 0;
+    const auto* x_tile = x + begin * x_stride;
+    float* const to = sums + begin * kUnitRows;
+    if (some == 0) {
+      tile_of<L, 0>(count, rows, first, x_tile, x_stride, to);
+    } else if (some == 1) {
+      tile_of<L, 1>(count, rows, first, x_tile, x_stride, to);
+    } else if (some == 2) {
+      tile_of<L, 2>(count, rows, first, x_tile, x_stride, to);
     } else {
-      tile_of<L, false>(count, rows, x + begin * x_stride, x_stride, sums + begin * kUnitRows);
+      tile_of<L, kRowTile>(count, rows, first, x_tile, x_stride, to);
     }
+    begin = end;
   }
 }
 
 template <class W>
 constexpr int64_t kPerStored = std::is_same_v<W, Int4> ? 2 : 1;  // numbers in one W
 
+template <class L, class W>
+__attribute__((noinline)) void convert_rest(const Converter<L, W>& some, const W* from, int64_t stored,
+                                            typename L::Element* to) {
+  W rest[kGroupStep / kPerStored<W>] = {};
+  std::memcpy(rest, from, static_cast<size_t>(stored) * sizeof(W));
+  some(rest, to);
+}
+
 // `count` numbers from `from` on to elements; the last kGroupStep of them are written whole.
 template <class L, class W>
-void convert(const W* from, int64_t count, float scale, int64_t lead, typename L::Element* to) {
+inline void convert(const W* from, int64_t count, float scale, int64_t lead, typename L::Element* to) {
   const Converter<L, W> some(scale);
   constexpr int64_t stored = kGroupStep / kPerStored<W>;
-  int64_t i = 0;
-  for (; i + kGroupStep <= count; i += kGroupStep, from += stored, to += kGroupStep) {
+  for (; count >= kGroupStep; count -= kGroupStep, from += stored, to += kGroupStep) {
     fetch(from, lead);
     some(from, to);
   }
-  if (i == count) return;
-  W rest[stored] = {};
-  std::memcpy(rest, from, static_cast<size_t>((count - i + kPerStored<W> - 1) / kPerStored<W>) * sizeof(W));
-  some(rest, to);
+  if (count > 0) convert_rest<L, W>(some, from, (count + kPerStored<W> - 1) / kPerStored<W>, to);
 }
 
 template <class W>
@@ -218,9 +237,13 @@ void multiply(const Product& p, void* expanded, float* sums) {
   }
 }
 
-template <class X>
+template <class S, class X>
 void narrow(const float* from, int64_t count, X* to) {
-  for (int64_t i = 0; i < count; ++i) from_float(from[i], to[i]);
+  int64_t i = 0;
+  if constexpr (std::is_same_v<X, Fp16>)
+    for (; i + 2 * S::kWidth <= count; i += 2 * S::kWidth)
+      S::store2(to + i, S::load(from + i), S::load(from + i + S::kWidth));
+  for (; i < count; ++i) from_float(from[i], to[i]);
 }
 
 template <class L, class X>
@@ -243,7 +266,7 @@ void store(const float* sums, const float* bias, int64_t rows, int64_t tokens, v
   float line[kUnitRows];
   for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows) {
     for (int64_t i = 0; i < rows; i += S::kWidth) S::store(line + i, S::add(S::load(sums + i), S::load(bias + i)));
-    narrow(line, rows, static_cast<X*>(out) + t * stride);
+    narrow<S>(line, rows, static_cast<X*>(out) + t * stride);
   }
 }
 
@@ -259,7 +282,7 @@ void activate_as(const float* sums, const float* bias, int64_t columns, int64_t 
       const auto up = S::add(S::load(sums + kUpColumn + i), S::load(bias + kUpColumn + i));
       S::store(line + i, A::apply(gate, up));
     }
-    narrow(line, columns, rounded);
+    narrow<S>(line, columns, rounded);
     for (int64_t i = 0; i < columns; ++i) {
       if constexpr (std::is_same_v<X, typename L::Element>) {
         to[i] = rounded[i];

@@ -41,25 +41,28 @@ struct Converter<FloatLanes<S>, W> {
   }
 };
 
+// By S::load2, which keeps the order of these types.
+template <class S, class T>
+void scaled(const T* from, float scale, float* to) {
+  const auto factor = S::set(scale);
+  for (int64_t i = 0; i < kGroupStep; i += 2 * S::kWidth) {
+    typename S::V a, b;
+    S::load2(from + i, a, b);
+    S::store(to + i, S::mul(a, factor));
+    S::store(to + i + S::kWidth, S::mul(b, factor));
+  }
+}
+
 template <class S>
 struct Converter<FloatLanes<S>, Fp16> {
   explicit Converter(float) {}
-  void operator()(const Fp16* from, float* to) const {
-    for (int64_t i = 0; i < kGroupStep; i += 2 * S::kWidth) {
-      typename S::V a, b;
-      S::load2(from + i, a, b);
-      S::store(to + i, a);
-      S::store(to + i + S::kWidth, b);
-    }
-  }
+  void operator()(const Fp16* from, float* to) const { scaled<S>(from, 1.0f, to); }
 };
 
 template <class S>
 struct Converter<FloatLanes<S>, int8_t> {
   explicit Converter(float scale) : scale(scale) {}
-  void operator()(const int8_t* from, float* to) const {
-    for (int64_t i = 0; i < kGroupStep; ++i) to[i] = scale * static_cast<float>(from[i]);
-  }
+  void operator()(const int8_t* from, float* to) const { scaled<S>(from, scale, to); }
   float scale;
 };
 
@@ -86,7 +89,7 @@ struct Converter<FloatLanes<S>, Int4> {
   void operator()(const Int4* from, float* to) const {
     int8_t values[kGroupStep];
     unpack(from, values);
-    for (int64_t i = 0; i < kGroupStep; ++i) to[i] = scale * static_cast<float>(values[i]);
+    scaled<S>(values, scale, to);
   }
   float scale;
 };

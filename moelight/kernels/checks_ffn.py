@@ -7,7 +7,7 @@ argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -60,14 +60,11 @@ def experts(
     gate_up: Tensors,
     down: Tensors,
     offsets: Tensor,
-    gate_up_bias: Tensors | None,
-    down_bias: Tensors | None,
-    gate_up_scale: Tensors | None,
-    down_scale: Tensors | None,
+    optional: Mapping[str, Tensors | None],
     group_size: int | None,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_expert_ffn`."""
+    """The arguments of `cpu_expert_ffn`; ``optional``: biases and scales by their names."""
     _tokens("x", x)
     busy = _busy(offsets, x.shape[0])
     count, hidden = offsets.shape[0] - 1, x.shape[1]
@@ -80,10 +77,8 @@ def experts(
     if wide[0].shape[0] % 2:
         raise ValueError(f"gate_up: must have an even number of rows, shape is {list(wide[0].shape)}")
     inner = wide[0].shape[0] // 2
-    for name, weights, biases, scales, shape in (
-        ("gate_up", wide, gate_up_bias, gate_up_scale, (2 * inner, hidden)),
-        ("down", narrow, down_bias, down_scale, (hidden, inner)),
-    ):
+    for name, weights, shape in (("gate_up", wide, (2 * inner, hidden)), ("down", narrow, (hidden, inner))):
+        biases, scales = optional[f"{name}_bias"], optional[f"{name}_scale"]
         for weight in weights:
             _stored(name, weight, shape, weights[0].dtype)
         if biases is not None:

@@ -107,22 +107,18 @@ def cpu_expert_ffn(
     """
     group_size, threads = checks_ffn.scalars(group_size, threads)
     checks_ffn.activation(activation)
+    optional = {
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+        "gate_up_scale": gate_up_scale,
+        "down_scale": down_scale,
+    }
     extension = native.module()
     if extension is None:
-        checks_ffn.experts(
-            x, gate_up, down, offsets, gate_up_bias, down_bias, gate_up_scale, down_scale, group_size, out
-        )
+        checks_ffn.experts(x, gate_up, down, offsets, optional, group_size, out)
+        cuts = offsets.tolist()
         result = reference_ffn.expert_ffn(
-            x,
-            gate_up,
-            down,
-            offsets.tolist(),
-            activation=activation,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            gate_up_scale=gate_up_scale,
-            down_scale=down_scale,
-            group_size=group_size,
+            x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional
         )
         return result if out is None else out.copy_(result)
     rows = _view("x", x)
@@ -134,10 +130,7 @@ def cpu_expert_ffn(
         _views("down", down),
         _view("offsets", offsets),
         activation,
-        _views("gate_up_bias", gate_up_bias, optional=True),
-        _views("down_bias", down_bias, optional=True),
-        _views("gate_up_scale", gate_up_scale, optional=True),
-        _views("down_scale", down_scale, optional=True),
+        *(None if tensors is None else _views(name, tensors) for name, tensors in optional.items()),
         group_size or 0,
         _view("out", out),
         threads,
@@ -159,9 +152,7 @@ def _view(name: str, tensor: Tensor) -> object:
         raise ValueError(f"{name}: not a tensor in CPU memory: {error}") from error
 
 
-def _views(name: str, tensors: Tensors | None, *, optional: bool = False) -> list[object] | None:
-    if tensors is None and optional:
-        return None
+def _views(name: str, tensors: Tensors) -> list[object]:
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
     return [None if tensor is None else _view(name, tensor) for tensor in tensors]

@@ -55,6 +55,11 @@ struct Avx2 {
     _mm_storeu_si128(halves, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
   }
+  static void load2(const int8_t* p, V& a, V& b) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)));
+  }
   // A pair of bf16 is one 32-bit word: `a` takes the even elements, `b` the odd ones.
   static void load2(const Bf16* p, V& a, V& b) { split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), a, b); }
   static void store2(Bf16* p, V a, V b) {

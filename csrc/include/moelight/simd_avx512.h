@@ -56,6 +56,11 @@ struct Avx512 {
   }
   static void store2_part(Fp16* p, int64_t count, V a, V b) { _mm512_mask_storeu_epi16(p, first(count), narrow(a, b)); }
 
+  static void load2(const int8_t* p, V& a, V& b) {
+    const auto* bytes = reinterpret_cast<const __m128i*>(p);
+    a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+    b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
+  }
   // A pair of bf16 is one 32-bit word: `a` takes the even elements, `b` the odd ones.
   static void load2(const Bf16* p, V& a, V& b) { split(_mm512_loadu_si512(p), a, b); }
   static void store2(Bf16* p, V a, V b) { _mm512_storeu_si512(p, join(a, b)); }
