@@ -38,46 +38,64 @@ void pack_queries(const Q* q, int64_t heads, int64_t head_dim, float scale, floa
   }
 }
 
-// scores[h][0..4) = q[h] . row[0..4)
-template <class S, class T, int kHeads, class L>
+// A unit of a row, or what is left of the last one.
+template <class S, bool kWhole, class T>
+void load_unit(const T* p, int64_t rest, typename S::V& a, typename S::V& b) {
+  if constexpr (kWhole) {
+    S::load2(p, a, b);
+  } else {
+    S::load2_part(p, rest, a, b);
+  }
+}
+
+// scores[h][0..4) = q[h] . row[0..4); kWhole where head_dim is made of whole units: with a second path to its end the
+// sums would not stay in registers.
+template <class S, class T, bool kWhole, int kHeads, class L>
 void score_tile(const T* const (&row)[kKeys], const float* q, int64_t head_dim, float* scores, L& lead) {
   typename S::V sum[kHeads][kKeys];
   for (int h = 0; h < kHeads; ++h)
     for (int k = 0; k < kKeys; ++k) sum[h][k] = S::zero();
   const int64_t full = head_dim / kUnit<S> * kUnit<S>, stride = padded<S>(head_dim);
   L ahead = lead;
-  auto step = [&](int64_t d, int64_t width, auto load) {
+  auto step = [&](int64_t d, auto whole) {
     typename S::V a[kKeys], b[kKeys];
-    for (int k = 0; k < kKeys; ++k) load(row[k] + d, a[k], b[k]);
-    ahead.pass(kKeys * width * static_cast<int64_t>(sizeof(T)));
+    for (int k = 0; k < kKeys; ++k) load_unit<S, whole>(row[k] + d, head_dim - full, a[k], b[k]);
+    if constexpr (whole) {
+      ahead.template pass<kKeys * kUnit<S> * sizeof(T)>();
+    } else {
+      ahead.pass(kKeys * (head_dim - full) * static_cast<int64_t>(sizeof(T)));
+    }
     for (int h = 0; h < kHeads; ++h) {
       const auto qa = S::load(q + h * stride + d), qb = S::load(q + h * stride + d + S::kWidth);
       for (int k = 0; k < kKeys; ++k) sum[h][k] = S::fma(b[k], qb, S::fma(a[k], qa, sum[h][k]));
     }
   };
-  for (int64_t d = 0; d < full; d += kUnit<S>) {
-    step(d, kUnit<S>, [](const T* p, auto& a, auto& b) { S::load2(p, a, b); });
-  }
-  if (full < head_dim) {
-    step(full, head_dim - full, [&](const T* p, auto& a, auto& b) { S::load2_part(p, head_dim - full, a, b); });
+  if constexpr (kWhole) {
+    int64_t d = 0;
+    do {
+      step(d, std::true_type{});
+    } while ((d += kUnit<S>) < full);
+  } else {
+    for (int64_t d = 0; d < full; d += kUnit<S>) step(d, std::true_type{});
+    step(full, std::false_type{});
   }
   lead = ahead;
   for (int h = 0; h < kHeads; ++h) S::sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3], scores + h * kScoreRow);
 }
 
 // All heads of the group, tile by tile; the first tile brings the rows into the cache and moves the lead.
-template <class S, class T, int kHeads = S::kHeadTile, class L>
+template <class S, class T, bool kWhole, int kHeads = S::kHeadTile, class L>
 void score_heads(const T* const (&row)[kKeys], const float* q, int64_t heads, int64_t head_dim, float* scores,
                  L& lead) {
   if (heads >= kHeads) {
-    score_tile<S, T, kHeads>(row, q, head_dim, scores, lead);
+    score_tile<S, T, kWhole, kHeads>(row, q, head_dim, scores, lead);
     NoLead none;
     const int64_t rest = heads - kHeads;
     if (rest > 0)
-      score_heads<S, T, kHeads>(row, q + kHeads * padded<S>(head_dim), rest, head_dim, scores + kHeads * kScoreRow,
-                                none);
+      score_heads<S, T, kWhole, kHeads>(row, q + kHeads * padded<S>(head_dim), rest, head_dim,
+                                        scores + kHeads * kScoreRow, none);
   } else if constexpr (kHeads > 1) {
-    score_heads<S, T, kHeads - 1>(row, q, heads, head_dim, scores, lead);
+    score_heads<S, T, kWhole, kHeads - 1>(row, q, heads, head_dim, scores, lead);
   }
 }
 
@@ -89,7 +107,11 @@ void score_run(const Run& run, const float* q, int64_t heads, int64_t head_dim, 
   for (int64_t i = 0; i < run.count; i += kKeys) {
     const T* row[kKeys];
     for (int64_t j = 0; j < kKeys; ++j) row[j] = rows + (i + j < run.count ? i + j : run.count - 1) * head_dim;
-    score_heads<S, T>(row, q, heads, head_dim, scores + i, lead);
+    if (head_dim % kUnit<S> == 0) {
+      score_heads<S, T, true>(row, q, heads, head_dim, scores + i, lead);
+    } else {
+      score_heads<S, T, false>(row, q, heads, head_dim, scores + i, lead);
+    }
   }
 }
 
@@ -123,19 +145,22 @@ void softmax(float* scores, int64_t count, const float* value_scales, float& max
   total = S::reduce_add(sum);
 }
 
-// values[h][0..kUnits units) += weights[h] . v
-template <class S, class T, int kHeads, int kUnits, class L, class Load>
-void value_tile(const T* v, int64_t count, const float* weights, int64_t head_dim, float* values, L& lead,
-                int64_t width, Load load) {
-  const int64_t stride = padded<S>(head_dim);
+// values[h][0..kUnits units) += weights[h] . rows, from column d on; the last unit of a row may have a `rest` only
+template <class S, class T, int kHeads, int kUnits, bool kWhole, class L>
+void value_tile(const T* const* rows, int64_t d, int64_t rest, int64_t count, const float* weights, int64_t stride,
+                float* values, L& lead) {
   typename S::V sum[kHeads][2 * kUnits];
   for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * stride + u * S::kWidth);
+    for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * stride + d + u * S::kWidth);
   L ahead = lead;
-  for (int64_t i = 0; i < count; ++i, v += head_dim) {
+  for (int64_t i = 0; i < count; ++i) {
     typename S::V row[2 * kUnits];
-    for (int u = 0; u < kUnits; ++u) load(v + u * kUnit<S>, row[2 * u], row[2 * u + 1]);
-    ahead.pass(width * static_cast<int64_t>(sizeof(T)));
+    for (int u = 0; u < kUnits; ++u) load_unit<S, kWhole>(rows[i] + d + u * kUnit<S>, rest, row[2 * u], row[2 * u + 1]);
+    if constexpr (kWhole) {
+      ahead.template pass<kUnits * kUnit<S> * sizeof(T)>();
+    } else {
+      ahead.pass(rest * static_cast<int64_t>(sizeof(T)));
+    }
     for (int h = 0; h < kHeads; ++h) {
       const auto weight = S::set(weights[h * kScoreRow + i]);
       for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::fma(row[u], weight, sum[h][u]);
@@ -143,50 +168,61 @@ void value_tile(const T* v, int64_t count, const float* weights, int64_t head_di
   }
   lead = ahead;
   for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < 2 * kUnits; ++u) S::store(values + h * stride + u * S::kWidth, sum[h][u]);
+    for (int u = 0; u < 2 * kUnits; ++u) S::store(values + h * stride + d + u * S::kWidth, sum[h][u]);
 }
 
 template <class S, class T, int kHeads, class L>
-void value_columns(const T* v, int64_t count, const float* weights, int64_t head_dim, float* values, L& lead) {
-  const int64_t full = head_dim / kUnit<S> * kUnit<S>, rest = head_dim - full;
-  const auto whole = [](const T* p, auto& a, auto& b) { S::load2(p, a, b); };
-  const auto part = [&](const T* p, auto& a, auto& b) { S::load2_part(p, rest, a, b); };
+void value_columns(const T* const* rows, int64_t count, const float* weights, int64_t head_dim, float* values,
+                   L& lead) {
+  const int64_t full = head_dim / kUnit<S> * kUnit<S>, rest = head_dim - full, stride = padded<S>(head_dim);
   int64_t d = 0;
   for (; d + 2 * kUnit<S> <= full; d += 2 * kUnit<S>)
-    value_tile<S, T, kHeads, 2>(v + d, count, weights, head_dim, values + d, lead, 2 * kUnit<S>, whole);
-  if (d < full) value_tile<S, T, kHeads, 1>(v + d, count, weights, head_dim, values + d, lead, kUnit<S>, whole);
-  if (rest > 0) value_tile<S, T, kHeads, 1>(v + full, count, weights, head_dim, values + full, lead, rest, part);
+    value_tile<S, T, kHeads, 2, true>(rows, d, 0, count, weights, stride, values, lead);
+  if (d < full) value_tile<S, T, kHeads, 1, true>(rows, d, 0, count, weights, stride, values, lead);
+  if (rest > 0) value_tile<S, T, kHeads, 1, false>(rows, full, rest, count, weights, stride, values, lead);
 }
 
 template <class S, class T, int kHeads = S::kHeadTile, class L>
-void value_heads(const T* v, int64_t count, const float* weights, int64_t heads, int64_t head_dim, float* values,
-                 L& lead) {
+void value_heads(const T* const* rows, int64_t count, const float* weights, int64_t heads, int64_t head_dim,
+                 float* values, L& lead) {
   if (heads >= kHeads) {
-    value_columns<S, T, kHeads>(v, count, weights, head_dim, values, lead);
+    value_columns<S, T, kHeads>(rows, count, weights, head_dim, values, lead);
     NoLead none;
     const int64_t rest = heads - kHeads;
     if (rest > 0)
-      value_heads<S, T, kHeads>(v, count, weights + kHeads * kScoreRow, rest, head_dim,
+      value_heads<S, T, kHeads>(rows, count, weights + kHeads * kScoreRow, rest, head_dim,
                                 values + kHeads * padded<S>(head_dim), none);
   } else if constexpr (kHeads > 1) {
-    value_heads<S, T, kHeads - 1>(v, count, weights, heads, head_dim, values, lead);
+    value_heads<S, T, kHeads - 1>(rows, count, weights, heads, head_dim, values, lead);
   }
 }
 
+// Rows of all runs, as many at a time as a tile takes: small blocks do not make small tiles.
 template <class S, class T>
-void value_run(const Run& run, const float* weights, int64_t heads, int64_t head_dim, float* values, Lead& lead) {
-  const auto* rows = reinterpret_cast<const T*>(run.rows);
-  for (int64_t i = 0; i < run.count; i += kValueTile) {
-    const int64_t count = run.count - i < kValueTile ? run.count - i : kValueTile;
-    value_heads<S, T>(rows + i * head_dim, count, weights + i, heads, head_dim, values, lead);
+void sweep_values(const Run* run, const Run* end, const float* weights, int64_t heads, int64_t head_dim, float* values,
+                  Lead& lead) {
+  constexpr int64_t kRows = sizeof(T) == 1 ? 2 * kValueTile : kValueTile;
+  const T* rows[kRows];
+  int64_t count = 0;
+  const auto flush = [&] {
+    value_heads<S, T>(rows, count, weights, heads, head_dim, values, lead);
+    weights += count, count = 0;
+  };
+  for (; run != end; ++run) {
+    const auto* row = reinterpret_cast<const T*>(run->rows);
+    for (int64_t i = 0; i < run->count; ++i, row += head_dim) {
+      rows[count++] = row;
+      if (count == kRows) flush();
+    }
   }
+  if (count > 0) flush();
 }
 
 // Writes the runs of a piece to `runs`, block by block, and returns their end. Stride and rows are in bytes.
 Run* find_runs(const GqaArgs& args, const Piece& piece, const void* cache, int64_t stride, int64_t row, Run* runs) {
   const int32_t* table = args.tables + piece.sequence * args.table_stride;
-  for (int64_t at = piece.begin; at < piece.end;) {
-    const int64_t block = at / args.block_size, offset = at % args.block_size;
+  int64_t block = piece.begin / args.block_size, offset = piece.begin % args.block_size;
+  for (int64_t at = piece.begin; at < piece.end; ++block, offset = 0) {
     const int64_t room = args.block_size - offset, left = piece.end - at;
     const int64_t first = table[block] * stride + (piece.kv_head * args.block_size + offset) * row;
     *runs = {static_cast<const char*>(cache) + first, room < left ? room : left};
@@ -262,9 +298,7 @@ void attend(const GqaArgs& args, const Piece& piece, float* scratch, const Parti
     softmax<S>(row, count, value_scales, part.maximum[h], part.sum[h]);
   }
   for (int64_t i = 0; i < heads * stride; i += S::kWidth) S::store(part.values + i, S::zero());
-  at = scores;
-  for (const Run* run = values; run != end; at += (run++)->count)
-    value_run<S, T>(*run, at, heads, head_dim, part.values, lead);
+  sweep_values<S, T>(values, end, scores, heads, head_dim, part.values, lead);
 }
 
 template <class S, class Q, class T>

@@ -24,16 +24,25 @@ class Lead {
 
   // To be told of every byte that a sweep reads.
   void pass(int64_t bytes) {
-    for (owed_ += bytes; owed_ >= kLineBytes; owed_ -= kLineBytes) {
-      __builtin_prefetch(at_);
-      at_ += step_;
-      if (at_ >= stop_) enter();
+    for (owed_ += bytes; owed_ >= kLineBytes; owed_ -= kLineBytes) fetch();
+  }
+  template <int64_t kBytes>
+  void pass() {
+    if constexpr (kBytes % kLineBytes == 0) {
+      for (int64_t i = 0; i < kBytes / kLineBytes; ++i) fetch();
+    } else {
+      pass(kBytes);
     }
   }
 
  private:
   static constexpr int64_t kLineBytes = 64, kAheadBytes = 6144;
 
+  void fetch() {
+    __builtin_prefetch(at_);
+    at_ += step_;
+    if (at_ >= stop_) enter();
+  }
   void enter() {
     if (next_ != end_) {
       at_ = next_->rows, stop_ = at_ + next_->count * row_bytes_, ++next_;
@@ -50,6 +59,8 @@ class Lead {
 // For sweeps over rows that are in the cache already.
 struct NoLead {
   void pass(int64_t) {}
+  template <int64_t kBytes>
+  void pass() {}
 };
 
 }  // namespace

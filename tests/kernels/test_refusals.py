@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moelight.kernels import reference
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_mla_append, cpu_mla_decode
-from tests.kernels.paged import paged, relative_error
+from tests.kernels.paged import paged
 
 Arguments = dict[str, Any]
 
@@ -261,6 +261,7 @@ def test_refuses_or_is_right(server, call, data):
             reference.mla_append(expected["cache"], expected["new"], expected["slots"])
         else:
             truth = twin_of_latent(expected) if call == "latent decode" else twin_of_decode(expected)
-            assert relative_error(out, truth.double()) <= 1e-2
+            # No weight is smaller than 2^-125, where torch's may be nothing.
+            assert (out.double() - truth.double()).norm() <= 1e-2 * truth.double().norm() + 1e-20
     for name in written:
         assert torch.equal(arguments[name], expected[name])
