@@ -214,12 +214,14 @@ def test_slots_stay_inside_whatever_the_offsets_are(device):
 @pytest.mark.parametrize("mean_rows", [1, 16, 40, 1000])
 @pytest.mark.parametrize("group", [0, 32, 48, 128])
 def test_tiles_fit_the_card(card, mean_rows, group):
-    for itemsize, kind in ((2, 1), (2, 2), (4, 2)):
+    for itemsize, kind in ((2, 1), (2, 2), (4, 1), (4, 2)):
         tile = tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=kind)
         assert tile.stages * (tile.rows + kind * tile.columns) * tile.depth * itemsize <= tiles.shared_bytes(card)
         assert group % tile.depth == 0
         other = tiles.choose(card, itemsize=itemsize, mean_rows=7, group=group, matrices=kind)
         assert other.depth == tile.depth
+        both = tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=3 - kind)
+        assert both.rows == tile.rows, "both products go by the same map"
 
 
 def test_which_card_is_served():
@@ -229,6 +231,7 @@ def test_which_card_is_served():
         assert not served
         assert f"{card[0]}.{card[1]}" in reason
     assert serving.card_serves((9, 0), "bfloat16", 10**4)[0]
+    assert not serving.card_serves((9, 0), "float32", 10**4)[0]
 
 
 def test_imports_and_serves_without_triton():
