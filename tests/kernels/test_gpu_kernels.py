@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +48,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip(serving.reason())
     if serving.interpreting() != (request.param == "interpreted"):
         pytest.skip(
-            "triton was imported to interpret its kernels" if serving.interpreting() else "triton compiles here"
+            "triton was imported to interpret its kernels"
+            if serving.interpreting()
+            else "triton compiles here: interpreted in a process of its own"
         )
     found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
     assert serving.serves(found, torch.float16)[0]
@@ -243,3 +247,24 @@ def test_imports_and_serves_without_triton():
         "assert found[1].dtype == torch.int32"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_interpreted_in_a_process_of_its_own():
+    """Where something imported Triton before it was told to interpret, the tests above that need it run here."""
+    if not serving.available():
+        pytest.skip(serving.reason())
+    if serving.interpreting() or torch.cuda.is_available():
+        pytest.skip("this process runs them")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "interpreted and not process", __file__],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).resolve().parents[2],
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
