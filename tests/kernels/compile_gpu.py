@@ -31,7 +31,8 @@ def experts(form: str, dtype: torch.dtype) -> Pages:
     shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
     if form == "float":
         return Pages.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
-    packing, group = (2, 128) if form == "int4" else (1, None)
+    packing = 2 if form == "int4" else 1
+    group = None if form == "int8" else 128
     stored = torch.uint8 if form == "int4" else torch.int8
     scales = [torch.ones(rows, inputs // group) if group else torch.ones(rows) for rows, inputs in shapes]
     return Pages.of(
@@ -65,7 +66,11 @@ def facts(what: str, card: int, found: Any) -> dict[str, Any]:
         path = Path(folder, "kernel.ptx")
         path.write_text(code)
         log = subprocess.run(
-            [get_ptxas(card).path, "-v", f"--gpu-name={sm_arch_from_capability(card)}", path, "-o", f"{path}.cubin"],
+            [
+                get_ptxas(card).path,
+                *("-v", "-lineinfo", "--fmad=true", "--regAllocOptLevel=2"),
+                *(f"--gpu-name={sm_arch_from_capability(card)}", path, "-o", f"{path}.cubin"),
+            ],
             check=True,
             capture_output=True,
             text=True,
@@ -81,15 +86,16 @@ def facts(what: str, card: int, found: Any) -> dict[str, Any]:
 def products(card: int) -> list[dict[str, Any]]:
     """Both products in every format, for few rows and many."""
     rows = []
-    for dtype in (torch.float16, torch.bfloat16) if card >= 80 else (torch.float16,):
-        for form in ("float", "int8", "int4"):
+    many = (4, 512) if card >= 80 else (4,)
+    for dtype, heights in {torch.float16: many, torch.bfloat16: many[1:], torch.float32: (4,)}.items():
+        for form in ("float", "int8", "int8 groups", "int4"):
             pages = experts(form, dtype)
-            for mean_rows in (4, 512):
+            for mean_rows in heights:
                 for part, inputs, outputs in (("gate_up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
                     x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=dtype)
                     tile = tiles.choose(
                         divmod(card, 10),
-                        itemsize=2,
+                        itemsize=dtype.itemsize,
                         mean_rows=mean_rows,
                         group=pages.group,
                         matrices=2 if part == "gate_up" else 1,

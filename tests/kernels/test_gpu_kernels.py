@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +48,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip(serving.reason())
     if serving.interpreting() != (request.param == "interpreted"):
         pytest.skip(
-            "triton was imported to interpret its kernels" if serving.interpreting() else "triton compiles here"
+            "triton was imported to interpret its kernels"
+            if serving.interpreting()
+            else "triton compiles here: interpreted in a process of its own"
         )
     found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
     assert serving.serves(found, torch.float16)[0]
@@ -214,12 +218,14 @@ def test_slots_stay_inside_whatever_the_offsets_are(device):
 @pytest.mark.parametrize("mean_rows", [1, 16, 40, 1000])
 @pytest.mark.parametrize("group", [0, 32, 48, 128])
 def test_tiles_fit_the_card(card, mean_rows, group):
-    for itemsize, kind in ((2, 1), (2, 2), (4, 2)):
+    for itemsize, kind in ((2, 1), (2, 2), (4, 1), (4, 2)):
         tile = tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=kind)
         assert tile.stages * (tile.rows + kind * tile.columns) * tile.depth * itemsize <= tiles.shared_bytes(card)
         assert group % tile.depth == 0
         other = tiles.choose(card, itemsize=itemsize, mean_rows=7, group=group, matrices=kind)
         assert other.depth == tile.depth
+        both = tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=3 - kind)
+        assert both.rows == tile.rows, "both products go by the same map"
 
 
 def test_which_card_is_served():
@@ -229,6 +235,7 @@ def test_which_card_is_served():
         assert not served
         assert f"{card[0]}.{card[1]}" in reason
     assert serving.card_serves((9, 0), "bfloat16", 10**4)[0]
+    assert not serving.card_serves((9, 0), "float32", 10**4)[0]
 
 
 def test_imports_and_serves_without_triton():
@@ -240,3 +247,24 @@ def test_imports_and_serves_without_triton():
         "assert found[1].dtype == torch.int32"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_interpreted_in_a_process_of_its_own():
+    """Where something imported Triton before it was told to interpret, the tests above that need it run here."""
+    if not serving.available():
+        pytest.skip(serving.reason())
+    if serving.interpreting() or torch.cuda.is_available():
+        pytest.skip("this process runs them")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "interpreted and not process", __file__],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).resolve().parents[2],
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout

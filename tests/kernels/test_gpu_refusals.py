@@ -14,7 +14,7 @@ from moelight.kernels.gpu import twin
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import Pages
 from moelight.kernels.gpu.routing import by_expert, combine, route
-from tests.kernels.gpu_layers import distance, floats, rows_of
+from tests.kernels.gpu_layers import floats, rows_of
 
 FUZZ = settings(deadline=None, max_examples=100)
 
@@ -187,6 +187,5 @@ def test_combine_refuses_or_is_right(data):
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in given
         return
-    if found.numel():
-        truth = (given["results"].double()[given["places"]] * given["weights"].double().unsqueeze(-1)).sum(1)
-        assert not truth.any() or distance(found, truth) <= 1e-2
+    truth = (given["results"].double()[given["places"]] * given["weights"].double().unsqueeze(-1)).sum(1)
+    assert torch.allclose(found, truth.to(found.dtype), rtol=1e-2, atol=1e-3, equal_nan=True)

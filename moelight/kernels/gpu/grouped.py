@@ -117,7 +117,7 @@ def _launch(
 
     rows = out.shape[0]
     experts, most = pages.experts, min(rows, pages.experts)
-    card = (0, 0) if x.device.type == "cpu" else serving.capability(x.device.index)
+    card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     sizes = {
         matrices: tiles.choose(
             card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group, matrices=matrices

@@ -10,15 +10,15 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
+from moelight.kernels.gpu.tiles import UNITS_SINCE
+
 if TYPE_CHECKING:
     import torch
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
-# Triton gave up Turing's tensor units in 3.3 (triton-lang/triton#5066): below this its products run on the plain units.
-TENSOR_UNITS_SINCE = (8, 0)
-# On a T4 (320 GB/s, 8 Tflop/s without tensor units) 16-bit weights are the roof up to 25 rows an expert.
-MOST_ROWS_WITHOUT_TENSOR_UNITS = 24
+# On a T4 (320 GB/s, 8 Tflop/s without tensor units) the bytes of 16-bit weights bind up to 25 rows an expert.
+MOST_ROWS_WITHOUT_UNITS = 24
 
 
 @cache
@@ -85,6 +85,9 @@ def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tu
         return False, f"{name}: triton needs 7.5"
     if dtype == "bfloat16" and card < BFLOAT16_SINCE:
         return False, f"{name} has no bfloat16"
-    if card < TENSOR_UNITS_SINCE and rows_per_expert > MOST_ROWS_WITHOUT_TENSOR_UNITS:
-        return False, f"{name}: triton does not use its tensor units, torch does; many rows are theirs"
+    if rows_per_expert > MOST_ROWS_WITHOUT_UNITS:
+        if card < UNITS_SINCE:
+            return False, f"{name}: many rows, and triton does not use its tensor units, as torch does"
+        if dtype == "float32":
+            return False, "many rows in float32, for which triton uses no tensor units"
     return True, f"{reason()}, {name}"

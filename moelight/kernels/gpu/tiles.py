@@ -14,7 +14,11 @@ _SHARED_ELSEWHERE = 64
 _SPARE = 4
 _DEEPEST = 64
 _MOST_STAGES = 4
-_INTERPRETED = (0, 0)
+_BAND_ROWS = 1024
+# Triton gave up Turing's tensor units in 3.3 (triton-lang/triton#5066): below this its products run on the plain ones.
+UNITS_SINCE = (8, 0)
+# From Hopper on, products read integers that were made wide from shared memory, not from registers.
+_WIDE_FROM_SHARED_SINCE = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,27 +39,35 @@ def shared_bytes(card: tuple[int, int]) -> int:
     return (_SHARED.get(card, _SHARED_ELSEWHERE) - _SPARE) * KIB
 
 
-def depth_of(group: int, itemsize: int) -> int:
+def depth_of(group: int, *, units: bool) -> int:
     """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
 
     The same for every row count: whatever its company, the sums of a token are taken in the same steps. Inside a step
     the order is the card's own.
     """
-    deepest = _DEEPEST if itemsize == 2 else _DEEPEST // 2
+    deepest = _DEEPEST if units else _DEEPEST // 2
     return min(group & -group, deepest) if group else deepest
 
 
 def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int) -> Tile:
     """``itemsize``: bytes of a number in the product; ``mean_rows`` of an expert; ``group``: inputs with one scale, 0
-    for none; ``matrices``: 2 where gate and up are taken at once."""
-    depth = depth_of(group, itemsize)
-    units = card >= (8, 0)
-    most = 128 if units else 32
+    for none; ``matrices``: 2 where gate and up are taken at once.
+
+    The most rows and columns are those whose sums stay in registers (`tests/kernels/test_gpu_compiles.py`): half as
+    many with groups, which need a second sum, and few without tensor units.
+    """
+    units = card >= UNITS_SINCE and itemsize == 2
+    depth = depth_of(group, units=units)
+    if not units:
+        return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
+    most = 64 if group else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
-    columns = 64 if units or card == _INTERPRETED else 32
-    if matrices == 1 and units and rows > 32:
+    columns = 64
+    if rows > 32 and matrices == 1:
         columns = 128
+    elif rows > 32 and group and card < _WIDE_FROM_SHARED_SINCE:
+        columns = 32
     stage = (rows + matrices * columns) * depth * itemsize
-    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage)) if units else 1
-    warps = 8 if rows * columns * matrices >= 128 * 128 else 4
-    return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=max(1, 1024 // rows))
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
+    warps = 8 if rows * columns * matrices >= most * 128 else 4
+    return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
