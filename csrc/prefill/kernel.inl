@@ -66,7 +66,7 @@ class Attend {
  private:
   static constexpr int64_t kAligned = 16;
 
-  static int64_t padded(int64_t rows) { return (rows + S::kTileRows - 1) / S::kTileRows * S::kTileRows; }
+  static int64_t padded(int64_t rows) { return (rows + M::kRowTile - 1) / M::kRowTile * M::kRowTile; }
 
   int64_t first_seen(int64_t position) const {
     return args_.window > 0 && position >= args_.window ? position - args_.window + 1 : 0;
@@ -133,14 +133,15 @@ class Attend {
     find(block, from, count, places);
     for (int64_t i = 0; i < places; i += S::kWidth) M::pack_keys(k_rows_ + i, args_.head_dim, staging_, keys_ + i);
     M::pack_values(v_rows_, count, args_.head_dim, values_);
-    multiply<M>({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kScoreRow, nullptr});
+    M::multiply({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kScoreRow, nullptr});
     const Logits<S> logits(args_.scale, args_.softcap);
     for (int64_t r = 0; r < whole_; ++r) {
       const Span span = r < rows_ ? seen(r, block, places) : Span{0, 0};
       soften<M>(logits, scores_ + r * kScoreRow, span, places, {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
     }
     const int64_t words = (count + M::kKeysPerWord - 1) / M::kKeysPerWord;
-    multiply<M>({scores_, kScoreRow, whole_, words, values_, lanes_, lanes_, sums_, lanes_, factor_});
+    const int64_t steps = (words + M::kStepTile - 1) / M::kStepTile * M::kStepTile;
+    M::multiply({scores_, kScoreRow, whole_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
   }
 
   void finish() const {
@@ -159,14 +160,20 @@ class Attend {
 
 template <class M>
 void attend(const PrefillArgs& args, const QueryTile& tile, float* scratch) {
+  M::enter();
   Attend<M>(args, tile, scratch).run();
+  M::leave();
 }
 
 // B16: the layout of bf16 products.
 template <class S, class B16 = Wide<S, Bf16>>
 const PrefillKernels& kernels() {
-  static const PrefillKernels table = {Attend<Wide<S, float>>::scratch_floats,
-                                       {attend<Wide<S, float>>, attend<B16>, attend<Wide<S, Fp16>>}};
+  const auto scratch_floats = [](int64_t head_dim, int64_t rows) {
+    const int64_t wide = Attend<Wide<S, float>>::scratch_floats(head_dim, rows);
+    const int64_t b16 = Attend<B16>::scratch_floats(head_dim, rows);
+    return wide > b16 ? wide : b16;
+  };
+  static const PrefillKernels table = {scratch_floats, {attend<Wide<S, float>>, attend<B16>, attend<Wide<S, Fp16>>}};
   return table;
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moelight.kernels import native, reference_prefill
 from moelight.kernels.prefill_cpu import cpu_prefill_attention
+from tests.kernels.conftest import ISAS
 from tests.kernels.paged import TOLERANCE, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,22 +166,43 @@ def test_a_poisoned_key_is_not_hidden(server, poison):
     assert found[100:].isfinite().all()
 
 
-@EVERY_DTYPE
-def test_one_position_is_its_value_exactly(isa, dtype):
-    call = prompts([1] * 9, q_heads=8, kv_heads=8, head_dim=256, dtype=dtype)
-    values = (torch.randn(call.v.shape) * torch.logspace(-9, 4, 256)).to(dtype)
+def test_one_position_is_its_value_exactly(kind):
+    call = prompts([1] * 9, q_heads=8, kv_heads=8, head_dim=256, dtype=kind)
+    values = (torch.randn(call.v.shape) * torch.logspace(-9, 4, 256)).to(kind)
     assert torch.equal(replace(call, v=values).run(), values)
+
+
+def kinds() -> list[tuple[str, torch.dtype, str]]:
+    """Every instruction set, dtype and way to multiply bfloat16 that runs here."""
+    found = [(isa, dtype, "auto") for isa in ISAS for dtype in DTYPES]
+    for products in ("wide", "pairs", "tiles", "imitation") if "avx512" in ISAS else ():
+        with contextlib.suppress(ValueError):
+            native.module().set_bf16_products(products)
+            found.append(("avx512", torch.bfloat16, products))
+    if ISAS:
+        native.module().set_bf16_products("auto")
+    return found
+
+
+@pytest.fixture(params=kinds(), ids=lambda kind: "-".join(map(str, kind)))
+def kind(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A dtype, while an instruction set and a way to multiply are in force."""
+    isa, dtype, products = request.param
+    native.module().set_isa(isa)
+    native.module().set_bf16_products(products)
+    yield dtype
+    native.module().set_bf16_products("auto")
+    native.module().set_isa("auto")
 
 
 OPTIONS = [{}, {"window": 50}, {"sinks": torch.randn(6), "softcap": 3.0}]
 
 
-@EVERY_DTYPE
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
 @pytest.mark.parametrize("head_dim", [40, 128])
-def test_a_prompt_is_the_same_in_any_company(isa, dtype, options, head_dim):
+def test_a_prompt_is_the_same_in_any_company(kind, options, head_dim):
     lengths = [1, 300, 64, 0, 129, 16, 200]
-    call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=dtype, **options)
+    call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=kind, **options)
     together = call.run(threads=2).split(lengths)
     parts = [each.split(lengths) for each in (call.q, call.k, call.v)]
     for order, threads in (*(([s], 1) for s in range(len(lengths))), ([6, 2, 1], 2), ([4, 4, 3, 0], 5)):
@@ -188,15 +211,14 @@ def test_a_prompt_is_the_same_in_any_company(isa, dtype, options, head_dim):
         assert torch.equal(company.run(threads=threads), torch.cat([together[s] for s in order]))
 
 
-@EVERY_DTYPE
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
 @pytest.mark.parametrize("cuts", [[0, 1, 2, 300], [0, 64, 128, 300], [0, 130, 131, 195, 300], [0, 299, 300]], ids=str)
-def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(isa, dtype, options, cuts):
+def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options, cuts):
     tokens, block_size = 300, 16
-    call = prompts([tokens], q_heads=6, head_dim=40, dtype=dtype, **options)
+    call = prompts([tokens], q_heads=6, head_dim=40, dtype=kind, **options)
     whole = call.run(threads=2)
     blocks = -(-tokens // block_size)
-    k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=dtype).unbind()
+    k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=kind).unbind()
     table = torch.randperm(blocks + 2)[:blocks].int().unsqueeze(0)
     for first, last in itertools.pairwise(cuts):
         chunk = replace(
@@ -211,6 +233,16 @@ def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(isa, dtype, options, cuts)
         for position in range(first, last):
             block, offset = table[0, position // block_size], position % block_size
             k_cache[block, :, offset], v_cache[block, :, offset] = call.k[position], call.v[position]
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 128, 256])
+@pytest.mark.parametrize("group", [1, 5, 50])
+def test_every_way_to_multiply(kind, head_dim, group):
+    for call in (
+        prompts([1, 33, 170], q_heads=2 * group, head_dim=head_dim, dtype=kind),
+        prompts([7, 65], [99, 64], q_heads=2 * group, head_dim=head_dim, dtype=kind, window=70, softcap=9.0),
+    ):
+        assert call.error() <= TOLERANCE[kind]
 
 
 def test_instruction_sets_agree(isa):
