@@ -30,6 +30,11 @@ struct PrefillArgs {
   int64_t k_cache_stride;
   const void* v_cache;
   int64_t v_cache_stride;
+  const float*
+      k_scale;  // [blocks, Hkv, P], contiguous beyond the first dimension: the cache is int8 times these; may be null
+  int64_t k_scale_stride;
+  const float* v_scale;
+  int64_t v_scale_stride;
   const int32_t* tables;  // [S, max_blocks], rows table_stride apart
   int64_t table_stride;
   void* out;  // [T, Hq, D], rows out_stride apart; may be q
