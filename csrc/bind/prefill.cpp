@@ -4,8 +4,10 @@
 #include "prefill/prefill.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <optional>
+#include <string>
 
 #include "checks.h"
 
@@ -67,22 +69,38 @@ void check_prompts(PrefillArgs& args, const In& q, const In& k, const In& v, con
 }
 
 template <class Array>
-void check_cache(const char* name, const Array& cache, const PrefillArgs& args) {
+void check_cache(const char* name, const Array& cache, const PrefillArgs& args, bool scaled) {
   check_layout(name, cache, 4);
-  if (float_type(name, cache) != args.dtype) refuse(name, "must have the dtype of q");
+  if (scaled) {
+    if (cache.dtype() != nb::dtype<int8_t>()) refuse(name, "must be int8, as there are scales");
+  } else if (float_type(name, cache) != args.dtype) {
+    refuse(name, "must have the dtype of q");
+  }
   check_dim(name, cache, 1, args.kv_heads, "heads");
   check_dim(name, cache, 3, args.head_dim, "head size");
   if (cache.shape(2) < 1) refuse(name, "is empty: shape " + shape_of(cache));
 }
 
-void check_context(PrefillArgs& args, const In& k_cache, const In& v_cache, const In& tables, const In& lens) {
-  check_cache("k_cache", k_cache, args);
-  check_cache("v_cache", v_cache, args);
+const float* check_scale(const char* name, const In& scale, const In& cache) {
+  check_layout(name, scale, 3);
+  if (scale.dtype() != nb::dtype<float>()) refuse(name, "must be float32");
+  for (size_t i = 0; i < 3; ++i) check_dim(name, scale, i, static_cast<int64_t>(cache.shape(i)), "size");
+  return static_cast<const float*>(scale.data());
+}
+
+void check_context(PrefillArgs& args, const In& k_cache, const In& v_cache, const In& tables, const In& lens,
+                   const MaybeIn& k_scale, const MaybeIn& v_scale) {
+  check_cache("k_cache", k_cache, args, k_scale.has_value());
+  check_cache("v_cache", v_cache, args, k_scale.has_value());
   check_dim("v_cache", v_cache, 0, static_cast<int64_t>(k_cache.shape(0)), "blocks");
   check_dim("v_cache", v_cache, 2, static_cast<int64_t>(k_cache.shape(2)), "block size");
   args.block_size = static_cast<int64_t>(k_cache.shape(2));
   args.k_cache = k_cache.data(), args.k_cache_stride = k_cache.stride(0);
   args.v_cache = v_cache.data(), args.v_cache_stride = v_cache.stride(0);
+  if (k_scale && v_scale) {
+    args.k_scale = check_scale("k_scale", *k_scale, k_cache), args.k_scale_stride = k_scale->stride(0);
+    args.v_scale = check_scale("v_scale", *v_scale, v_cache), args.v_scale_stride = v_scale->stride(0);
+  }
   check_layout("block_tables", tables, 2);
   check_int_type<int32_t>("block_tables", tables);
   check_dim("block_tables", tables, 0, args.sequences, "sequences");
@@ -108,7 +126,8 @@ void check_context(PrefillArgs& args, const In& k_cache, const In& v_cache, cons
 
 void prefill_attention(const In& q, const In& k, const In& v, const In& cu_seqlens, double scale, int64_t window,
                        const MaybeIn& sinks, double softcap, const MaybeIn& k_cache, const MaybeIn& v_cache,
-                       const MaybeIn& block_tables, const MaybeIn& context_lens, const Out& out, int64_t threads) {
+                       const MaybeIn& block_tables, const MaybeIn& context_lens, const MaybeIn& k_scale,
+                       const MaybeIn& v_scale, const Out& out, int64_t threads) {
   PrefillArgs args = {};
   check_prompts(args, q, k, v, cu_seqlens, out);
   if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
@@ -122,18 +141,30 @@ void prefill_attention(const In& q, const In& k, const In& v, const In& cu_seqle
     if (args.q_heads > 1 && sinks->stride(0) != 1) refuse("sinks", "must be contiguous");
     args.sinks = static_cast<const float*>(sinks->data());
   }
+  if (k_scale.has_value() != v_scale.has_value()) refuse("v_scale", "must come with k_scale, or not at all");
   if (k_cache && v_cache && block_tables && context_lens)
-    check_context(args, *k_cache, *v_cache, *block_tables, *context_lens);
+    check_context(args, *k_cache, *v_cache, *block_tables, *context_lens, k_scale, v_scale);
   nb::gil_scoped_release release;
   moelight::prefill(args);
+}
+
+void set_bf16_products(const std::string& name) {
+  constexpr const char* kNames[] = {"auto", "wide", "pairs", "tiles", "imitation"};
+  for (int how = 0; how < 5; ++how) {
+    if (name != kNames[how]) continue;
+    if (!force_bf16_products(static_cast<Bf16Products>(how))) refuse("name", name + " does not run on this processor");
+    return;
+  }
+  refuse("name", "must be auto, wide, pairs, tiles or imitation, is '" + name + "'");
 }
 
 }  // namespace
 
 void add_prefill(nb::module_& module) {
+  module.def("set_bf16_products", set_bf16_products, "name"_a);
   module.def("prefill_attention", prefill_attention, "q"_a, "k"_a, "v"_a, "cu_seqlens"_a, "scale"_a, "window"_a,
              "sinks"_a.none(), "softcap"_a, "k_cache"_a.none(), "v_cache"_a.none(), "block_tables"_a.none(),
-             "context_lens"_a.none(), "out"_a, "threads"_a);
+             "context_lens"_a.none(), "k_scale"_a.none(), "v_scale"_a.none(), "out"_a, "threads"_a);
 }
 
 }  // namespace moelight::bind

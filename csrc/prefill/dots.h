@@ -8,6 +8,7 @@
 
 #include "lanes_avx512.h"
 #include "prefill.h"
+#include "product.h"
 
 namespace moelight {
 namespace {
@@ -32,6 +33,14 @@ struct Dots {
   using V = __m512;
   static constexpr int64_t kUnit = 32;
   static constexpr int64_t kKeysPerWord = 2;
+
+  // Rows and steps of a product come in multiples of these.
+  static constexpr int64_t kRowTile = Lanes::kTileRows, kStepTile = 1;
+  static void multiply(const Product& p) { moelight::multiply<Dots>(p); }
+
+  // Around all products of a tile of queries.
+  static void enter() {}
+  static void leave() {}
 
   static V multiply_add(V a, V b, V sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));

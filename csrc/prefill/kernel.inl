@@ -24,8 +24,8 @@ class Attend {
  public:
   static int64_t scratch_floats(int64_t head_dim, int64_t rows) {
     const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), whole = padded(rows);
-    return whole * (depth + kScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes) + S::kWidth * depth +
-           9 * kAligned;
+    return whole * (depth + kScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes + 2 * head_dim) +
+           S::kWidth * depth + 10 * kAligned;
   }
 
   Attend(const PrefillArgs& args, const QueryTile& tile, float* scratch)
@@ -51,6 +51,7 @@ class Attend {
     keys_ = take(kKeyBlock * depth_);
     values_ = take(kKeyBlock * lanes_);
     staging_ = take(S::kWidth * depth_);
+    widened_ = reinterpret_cast<T*>(take(2 * kKeyBlock * args.head_dim));
   }
 
   void run() {
@@ -66,7 +67,7 @@ class Attend {
  private:
   static constexpr int64_t kAligned = 16;
 
-  static int64_t padded(int64_t rows) { return (rows + S::kTileRows - 1) / S::kTileRows * S::kTileRows; }
+  static int64_t padded(int64_t rows) { return (rows + M::kRowTile - 1) / M::kRowTile * M::kRowTile; }
 
   int64_t first_seen(int64_t position) const {
     return args_.window > 0 && position >= args_.window ? position - args_.window + 1 : 0;
@@ -94,6 +95,13 @@ class Attend {
     }
   }
 
+  // One row of the cache in the dtype of the queries, in a place of its own.
+  const T* widen(const int8_t* row, float scale, int64_t place) const {
+    T* const wide = widened_ + place * args_.head_dim;
+    for (int64_t d = 0; d < args_.head_dim; ++d) from_float(static_cast<float>(row[d]) * scale, wide[d]);
+    return wide;
+  }
+
   // Where the keys and values of positions [block, block + count) lie; those before `from` are seen by nobody, perhaps
   // not even there, and stand for nothing: `from` takes their places. Places behind the last repeat it.
   void find(int64_t block, int64_t from, int64_t count, int64_t places) {
@@ -110,13 +118,24 @@ class Attend {
       }
       const int64_t index = position / args_.block_size, within = position % args_.block_size;
       const int64_t page = args_.tables[tile_.sequence * args_.table_stride + index];
-      const int64_t at = (tile_.kv_head * args_.block_size + within) * head_dim;
-      const T* k = static_cast<const T*>(args_.k_cache) + page * args_.k_cache_stride + at;
-      const T* v = static_cast<const T*>(args_.v_cache) + page * args_.v_cache_stride + at;
+      const int64_t slot = tile_.kv_head * args_.block_size + within;
       const int64_t room = args_.block_size - within, left = context_ - position;
-      int64_t stop = i + (room < left ? room : left);
-      stop = stop < count ? stop : count;
-      for (; i < stop; ++i, k += head_dim, v += head_dim) k_rows_[i] = k, v_rows_[i] = v;
+      const int64_t run = room < left ? room : left, stop = i + run < count ? i + run : count;
+      const int64_t k_at = page * args_.k_cache_stride + slot * head_dim;
+      const int64_t v_at = page * args_.v_cache_stride + slot * head_dim;
+      if (args_.k_scale) {
+        const float* const k_scale = args_.k_scale + page * args_.k_scale_stride + slot;
+        const float* const v_scale = args_.v_scale + page * args_.v_scale_stride + slot;
+        for (int64_t j = 0; i < stop; ++i, ++j) {
+          const int64_t row_at = j * head_dim;
+          k_rows_[i] = widen(static_cast<const int8_t*>(args_.k_cache) + k_at + row_at, k_scale[j], i);
+          v_rows_[i] = widen(static_cast<const int8_t*>(args_.v_cache) + v_at + row_at, v_scale[j], kKeyBlock + i);
+        }
+      } else {
+        const T* k = static_cast<const T*>(args_.k_cache) + k_at;
+        const T* v = static_cast<const T*>(args_.v_cache) + v_at;
+        for (; i < stop; ++i, k += head_dim, v += head_dim) k_rows_[i] = k, v_rows_[i] = v;
+      }
     }
     for (i = 0; i < from - block; ++i) k_rows_[i] = k_rows_[from - block], v_rows_[i] = v_rows_[from - block];
     for (i = count; i < places; ++i) k_rows_[i] = k_rows_[count - 1];
@@ -133,14 +152,15 @@ class Attend {
     find(block, from, count, places);
     for (int64_t i = 0; i < places; i += S::kWidth) M::pack_keys(k_rows_ + i, args_.head_dim, staging_, keys_ + i);
     M::pack_values(v_rows_, count, args_.head_dim, values_);
-    multiply<M>({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kScoreRow, nullptr});
+    M::multiply({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kScoreRow, nullptr});
     const Logits<S> logits(args_.scale, args_.softcap);
     for (int64_t r = 0; r < whole_; ++r) {
       const Span span = r < rows_ ? seen(r, block, places) : Span{0, 0};
       soften<M>(logits, scores_ + r * kScoreRow, span, places, {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
     }
     const int64_t words = (count + M::kKeysPerWord - 1) / M::kKeysPerWord;
-    multiply<M>({scores_, kScoreRow, whole_, words, values_, lanes_, lanes_, sums_, lanes_, factor_});
+    const int64_t steps = (words + M::kStepTile - 1) / M::kStepTile * M::kStepTile;
+    M::multiply({scores_, kScoreRow, whole_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
   }
 
   void finish() const {
@@ -154,19 +174,26 @@ class Attend {
   const QueryTile& tile_;
   const int64_t heads_, rows_, whole_, depth_, lanes_, context_;
   float *queries_, *scores_, *sums_, *total_, *maximum_, *factor_, *keys_, *values_, *staging_;
+  T* widened_;
   const T *k_rows_[kKeyBlock], *v_rows_[kKeyBlock];
 };
 
 template <class M>
 void attend(const PrefillArgs& args, const QueryTile& tile, float* scratch) {
+  M::enter();
   Attend<M>(args, tile, scratch).run();
+  M::leave();
 }
 
 // B16: the layout of bf16 products.
 template <class S, class B16 = Wide<S, Bf16>>
 const PrefillKernels& kernels() {
-  static const PrefillKernels table = {Attend<Wide<S, float>>::scratch_floats,
-                                       {attend<Wide<S, float>>, attend<B16>, attend<Wide<S, Fp16>>}};
+  const auto scratch_floats = [](int64_t head_dim, int64_t rows) {
+    const int64_t wide = Attend<Wide<S, float>>::scratch_floats(head_dim, rows);
+    const int64_t b16 = Attend<B16>::scratch_floats(head_dim, rows);
+    return wide > b16 ? wide : b16;
+  };
+  static const PrefillKernels table = {scratch_floats, {attend<Wide<S, float>>, attend<B16>, attend<Wide<S, Fp16>>}};
   return table;
 }
 

@@ -11,6 +11,14 @@ struct PrefillAvx2 : Avx2 {
 
   static V div(V x, V y) { return _mm256_div_ps(x, y); }
 
+  // x in the lanes [begin, end), `other` beside them.
+  static V keep(V x, int64_t begin, int64_t end, float other) {
+    const V lane = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+    const V above = _mm256_cmp_ps(lane, set(static_cast<float>(begin)), _CMP_GE_OQ);
+    const V below = _mm256_cmp_ps(lane, set(static_cast<float>(end)), _CMP_LT_OQ);
+    return _mm256_blendv_ps(set(other), x, _mm256_and_ps(above, below));
+  }
+
   // to[column][row] = from[row][column], eight by eight.
   static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
     V quad[2][4];  // quad[g][j], half h: column 4 h + j of rows 4 g to 4 g + 3

@@ -30,6 +30,11 @@ struct PrefillArgs {
   int64_t k_cache_stride;
   const void* v_cache;
   int64_t v_cache_stride;
+  const float*
+      k_scale;  // [blocks, Hkv, P], contiguous beyond the first dimension: the cache is int8 times these; may be null
+  int64_t k_scale_stride;
+  const float* v_scale;
+  int64_t v_scale_stride;
   const int32_t* tables;  // [S, max_blocks], rows table_stride apart
   int64_t table_stride;
   void* out;  // [T, Hq, D], rows out_stride apart; may be q
@@ -66,5 +71,12 @@ const PrefillKernels& prefill_scalar();
 const PrefillKernels& prefill_avx2();
 const PrefillKernels& prefill_avx512();
 const PrefillKernels& prefill_avx512_bf16();
+const PrefillKernels& prefill_amx();
+const PrefillKernels& prefill_imitation();  // of prefill_amx, for processors with AVX512_BF16 but without tiles
+
+// How bf16 is multiplied under AVX-512: widened to float32, in pairs, in tiles, or in imitated tiles. The best that
+// runs, unless a test forces another. False, and no change, when `how` does not run here.
+enum class Bf16Products : int { kBest, kWide, kPairs, kTiles, kImitation };
+bool force_bf16_products(Bf16Products how);
 
 }  // namespace moelight

@@ -57,11 +57,6 @@ struct Span {
   int64_t begin, end;
 };
 
-inline void fill_outside(float* row, Span seen, int64_t count, float value) {
-  for (int64_t i = 0; i < seen.begin; ++i) row[i] = value;
-  for (int64_t i = seen.end; i < count; ++i) row[i] = value;
-}
-
 // What one query row carries from block to block.
 struct RowState {
   float* maximum;  // of the logits so far
@@ -80,24 +75,23 @@ void soften(const Logits<typename M::Lanes>& logits, float* row, Span seen, int6
     return;
   }
   const bool edge = seen.begin > 0 || seen.end < count;
-  for (int64_t i = 0; i < count; i += S::kWidth) S::store(row + i, logits(S::load(row + i)));
-  if (edge) fill_outside(row, seen, count, kLowest);
-  auto top = S::load(row);
-  for (int64_t i = S::kWidth; i < count; i += S::kWidth) top = S::max(top, S::load(row + i));
+  const auto hide = [&](typename S::V x, int64_t i, float value) {
+    return edge ? S::keep(x, seen.begin - i, seen.end - i, value) : x;
+  };
+  auto top = S::set(kLowest);
+  for (int64_t i = 0; i < count; i += S::kWidth) {
+    const auto logit = hide(logits(S::load(row + i)), i, kLowest);
+    S::store(row + i, logit);
+    top = S::max(top, logit);
+  }
   const float highest = S::reduce_max(top), before = *state.maximum;
   const float maximum = highest > before ? highest : before;
-  const auto all = S::set(maximum);
-  const auto weight = [&](int64_t i) { return exp2<S>(S::sub(S::load(row + i), all)); };
-  if (edge) {
-    for (int64_t i = 0; i < count; i += S::kWidth) S::store(row + i, weight(i));
-    fill_outside(row, seen, count, 0.0f);
-  }
+  const auto weight = [&](int64_t i) { return hide(exp2<S>(S::sub(S::load(row + i), S::set(maximum))), i, 0.0f); };
   float factor[S::kWidth];
   S::store(factor, exp2<S>(S::set(before - maximum)));
   auto sum = S::mul(S::load(state.sum), S::set(factor[0]));
   for (int64_t i = 0; i < count; i += M::kUnit) {
-    const auto a = edge ? S::load(row + i) : weight(i);
-    const auto b = edge ? S::load(row + i + S::kWidth) : weight(i + S::kWidth);
+    const auto a = weight(i), b = weight(i + S::kWidth);
     sum = S::add(S::add(sum, a), b);
     M::pack_weights(a, b, row, i);
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "prefill.h"
+#include "product.h"
 
 namespace moelight {
 namespace {
@@ -17,6 +18,14 @@ struct Wide {
   using V = typename S::V;
   static constexpr int64_t kUnit = 2 * S::kWidth;
   static constexpr int64_t kKeysPerWord = 1;
+
+  // Rows and steps of a product come in multiples of these.
+  static constexpr int64_t kRowTile = S::kTileRows, kStepTile = 1;
+  static void multiply(const Product& p) { moelight::multiply<Wide>(p); }
+
+  // Around all products of a tile of queries.
+  static void enter() {}
+  static void leave() {}
 
   static V multiply_add(V a, V b, V sum) { return S::fma(a, b, sum); }
 

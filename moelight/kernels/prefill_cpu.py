@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ def cpu_prefill_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     cache: Cache | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
@@ -45,45 +48,41 @@ def cpu_prefill_attention(
     cache       (k_cache, v_cache, block_tables, context_lens): [blocks, Hkv, P, D] twice, dtype of q, int32
                 [S, max_blocks] and int32 [S]. Sequence s comes after context_lens[s] positions that lie there; entries
                 of block_tables beyond them, or before the window, are ignored
+    k_scale, v_scale  float32 [blocks, Hkv, P], for caches of int8: their rows times these, rounded to the dtype of q
     threads     None for torch.get_num_threads()
 
     CPU memory, contiguous beyond the first dimension. Sums in float32; bfloat16 is multiplied in pairs where the
     processor does so. A row's result depends on its own sequence up to its own position alone, bit for bit: not on the
     other sequences, the number of threads, or how its prompt is cut into chunks, if the cache holds what k and v
-    would. `out` may be `q`. The GIL is released.
+    would (an int8 cache does not). `out` may be `q`. The GIL is released.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
     """
     scale, window, threads = checks.scalars(scale, window, threads)
     _softcap(softcap)
-    _cache(cache)
+    _cache(cache, k_scale, v_scale)
     sinks = _sinks(sinks)
     extension = native.module()
     if extension is None:
-        _check(q, k, v, cu_seqlens, window, sinks, cache, out)
-        result = reference.prefill_attention(
-            q, k, v, cu_seqlens, scale, window=window, sinks=sinks, softcap=softcap, cache=cache
-        )
+        _check(q, k, v, cu_seqlens, window, sinks, cache, k_scale, v_scale, out)
+        options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "cache": cache}
+        result = reference.prefill_attention(q, k, v, cu_seqlens, scale, **options, k_scale=k_scale, v_scale=v_scale)
         return result if out is None else out.copy_(result)
-    queries = view("q", q)
+    prompts = _lend(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    names = ("k_cache", "v_cache", "block_tables", "context_lens")
+    context = _lend(**dict(zip(names, cache or (), strict=False))) or [None] * 4
+    scales = [None] * 2 if k_scale is None or v_scale is None else _lend(k_scale=k_scale, v_scale=v_scale)
+    sink = None if sinks is None else view("sinks", sinks)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    paged = (None,) * 4 if cache is None else tuple(map(view, names, cache))
     extension.prefill_attention(
-        queries,
-        view("k", k),
-        view("v", v),
-        view("cu_seqlens", cu_seqlens),
-        scale,
-        window or 0,
-        None if sinks is None else view("sinks", sinks),
-        softcap or 0.0,
-        *paged,
-        view("out", out),
-        threads,
+        *prompts, scale, window or 0, sink, softcap or 0.0, *context, *scales, view("out", out), threads
     )
     return out
+
+
+def _lend(**tensors: Tensor) -> list[object]:
+    return [view(name, tensor) for name, tensor in tensors.items()]
 
 
 def _softcap(softcap: object) -> None:
@@ -91,9 +90,13 @@ def _softcap(softcap: object) -> None:
         raise ValueError(f"softcap: must be a positive number or None, is {softcap!r}")
 
 
-def _cache(cache: object) -> None:
+def _cache(cache: object, k_scale: object, v_scale: object) -> None:
     if cache is not None and not (isinstance(cache, (tuple, list)) and len(cache) == 4):
         raise ValueError("cache: must be (k_cache, v_cache, block_tables, context_lens) or None")
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("v_scale: must come with k_scale, or not at all")
+    if cache is None and k_scale is not None:
+        raise ValueError("k_scale: without a cache there is nothing to scale")
 
 
 def _sinks(sinks: Tensor | None) -> Tensor | None:
@@ -114,6 +117,8 @@ def _check(
     window: int | None,
     sinks: Tensor | None,
     cache: Cache | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor | None,
 ) -> None:
     checks._tensor("q", q)
@@ -140,15 +145,19 @@ def _check(
     if sinks is not None:
         checks._shape("sinks", sinks, (q_heads,))
     if cache is not None:
-        _check_cache(q, k, bounds, window, cache)
+        _check_cache(q, k, bounds, window, cache, torch.int8 if k_scale is not None else q.dtype)
+        for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scales is not None:
+                checks._layout(name, scales, 3, torch.float32)
+                checks._shape(name, scales, tuple(cache[0].shape[:3]))
 
 
-def _check_cache(q: Tensor, k: Tensor, bounds: list[int], window: int | None, cache: Cache) -> None:
+def _check_cache(q: Tensor, k: Tensor, bounds: list[int], window: int | None, cache: Cache, dtype: torch.dtype) -> None:
     k_cache, v_cache, block_tables, context_lens = cache
-    checks._layout("k_cache", k_cache, 4, q.dtype)
+    checks._layout("k_cache", k_cache, 4, dtype)
     blocks, _, block_size, _ = k_cache.shape
     checks._shape("k_cache", k_cache, (blocks, k.shape[1], max(1, block_size), q.shape[2]))
-    checks._layout("v_cache", v_cache, 4, q.dtype)
+    checks._layout("v_cache", v_cache, 4, dtype)
     checks._shape("v_cache", v_cache, tuple(k_cache.shape))
     checks._layout("block_tables", block_tables, 2, torch.int32)
     checks._shape("block_tables", block_tables, (len(bounds) - 1, block_tables.shape[1]))

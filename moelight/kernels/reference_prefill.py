@@ -28,6 +28,8 @@ def prefill_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     cache: Cache | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """q [T, Hq, D], k and v [T, Hkv, D], cu_seqlens int32 [S + 1] -> [T, Hq, D]; see `cpu_prefill_attention`."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -37,11 +39,21 @@ def prefill_attention(
             continue
         if cache is not None and (context := int(cache[3][s])) > 0:
             begin = 0 if window is None else max(0, context - window + 1)
-            earlier = [paged_rows(each, cache[2][s], begin, context) for each in cache[:2]]
+            earlier = [
+                paged_rows(each, cache[2][s], begin, context)
+                if scale_of is None
+                else _scaled(each, scale_of, cache[2][s], begin, context).to(q.dtype)
+                for each, scale_of in ((cache[0], k_scale), (cache[1], v_scale))
+            ]
             keys, values = torch.cat((earlier[0], keys)), torch.cat((earlier[1], values))
             context -= begin  # positions are counted from the first that any row sees
         out[first:last] = _attend(q[first:last], keys, values, scale, context, window, sinks, softcap)
     return out
+
+
+def _scaled(cache: Tensor, scales: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
+    """Positions [begin, end) of an int8 cache, in float32."""
+    return paged_rows(cache, table, begin, end).float() * paged_rows(scales.unsqueeze(-1), table, begin, end)
 
 
 def _attend(

@@ -2,77 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-from moelight.kernels import native, reference_prefill
-from moelight.kernels.prefill_cpu import cpu_prefill_attention
+from moelight.kernels import native
+from tests.kernels.conftest import ISAS
+from tests.kernels.packed import bounds, prompts
 from tests.kernels.paged import TOLERANCE, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """One call: packed prompts, perhaps after a context, and how they attend."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens: Tensor
-    scale: float
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def run(self, **more: Any) -> Tensor:
-        return cpu_prefill_attention(self.q, self.k, self.v, self.cu_seqlens, self.scale, **self.options, **more)
-
-    def truth(self) -> Tensor:
-        options = dict(self.options)
-        if cache := options.get("cache"):
-            options["cache"] = (cache[0].double(), cache[1].double(), *cache[2:])
-        if (sinks := options.get("sinks")) is not None:
-            options["sinks"] = sinks.double()
-        wide = (each.double() for each in (self.q, self.k, self.v))
-        return reference_prefill.prefill_attention(*wide, self.cu_seqlens, self.scale, **options)
-
-    def error(self) -> float:
-        return relative_error(self.run(), self.truth())
-
-
-def bounds(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
-def prompts(
-    lengths: Sequence[int],
-    contexts: Sequence[int] | None = None,
-    *,
-    q_heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> Prompts:
-    tokens = sum(lengths)
-    if contexts is not None:
-        width = max(1, -(-max(contexts, default=0) // block_size))
-        blocks = len(lengths) * width + 3
-        tables = torch.randperm(blocks)[: len(lengths) * width].view(-1, width).int()
-        pages = (torch.randn(blocks, kv_heads, block_size, head_dim).to(dtype) for _ in range(2))
-        options["cache"] = (*pages, tables, torch.tensor(contexts, dtype=torch.int32))
-    q, k, v = (torch.randn(tokens, heads, head_dim).to(dtype) for heads in (q_heads, kv_heads, kv_heads))
-    return Prompts(q=q, k=k, v=v, cu_seqlens=bounds(lengths), scale=head_dim**-0.5, options=options)
 
 
 @EVERY_DTYPE
@@ -105,6 +49,30 @@ def test_ragged_prompts(server, dtype):
 def test_prompts_after_their_contexts(server, dtype, block_size):
     call = prompts([30, 1, 70, 0, 12], [100, 64, 0, 9, 131], block_size=block_size, head_dim=24, dtype=dtype)
     assert call.error() <= TOLERANCE[dtype]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("window", [None, 40])
+def test_contexts_in_int8(server, dtype, window):
+    call = prompts([30, 1, 70], [100, 64, 131], block_size=5, head_dim=24, dtype=dtype, window=window)
+    cache = call.options["cache"]
+    scales = [pages.float().abs().amax(-1) / 127 for pages in cache[:2]]
+    whole = [(p.float() / s.unsqueeze(-1)).round().to(torch.int8) for p, s in zip(cache[:2], scales, strict=True)]
+    options = call.options | {"cache": (*whole, *cache[2:]), "k_scale": scales[0], "v_scale": scales[1]}
+    assert replace(call, options=options).error() <= TOLERANCE[dtype]
+    wide = [(w.float() * s.unsqueeze(-1)).to(dtype) for w, s in zip(whole, scales, strict=True)]
+    same = replace(call, options=call.options | {"cache": (*wide, *cache[2:])})
+    assert torch.equal(replace(call, options=options).run(), same.run())
+    for name, wrong in {
+        "k_scale": scales[0].double(),
+        "v_scale": scales[1][:, :1],
+        "k_cache": call.options["cache"],
+    }.items():
+        damaged = options | {"cache" if name == "k_cache" else name: wrong}
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            replace(call, options=damaged).run()
+    with pytest.raises(ValueError, match=r"^v_scale: "):
+        replace(call, options=options | {"v_scale": None}).run()
 
 
 @EVERY_DTYPE
@@ -164,22 +132,43 @@ def test_a_poisoned_key_is_not_hidden(server, poison):
     assert found[100:].isfinite().all()
 
 
-@EVERY_DTYPE
-def test_one_position_is_its_value_exactly(isa, dtype):
-    call = prompts([1] * 9, q_heads=8, kv_heads=8, head_dim=256, dtype=dtype)
-    values = (torch.randn(call.v.shape) * torch.logspace(-9, 4, 256)).to(dtype)
+def test_one_position_is_its_value_exactly(kind):
+    call = prompts([1] * 9, q_heads=8, kv_heads=8, head_dim=256, dtype=kind)
+    values = (torch.randn(call.v.shape) * torch.logspace(-9, 4, 256)).to(kind)
     assert torch.equal(replace(call, v=values).run(), values)
+
+
+def kinds() -> list[tuple[str, torch.dtype, str]]:
+    """Every instruction set, dtype and way to multiply bfloat16 that runs here."""
+    found = [(isa, dtype, "auto") for isa in ISAS for dtype in DTYPES]
+    for products in ("wide", "pairs", "tiles", "imitation") if "avx512" in ISAS else ():
+        with contextlib.suppress(ValueError):
+            native.module().set_bf16_products(products)
+            found.append(("avx512", torch.bfloat16, products))
+    if ISAS:
+        native.module().set_bf16_products("auto")
+    return found
+
+
+@pytest.fixture(params=kinds(), ids=lambda kind: "-".join(map(str, kind)))
+def kind(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A dtype, while an instruction set and a way to multiply are in force."""
+    isa, dtype, products = request.param
+    native.module().set_isa(isa)
+    native.module().set_bf16_products(products)
+    yield dtype
+    native.module().set_bf16_products("auto")
+    native.module().set_isa("auto")
 
 
 OPTIONS = [{}, {"window": 50}, {"sinks": torch.randn(6), "softcap": 3.0}]
 
 
-@EVERY_DTYPE
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
 @pytest.mark.parametrize("head_dim", [40, 128])
-def test_a_prompt_is_the_same_in_any_company(isa, dtype, options, head_dim):
+def test_a_prompt_is_the_same_in_any_company(kind, options, head_dim):
     lengths = [1, 300, 64, 0, 129, 16, 200]
-    call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=dtype, **options)
+    call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=kind, **options)
     together = call.run(threads=2).split(lengths)
     parts = [each.split(lengths) for each in (call.q, call.k, call.v)]
     for order, threads in (*(([s], 1) for s in range(len(lengths))), ([6, 2, 1], 2), ([4, 4, 3, 0], 5)):
@@ -188,15 +177,14 @@ def test_a_prompt_is_the_same_in_any_company(isa, dtype, options, head_dim):
         assert torch.equal(company.run(threads=threads), torch.cat([together[s] for s in order]))
 
 
-@EVERY_DTYPE
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
 @pytest.mark.parametrize("cuts", [[0, 1, 2, 300], [0, 64, 128, 300], [0, 130, 131, 195, 300], [0, 299, 300]], ids=str)
-def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(isa, dtype, options, cuts):
+def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options, cuts):
     tokens, block_size = 300, 16
-    call = prompts([tokens], q_heads=6, head_dim=40, dtype=dtype, **options)
+    call = prompts([tokens], q_heads=6, head_dim=40, dtype=kind, **options)
     whole = call.run(threads=2)
     blocks = -(-tokens // block_size)
-    k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=dtype).unbind()
+    k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=kind).unbind()
     table = torch.randperm(blocks + 2)[:blocks].int().unsqueeze(0)
     for first, last in itertools.pairwise(cuts):
         chunk = replace(
@@ -213,140 +201,18 @@ def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(isa, dtype, options, cuts)
             k_cache[block, :, offset], v_cache[block, :, offset] = call.k[position], call.v[position]
 
 
+@pytest.mark.parametrize("head_dim", [8, 40, 128, 256])
+@pytest.mark.parametrize("group", [1, 5, 50])
+def test_every_way_to_multiply(kind, head_dim, group):
+    for call in (
+        prompts([1, 33, 170], q_heads=2 * group, head_dim=head_dim, dtype=kind),
+        prompts([7, 65], [99, 64], q_heads=2 * group, head_dim=head_dim, dtype=kind, window=70, softcap=9.0),
+    ):
+        assert call.error() <= TOLERANCE[kind]
+
+
 def test_instruction_sets_agree(isa):
     call = prompts([150, 3], [70, 0], q_heads=8, head_dim=80)
     found = call.run()
     native.module().set_isa("scalar")
     assert relative_error(found, call.run().double()) <= 1e-6
-
-
-def entry(index: Any, value: int) -> Any:
-    def damage(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor[index] = value
-        return tensor
-
-    return damage
-
-
-NAMES = ("q", "k", "v", "cu_seqlens", "k_cache", "v_cache", "block_tables", "context_lens", "sinks", "out")
-ANY = {
-    "missing": lambda _: None,
-    "a list": lambda t: t.tolist(),
-    "a number": lambda _: 3,
-    "numpy": lambda t: t.numpy(),
-    "on meta": lambda t: t.to("meta"),
-    "sparse": lambda t: t.to_sparse(),
-    "float64": lambda t: t.double(),
-    "int16": lambda t: t.to(torch.int16),
-    "complex": lambda t: t.to(torch.complex64),
-    "a dimension more": lambda t: t.unsqueeze(0),
-    "no dimension": lambda t: t.flatten()[0],
-    "a row less": lambda t: t[:-1],
-    "every other element": lambda t: torch.stack((t, t), dim=-1)[..., 0],
-}
-HEADS = {
-    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "another head size": lambda t: torch.cat((t, t), dim=-1),
-    "a head size of 12": lambda t: t[..., :12].contiguous(),
-    "one head more": lambda t: torch.cat((t, t[:, :1]), dim=1),
-    "half precision": lambda t: t.half(),
-    "no heads": lambda t: t[:, :0],
-    "one row for all": lambda t: t[:1].expand(t.shape),
-}
-INDICES = [
-    ("cu_seqlens", entry(0, 1)),
-    ("cu_seqlens", entry(1, 26)),
-    ("cu_seqlens", entry(1, -1)),
-    ("cu_seqlens", entry(2, 24)),
-    ("cu_seqlens", entry(2, 2**31 - 1)),
-    ("block_tables", entry((0, 0), -1)),
-    ("block_tables", entry((0, 2), 1000)),
-    ("context_lens", entry(0, 25)),
-    ("context_lens", entry(1, -1)),
-    ("window", lambda _: 0),
-    ("window", lambda _: 1.5),
-    ("softcap", lambda _: 0.0),
-    ("softcap", lambda _: float("nan")),
-    ("softcap", lambda _: "50"),
-    ("scale", lambda _: float("inf")),
-    ("threads", lambda _: -1),
-]
-HARMLESS = {("sinks", "missing"), ("sinks", "float64"), ("sinks", "every other element"), ("out", "missing")}
-DAMAGES = [
-    *((name, damage) for name in NAMES for what, damage in ANY.items() if (name, what) not in HARMLESS),
-    *((name, damage) for name in ("q", "k", "v", "k_cache", "v_cache", "out") for damage in HEADS.values()),
-    *INDICES,
-]
-
-
-def arguments() -> dict[str, Any]:
-    call = prompts([20, 5], [20, 3], head_dim=16, block_size=8)
-    names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    found = dict(zip(names, call.options["cache"], strict=True))
-    found |= {"q": call.q, "k": call.k, "v": call.v, "cu_seqlens": call.cu_seqlens, "scale": 0.25}
-    return found | {
-        "sinks": torch.randn(4),
-        "out": torch.empty_like(call.q),
-        "window": 40,
-        "softcap": 9.0,
-        "threads": 2,
-    }
-
-
-def attend(given_arguments: dict[str, Any]) -> Tensor:
-    rest = dict(given_arguments)
-    cache = tuple(rest.pop(name) for name in ("k_cache", "v_cache", "block_tables", "context_lens"))
-    return cpu_prefill_attention(**rest, cache=cache)
-
-
-# A tensor is often only wrong beside another one: which of the two is named is a matter of order.
-PARTNERS = {
-    "q": {"q", "k", "v", "out", "cu_seqlens"},
-    "k": {"k", "v", "q", "k_cache"},
-    "k_cache": {"k_cache", "v_cache", "block_tables", "context_lens"},
-    "v_cache": {"v_cache"},
-    "cu_seqlens": {"cu_seqlens", "block_tables"},
-}
-
-
-@pytest.mark.parametrize(("name", "damage"), DAMAGES)
-def test_the_wrong_argument_is_named(server, name, damage):
-    right = arguments()
-    with pytest.raises(ValueError, match=r"^\w+: ") as refusal:
-        attend(right | {name: damage(right[name])})
-    assert str(refusal.value).split(":")[0] in PARTNERS.get(name, {name})
-
-
-@pytest.mark.parametrize("cache", [(), (1, 2, 3), 5, "four"])
-def test_a_cache_is_four_tensors(server, cache):
-    call = prompts([3])
-    with pytest.raises(ValueError, match=r"^(cache|k_cache): "):
-        replace(call, options={"cache": cache}).run()
-
-
-@FUZZ
-@given(data=st.data())
-def test_refuses_or_is_right(server, data):
-    given_arguments = arguments()
-    for name in NAMES:
-        like = given_arguments[name]
-        if data.draw(st.integers(0, 3), label=f"damage {name}") > 0:
-            continue
-        shape = [data.draw(st.sampled_from((n, n, n, 0, 1, n + 1))) for n in like.shape]
-        dtype = data.draw(st.sampled_from((like.dtype, like.dtype, torch.bfloat16, torch.int64)))
-        filling = data.draw(st.sampled_from((0, 0, 1, -1, 7, 2**31 - 1)))
-        given_arguments[name] = torch.full(shape, filling).to(dtype)
-        if len(shape) > 1 and data.draw(st.integers(0, 3)) == 0:
-            given_arguments[name] = given_arguments[name].transpose(0, -1)
-    given_arguments["window"] = data.draw(st.sampled_from((None, 1, 4, 2**63, -1)), label="window")
-    try:
-        found = attend(given_arguments)
-    except ValueError as refusal:
-        assert str(refusal).split(":")[0] in given_arguments
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "module", lambda: None)
-        expected = attend(given_arguments | {"out": None})
-    assert found.isnan().equal(expected.isnan())
-    assert relative_error(found.nan_to_num(), expected.double().nan_to_num()) <= 1e-2
