@@ -2,9 +2,10 @@
 
 Every setting is looked at in a coarse lattice, with homes in closed form (``homes``). From the best of it, far enough
 apart to lie in different valleys, the search goes on in ever smaller steps, down to single sequences, micro-batches,
-pages and blocks; settings that fall behind are left. For N sequences in b micro-batches, the smallest μ is best: the
-same work in less memory. The programme then places every page of the best. How far any policy at all can be from it is
-proven by branch and bound over boxes of N and b (``bound``); small problems are solved to the end that way.
+pages and blocks, and at last at random; settings that fall behind are left. For N sequences in b micro-batches, the
+smallest μ is best: the same work in less memory. The programme then places every page of the best. How far any policy
+at all can be from it is proven by branch and bound over boxes of N and b (``bound``); small problems are solved to the
+end that way.
 """
 
 from __future__ import annotations

@@ -63,6 +63,17 @@ def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) ->
     assert (refusal(short).tier, refusal(short).needed_bytes) == (tier, needed)
 
 
+def test_where_no_memory_alone_would_do_both_are_named() -> None:
+    """And what is named is enough of the first, and no more than enough, where the second has plenty."""
+    fixed = {"ffn_device": "gpu", "attention_device": "cpu"}
+    problem = replace(drawn_problem(1, gpu=True), fixed=fixed, capacity_bytes={"device": 1, "host": 1, "disk": 1 << 50})
+    error = refusal(problem)
+    assert error.tier == "device" and str(error).endswith("of host memory")
+    for device, fits in ((error.needed_bytes, True), (error.needed_bytes - 1, False)):
+        sizes = {**problem.capacity_bytes, "device": device, "host": 1 << 50}
+        assert (search(replace(problem, capacity_bytes=sizes)) is not None) == fits
+
+
 @examples(40)
 @given(seed=st.integers(0, 1 << 30), more=st.floats(1, 3))
 def test_more_memory_is_never_slower(seed: int, more: float) -> None:

@@ -20,7 +20,7 @@ from moelight.core.units import align_up
 from moelight.hrm.costs import ROW_PADDING, TENSOR_ALIGNMENT, ExpertWorkspace
 from moelight.kernels.attention import cpu_gqa_decode
 from moelight.kernels.prefill import prefill_attention
-from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
+from moelight.kernels.products import Workspace, linear, padded_rows
 from moelight.models.moe import Routed, mixture
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.runtime.gauges.effort import Shape
@@ -93,19 +93,6 @@ def surface_of(name: str, readings: Mapping[Point, Reading]) -> tuple[Surface, f
         curves.append(Curve(x=tuple(float(x) for x, _ in points), y=tuple(rate for _, rate in points)))
     surface = Surface(name=name, sizes=tuple(float(size) for size in sizes), curves=tuple(curves))
     return surface, median(reading.spread for reading in mine.values())
-
-
-def expert_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
-    """One expert after another over ``rows`` rows, and the flop of one."""
-    hidden, width = shape
-    pages, space = pool.groups(*_page(shape)), _workspace(shape, rows, pool)
-    x = space.rows[: padded_rows(rows)]
-
-    def work() -> Tensor:
-        gate_up, down = next(pages)
-        return feed_forward(x, gate_up, down, space)
-
-    return work, 6.0 * rows * hidden * width
 
 
 def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
