@@ -77,6 +77,7 @@ inline int checked_threads(int64_t threads) {
 void add_gqa(nb::module_& module);
 void add_ffn(nb::module_& module);
 void add_mla(nb::module_& module);
+void add_norm(nb::module_& module);
 void add_copy(nb::module_& module);
 void add_prefill(nb::module_& module);
 void add_route(nb::module_& module);

@@ -4,15 +4,11 @@
 #include <cstring>
 
 #include "moelight/cpu.h"
-#include "moelight/threads.h"
+#include "moelight/over_rows.h"
 #include "route.h"
 
 namespace moelight {
 namespace {
-
-// Below this a second thread costs more than it brings.
-constexpr int64_t kBytesPerThread = int64_t{1} << 18;
-constexpr int64_t kBytesPerTask = int64_t{1} << 16;
 
 const ScatterKernels& active_kernels() {
 #if defined(__x86_64__)
@@ -26,15 +22,6 @@ const ScatterKernels& active_kernels() {
   }
 #endif
   return scatter_scalar();
-}
-
-// body(begin, end) over rows of row_bytes each, some at a time.
-template <class F>
-void over_rows(int threads, int64_t rows, int64_t row_bytes, F&& body) {
-  const int64_t each = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
-  const int64_t useful = rows * row_bytes / kBytesPerThread;
-  parallel_for(static_cast<int>(std::clamp<int64_t>(useful, 1, threads)), (rows + each - 1) / each,
-               [&](int64_t task, int) { body(task * each, std::min(rows, (task + 1) * each)); });
 }
 
 }  // namespace

@@ -30,15 +30,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation as in HF transformers: x [T, heads, D], cos and sin float32 [T, R/2] -> [T, heads, D].
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-rotation: x [T, heads, D], cos and sin [T, D] of its dtype -> [T, heads, D]; element i turns with i + D/2.
 
-    The first R of the D dimensions turn (element i with element i + R/2), the rest pass.
+    Rounded as HF transformers does: both products, then their sum.
     """
-    half = cos.shape[-1]
-    first, second, rest = _wide(x).split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos.unsqueeze(1)).add_(turned.mul_(sin.unsqueeze(1)))
 
 
 def kv_append(

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
+from moelight.kernels.norm import rms_norm, rotate
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
-from moelight.kernels.reference import rms_norm
 from moelight.models.moe import ExpertWeights, Routed, mixture, route
-from moelight.models.rope import Rotation, rotate
+from moelight.models.rope import Rotation
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
 
@@ -48,7 +48,7 @@ class Decoder:
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
         if spec.qk_norm == "head":
             q, k = self._norm_qk(mine, q, k)
-        return rotate(q, rope), rotate(k, rope), v.contiguous()
+        return rotate(q, *rope), rotate(k, *rope), v.contiguous()
 
     def post_attention(
         self, layer: int, hidden: Tensor, attention: Tensor, experts: Sequence[ExpertWeights | None]
@@ -60,7 +60,7 @@ class Decoder:
             if mine.dense_gate_up is not None and mine.dense_down is not None:
                 hidden += self._dense(x, mine.dense_gate_up, mine.dense_down)
             return
-        hidden += mixture(self._routed(x, mine.router), experts, self.space)
+        mixture(self._routed(x, mine.router), experts, self.space, into=hidden)
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; gives what the layer's experts need."""
@@ -81,8 +81,8 @@ class Decoder:
 
     def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
         mine = self.weights.layers[layer]
-        hidden += linear(attention.flatten(1), mine.o, mine.o_bias)
-        return rms_norm(hidden, mine.post_norm, self.model.norm_eps)
+        projected = linear(attention.flatten(1), mine.o, mine.o_bias)
+        return rms_norm(hidden, mine.post_norm, self.model.norm_eps, add=projected)
 
     def _routed(self, x: Tensor, router: Tensor) -> Routed:
         weights, ids = route(linear(x, router), self.model.router)

@@ -15,7 +15,7 @@ from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.products import Workspace, feed_forward, padded_rows
 from moelight.kernels.reference import route_topk
-from moelight.kernels.routing import cpu_gather_rows, cpu_scatter_sum, cpu_sort_by_expert
+from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
@@ -34,6 +34,8 @@ class Routed:
 def route(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights float32 [T, k] and expert ids int32 [T, k] of the k likeliest experts, in the order of
     the ids; the lowest id wins a tie."""
+    if logits.device.type == "cpu":
+        return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
     weights, ids = route_topk(logits, spec.top_k, spec.normalize)
     if spec.weights_in_model_dtype:
         weights = weights.to(logits.dtype).float()
@@ -41,23 +43,27 @@ def route(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def mixture(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace) -> Tensor:
-    """The experts of ``routed`` -> [T, H] in x's dtype; T at most what ``space`` is made for. An expert that is None
-    is computed elsewhere, and adds nothing.
+def mixture(
+    routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, into: Tensor | None = None
+) -> Tensor:
+    """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` where that is given; T at most what ``space``
+    is made for. An expert that is None is computed elsewhere, and adds nothing.
 
     A token's experts are summed in float32 in the order of their ids, so its result does not depend on its company
     beyond each product's own rounding.
     """
     if routed.x.device.type == "cpu" and native.available():
-        return _natively(routed, experts, space)
+        return _natively(routed, experts, space, into)
     if all(expert is not None for expert in experts):
-        return _all_at_once(routed, [expert for expert in experts if expert is not None], space)
-    sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
-    accumulate(sums, routed, experts, space, most_rows=routed.x.shape[0])
-    return sums.to(routed.x.dtype)
+        found = _all_at_once(routed, [expert for expert in experts if expert is not None], space)
+    else:
+        sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
+        accumulate(sums, routed, experts, space, most_rows=routed.x.shape[0])
+        found = sums.to(routed.x.dtype)
+    return found if into is None else into.add_(found)
 
 
-def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace) -> Tensor:
+def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, into: Tensor | None) -> Tensor:
     """Sorted, gathered, computed and summed by kernels. Rows of experts that are computed elsewhere come last, and are
     left out."""
     ids, mine = routed.ids, [expert for expert in experts if expert is not None]
@@ -75,7 +81,7 @@ def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Wo
     position = by_expert.position
     if count < position.numel():
         position = torch.where(position < count, position, -1)
-    return cpu_scatter_sum(rows, position, routed.weights)
+    return cpu_scatter_sum(rows, position, routed.weights, into, residual=into is not None)
 
 
 def accumulate(

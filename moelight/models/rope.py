@@ -11,17 +11,9 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    """cos and sin ``[T, 1, D]`` of ``positions [T]``, computed in float32."""
+    """cos and sin ``[T, D]`` of ``positions [T]``, computed in float32."""
     exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=positions.device) / spec.head_dim
     frequency = 1.0 / (spec.rope_theta**exponent)
     angle = positions.float().unsqueeze(1) * (frequency / spec.rope_factor)
-    angle = torch.cat((angle, angle), dim=-1).unsqueeze(1)
+    angle = torch.cat((angle, angle), dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, rope: Rotation) -> Tensor:
-    """x [T, heads, D] turned by its position."""
-    cos, sin = rope
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos).add_(turned.mul_(sin))

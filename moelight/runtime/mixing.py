@@ -94,7 +94,7 @@ class Mixing:
         experts = self._layer_experts(task.layer, position)
         if task.micro_batch >= 0:
             mb = batch[task.micro_batch]
-            mb.hidden += mixture(present(mb.routed), experts, self._decoder.space)
+            mixture(present(mb.routed), experts, self._decoder.space, into=mb.hidden)
             return
         everyone = present(self._kept).rows(0, sum(mb.tokens for mb in batch))
         on_cpu = everyone.sums.device.type == "cpu"

@@ -170,7 +170,9 @@ def test_out_may_be_x_and_rows_may_be_strided(server, dtype):
     rows = fused[:, 5:75]
     rows.copy_(call.x)
     assert cpu_expert_ffn(**(call.arguments() | {"x": rows}), out=rows) is rows
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if server == "torch" else {"rtol": 0.0, "atol": 0.0}  # torch's order varies
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-5} if server == "torch" else {"rtol": 0.0, "atol": 0.0}
+    )  # torch's order varies
     torch.testing.assert_close(rows, expected, **tolerance)
     assert not fused[:, :5].any()
     assert not fused[:, 75:].any()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from moelight.kernels.reference import rms_norm
+from moelight.kernels.norm import rms_norm
 from moelight.runtime.gauges.pool import Pool
 from moelight.runtime.gauges.timing import Gauge, finisher, sample
 
@@ -31,10 +31,10 @@ def copies(pool: Pool) -> Gauge:
 
 
 def norms(pool: Pool, rows: int = ROWS, hidden: int = HIDDEN) -> Gauge:
-    """bytes/s: a norm and a residual sum over ``rows`` hidden states, as an act does them, one operation at a time."""
+    """bytes/s: a norm and a residual sum over ``rows`` hidden states, as an act does them."""
     x = torch.randn(rows, hidden, device=pool.device).to(pool.dtype)
     weight, total = torch.ones(hidden, device=pool.device, dtype=pool.dtype), torch.zeros_like(x)
     amount, finish = NORM_BYTES * x.numel(), finisher(pool.device)
     return lambda seconds: sample(
-        lambda: total.add_(rms_norm(x, weight, 1e-5)), seconds=seconds, amount=amount, finish=finish
+        lambda: rms_norm(x, weight, 1e-5, add=total), seconds=seconds, amount=amount, finish=finish
     )
