@@ -53,6 +53,11 @@ class Piece:
     count: int
 
     @property
+    def decodes(self) -> bool:
+        """It is a generated token."""
+        return self.start >= len(self.generation.request.token_ids)
+
+    @property
     def completes(self) -> bool:
         """After it every token is in the cache, so the next one can be chosen."""
         return self.start + self.count == self.generation.length
@@ -60,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The pieces of one micro-batch, single tokens first. ``fresh``: none needs the cache."""
+    """The pieces of one micro-batch, generated tokens first. ``fresh``: none needs the cache."""
 
     pieces: tuple[Piece, ...]
     fresh: bool
@@ -201,7 +206,7 @@ class Batcher:
 
     def _load(self, pieces: list[Piece]) -> Load:
         fresh = self._discrete and all(piece.start == 0 for piece in pieces)
-        return Load(pieces=tuple(sorted(pieces, key=lambda piece: piece.count > 1)), fresh=fresh)
+        return Load(pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), fresh=fresh)
 
 
 def partition(

@@ -160,6 +160,7 @@ class PassRunner:
                     start=piece.start,
                     blocks=piece.generation.blocks,
                     samples=piece.completes,
+                    decodes=piece.decodes,
                 )
                 for piece in load.pieces
             ]

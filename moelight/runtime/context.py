@@ -19,17 +19,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Tokens ``start`` to ``start + len(token_ids)`` of one sequence, which owns ``blocks`` of the cache."""
+    """Tokens ``start`` to ``start + len(token_ids)`` of one sequence, which owns ``blocks`` of the cache.
+
+    ``decodes``: one generated token, served by the decode kernel. A prompt's tokens never are, even where a cut leaves
+    one alone: its numbers would depend on the cut.
+    """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     samples: bool
-
-    @property
-    def decodes(self) -> bool:
-        """One token: served by the decode kernel."""
-        return len(self.token_ids) == 1
+    decodes: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,8 +86,9 @@ class Run:
             assert 1 <= len(load.pieces) <= policy.micro_batch_size
             assert 1 <= load.tokens <= policy.micro_batch_tokens
             assert all(piece.count >= 1 for piece in load.pieces)
-            singles = [piece.count == 1 for piece in load.pieces]
-            assert singles == sorted(singles, reverse=True), "single tokens come first"
+            generated = [piece.decodes for piece in load.pieces]
+            assert generated == sorted(generated, reverse=True), "generated tokens come first"
+            assert all(piece.count == 1 for piece in load.pieces if piece.decodes)
             assert load.fresh == (self.discrete and all(piece.start == 0 for piece in load.pieces))
             if policy.attention_device == "gpu" and not load.fresh:
                 assert sum(self.seen(piece) for piece in load.pieces) <= kv_buffer_tokens(policy)

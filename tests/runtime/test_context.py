@@ -59,8 +59,8 @@ def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
 
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:
-    one = Chunk(token_ids=[5], start=40, blocks=[4, 5, 6], samples=True)
-    two = Chunk(token_ids=[5], start=40, blocks=[1, 9, 2], samples=True)
+    one = Chunk(token_ids=[5], start=40, blocks=[4, 5, 6], samples=True, decodes=True)
+    two = Chunk(token_ids=[5], start=40, blocks=[1, 9, 2], samples=True, decodes=True)
     found = find_context([one, two], block_size=BLOCK, window=None, device=CPU, cached_there=False)
     assert found.runs == ((0, 64, 40), (41, 16, 16), (57, 144, 16), (73, 32, 8))
     assert found.tokens == 80

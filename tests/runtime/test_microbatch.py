@@ -15,16 +15,19 @@ BLOCK = 16
 
 @st.composite
 def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
-    """Sequences at any place of their prompts, single tokens first, each with blocks of its own."""
-    lengths = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=6))
+    """Sequences at any place, generated tokens first, each with blocks of its own."""
+    one = st.tuples(st.integers(1, 40), st.just(1), st.just(True))
+    prompt = st.tuples(st.integers(0, 40), st.integers(1, 40), st.just(False))
+    lengths = draw(st.lists(one | prompt, min_size=1, max_size=6))
     free = draw(st.permutations(range(60)))
     made, taken = [], 0
-    for start, count in sorted(lengths, key=lambda each: each[1] > 1):
+    for start, count, decodes in sorted(lengths, key=lambda each: not each[2]):
         need = -(-(start + count) // BLOCK) + draw(st.integers(0, 2))
         ids = draw(st.lists(st.integers(0, 300), min_size=count, max_size=count))
         blocks = list(free[taken : taken + need])
         taken += need
-        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, samples=draw(st.booleans())))
+        samples = draw(st.booleans())
+        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, samples=samples, decodes=decodes))
     return made
 
 
@@ -42,10 +45,10 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
             assert mb.positions[row] == position
             assert mb.cache_slots[row] == chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
             row += 1
-        if len(chunk.token_ids) == 1:
+        if chunk.decodes:
             assert mb.block_tables[singles, : len(chunk.blocks)].tolist() == list(chunk.blocks)
             assert mb.seq_lens[singles] == chunk.start + 1
-            assert row - 1 == singles, "single tokens are the first rows"
+            assert row - 1 == singles, "generated tokens are the first rows"
             singles += 1
         else:
             first, last, start, table = next(prompts)
@@ -60,7 +63,7 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
 
 
 def test_types_are_those_the_kernels_want() -> None:
-    chunk = Chunk(token_ids=[5], start=17, blocks=[3, 1], samples=True)
+    chunk = Chunk(token_ids=[5], start=17, blocks=[3, 1], samples=True, decodes=True)
     mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(1, 8), crossing=None, fresh=True)
     assert (mb.token_ids.dtype, mb.positions.dtype, mb.cache_slots.dtype) == (torch.int64,) * 3
     assert (mb.block_tables.dtype, mb.seq_lens.dtype) == (torch.int32, torch.int32)
@@ -69,7 +72,7 @@ def test_types_are_those_the_kernels_want() -> None:
 
 
 def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
-    chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], samples=False)
+    chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], samples=False, decodes=False)
     mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(2, 8), crossing=None, fresh=False)
     assert mb.decoding == 0
     assert mb.block_tables.shape[0] == 0

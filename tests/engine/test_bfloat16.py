@@ -1,0 +1,117 @@
+"""bfloat16 on the CPU, through native kernels: a request's greedy tokens depend on nothing around it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from moelight.core.dtypes import BFLOAT16
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import SamplingParams
+from moelight.engine.engine import Engine
+from moelight.hrm.costs import page_slot_bytes
+from moelight.kernels import native
+from moelight.profiles.families import profile_from_dir
+from moelight.profiles.stored import pages
+from moelight.profiles.workload import Workload
+from tests.engines import Tiny, least_memory
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="torch's products depend on the number of rows")
+
+WORK = Workload(num_requests=64, prompt_len=24, max_prompt_len=150, gen_len=12)
+SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 200, "sliding_window": 40},
+    "qwen3_moe": {"num_hidden_layers": 3, "hidden_size": 128, "moe_intermediate_size": 200},
+    "olmoe": {},
+}
+Ids = list[tuple[int, ...]]
+
+
+def sixty_four() -> list[list[int]]:
+    random = Random(11)
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 128, 150] + [random.randint(1, 60) for _ in range(52)]
+    return [[random.randrange(256) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = sixty_four()
+HOW = [SamplingParams(max_tokens=4 + at % 9, ignore_eos=True) for at in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tiny: Tiny) -> Path:
+    return tiny(request.param, dtype="bfloat16", **SHAPES[request.param])
+
+
+@pytest.fixture(scope="module")
+def one_by_one(model: Path) -> Ids:
+    with Engine(policy(model, batch_size=1, micro_batch_size=1, schedule="serial"), device="cpu") as engine:
+        return [ids(engine, [prompt], [how])[0] for prompt, how in zip(PROMPTS, HOW, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def policy(model: Path, **options: Any) -> Policy:
+    return Policy(model=str(model), kv_tokens=64 * 192, **options)
+
+
+def ids(engine: Engine, prompts: list[list[int]], how: list[SamplingParams]) -> Ids:
+    return [completion.token_ids for completion in engine.generate(prompts, how)]
+
+
+def test_the_answers_differ_from_each_other(one_by_one: Ids) -> None:
+    assert len(set(one_by_one)) > 48
+
+
+@pytest.mark.parametrize("threads_used", [1, 2])
+def test_together(model: Path, one_by_one: Ids, threads_used: int) -> None:
+    torch.set_num_threads(threads_used)
+    with Engine(policy(model, batch_size=64, micro_batch_size=64, micro_batch_tokens=4096), device="cpu") as engine:
+        assert ids(engine, PROMPTS, HOW) == one_by_one
+
+
+def test_shuffled(model: Path, one_by_one: Ids) -> None:
+    order = list(range(64))
+    Random(5).shuffle(order)
+    with Engine(policy(model, batch_size=40, micro_batch_size=13), device="cpu") as engine:
+        found = ids(engine, [PROMPTS[at] for at in order], [HOW[at] for at in order])
+    assert found == [one_by_one[at] for at in order]
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("tokens", [7, 50])
+def test_prompts_cut_anywhere(model: Path, one_by_one: Ids, tokens: int, block_size: int) -> None:
+    cut = policy(model, batch_size=20, micro_batch_size=6, micro_batch_tokens=tokens, kv_block_size=block_size)
+    with Engine(cut, device="cpu") as engine:
+        assert ids(engine, PROMPTS, HOW) == one_by_one
+
+
+def test_under_three_budgets(model: Path, one_by_one: Ids) -> None:
+    least = least_memory(model, "cpu", WORK)
+    profile, policies = profile_from_dir(model), set()
+    for extra in (0, len(pages(profile)) // 2 * page_slot_bytes(profile, BFLOAT16), 1 << 30):
+        budgets = {tier: size + extra for tier, size in least.items()}
+        with Engine.from_pretrained(model, device="cpu", workload=WORK, **budgets) as engine:  # type: ignore[arg-type]
+            policies.add(engine.policy)
+            assert ids(engine, PROMPTS, HOW) == one_by_one
+    assert len(policies) > 1
+
+
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial", "module"])
+def test_after_a_stop_in_the_middle(model: Path, one_by_one: Ids, schedule: str) -> None:
+    """What a second process, with another policy, makes of the requests that the first one left."""
+    first = policy(model, batch_size=9, micro_batch_size=4, weights=Shares(host=0.3, disk=0.7))
+    with Engine(first, device="cpu") as engine:
+        done = ids(engine, PROMPTS[:23], HOW[:23])
+    second = policy(model, batch_size=30, micro_batch_size=30, schedule=schedule)
+    with Engine(second, device="cpu") as engine:
+        assert done + ids(engine, PROMPTS[23:], HOW[23:]) == one_by_one
