@@ -74,6 +74,10 @@ class Workspace:
         """[rows, columns] in the larger buffer."""
         return _front(self._wide, rows, columns, dtype)
 
+    def room_for(self, columns: int) -> int:
+        """How many rows of ``columns`` the larger buffer holds, if they are not more than those of ``rows``."""
+        return min(len(self.rows), self._wide.numel() // (columns * self.rows.element_size()))
+
     def narrow(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """[rows, columns] in the smaller buffer."""
         return _front(self._narrow, rows, columns, dtype)

@@ -7,18 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn
+from moelight.kernels.gpu import routing as gpu_routing
+from moelight.kernels.gpu import serving
+from moelight.kernels.gpu.grouped import expert_ffn
+from moelight.kernels.gpu.pages import Pages
 from moelight.kernels.products import Workspace, feed_forward, padded_rows
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
+
+
+class Experts(tuple[ExpertWeights | None, ...]):
+    """gate_up and down of a layer's experts, None for one that is computed elsewhere. Kept, a device need not be told
+    again where they lie."""
+
+    @cached_property
+    def pages(self) -> Pages:
+        """Their addresses; at least one expert is there."""
+        return Pages.of([each and each[0] for each in self], [each and each[1] for each in self])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +51,9 @@ def route(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     the ids; the lowest id wins a tie."""
     if logits.device.type == "cpu":
         return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
+    if serving.serves(logits.device, logits.dtype)[0]:
+        rounds = spec.weights_in_model_dtype
+        return gpu_routing.route(logits, spec.top_k, normalize=spec.normalize, weights_in_model_dtype=rounds)
     weights, ids = route_topk(logits, spec.top_k, spec.normalize)
     if spec.weights_in_model_dtype:
         weights = weights.to(logits.dtype).float()
@@ -54,6 +72,9 @@ def mixture(
     """
     if routed.x.device.type == "cpu" and native.available():
         return _natively(routed, experts, space, into)
+    rows = routed.ids.numel()
+    if any(experts) and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
+        return grouped(routed, experts if isinstance(experts, Experts) else Experts(experts), space, into)
     if all(expert is not None for expert in experts):
         found = _all_at_once(routed, [expert for expert in experts if expert is not None], space)
     else:
@@ -82,6 +103,28 @@ def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Wo
     if count < position.numel():
         position = torch.where(position < count, position, -1)
     return cpu_scatter_sum(rows, position, routed.weights, into, residual=into is not None)
+
+
+def grouped(routed: Routed, experts: Experts, space: Workspace, into: Tensor | None = None) -> Tensor:
+    """`mixture` by the kernels of a GPU, a few launches for all experts; as many tokens at once as ``space`` holds the
+    activations of."""
+    pages, top_k = experts.pages, routed.ids.shape[1]
+    out = torch.empty_like(routed.x) if into is None else into
+    most = max(1, space.room_for(pages.width) // top_k)
+    for first in range(0, len(out), most):
+        some = slice(first, first + most)
+        tokens, places, offsets = gpu_routing.by_expert(routed.ids[some], len(experts))
+        count = tokens.numel()
+        rows = expert_ffn(
+            routed.x[some],
+            pages,
+            offsets,
+            tokens=tokens,
+            out=space.rows[:count],
+            scratch=space.wide(count, pages.width, routed.x.dtype),
+        )
+        gpu_routing.combine(rows, routed.weights[some], places, out=out[some], add=into is not None)
+    return out
 
 
 def accumulate(

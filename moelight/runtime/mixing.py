@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.products import Workspace
-from moelight.memory.pages import ExpertWeights, PageStore
+from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
-from moelight.models.moe import Routed, accumulate, mixture
+from moelight.models.moe import Experts, Routed, accumulate, mixture
 from moelight.runtime.microbatch import Kept, MicroBatch, present
 
 CPU_ROWS = 256  # torch keeps a kernel for every row count it meets on a CPU, and more rows at once are no faster there
@@ -61,7 +61,7 @@ class Mixing:
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
         self._host_space = host_space
-        self._found: dict[tuple[int, int], list[ExpertWeights | None]] = {}
+        self._found: dict[tuple[int, int], Experts] = {}
         self.table: Mapping[TaskKind, MixingAct] = {
             TaskKind.POST_ATTENTION: self._post_attention,
             TaskKind.ROUTE: self._route,
@@ -112,7 +112,7 @@ class Mixing:
         if self._pages.near == "host":
             experts = self._layer_experts(task.layer, position)
         else:
-            experts = self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts)
+            experts = Experts(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
         mb.experts_host = present(mb.crossing).experts_output(routed.x.shape)
         mb.experts_host.copy_(mixture(routed, experts, present(self._host_space)))
 
@@ -126,11 +126,11 @@ class Mixing:
         mb.hidden += present(mb.experts)
         mb.routed = None
 
-    def _layer_experts(self, layer: int, position: int) -> list[ExpertWeights | None]:
+    def _layer_experts(self, layer: int, position: int) -> Experts:
         model = self._decoder.model
         if not model.moe_layers[layer]:
-            return []
+            return Experts()
         key = (layer, self._pages.phase(position))
         if key not in self._found:
-            self._found[key] = self._pages.layer_experts(layer, model.experts.num_experts, position)
+            self._found[key] = Experts(self._pages.layer_experts(layer, model.experts.num_experts, position))
         return self._found[key]

@@ -14,7 +14,7 @@ from torch import Tensor
 from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels.products import Workspace
-from moelight.models.moe import ExpertWeights, Routed, accumulate, mixture, route
+from moelight.models.moe import Experts, ExpertWeights, Routed, accumulate, grouped, mixture, route
 from moelight.profiles.model import RouterSpec
 from moelight.weights.torch_dtypes import to_torch
 from tests.shapes import examples, small_model
@@ -66,6 +66,21 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
     accumulate(sums, what, some, space(most), most_rows=most)
     accumulate(sums, what, others, space(most), most_rows=most)
     torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
+
+
+@examples(40)
+@given(tokens=st.integers(1, 40), here=st.lists(st.booleans(), min_size=5, max_size=5))
+def test_the_way_of_a_gpu_gives_the_same_sums(tokens: int, here: list[bool]) -> None:
+    """Through the twins of its kernels; workspaces of fewer tokens are used several times."""
+    what, weights = routed(tokens), experts()
+    some = Experts(each if mine else None for each, mine in zip(weights, here, strict=True))
+    if not any(some):
+        return
+    expected = one_by_one(what, some)
+    torch.testing.assert_close(grouped(what, some, space(tokens)).double(), expected, rtol=1e-4, atol=1e-4)
+    total = torch.ones_like(what.x)
+    assert grouped(what, some, space(-(-tokens // 3)), total) is total
+    torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)

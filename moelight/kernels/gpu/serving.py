@@ -61,6 +61,27 @@ def capability(index: int | None) -> tuple[int, int]:
     return major, minor
 
 
+@cache
+def failure(index: int | None) -> str | None:
+    """Why Triton's kernels do not run on a card, found by running a small one; None where they do. A machine may lack
+    the C compiler that Triton needs for its launchers."""
+    import torch
+
+    from moelight.kernels.gpu import routing_triton
+
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    try:
+        with torch.cuda.device(device):
+            ones = torch.ones(1, 1, device=device)
+            out = torch.zeros(1, 16, device=device)
+            places = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            routing_triton.combine[(1, 1)](out + 1, ones, places, out, 1, 16, TOP_K=1, ADD=False, BY_HAND=False, BW=16)
+            right = bool((out == 1).all())
+    except Exception as error:  # noqa: BLE001 - whatever a compiler, driver or launcher raises, torch serves instead
+        return "triton's kernels do not run here: " + (str(error).strip() or repr(error)).splitlines()[0]
+    return None if right else "triton's kernels give wrong numbers here"
+
+
 def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.0) -> tuple[bool, str]:
     """Whether Triton serves tensors of ``dtype`` on ``device``, and one clause that says why or why not.
 
@@ -75,6 +96,8 @@ def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.
         return False, "triton was told to interpret its kernels (TRITON_INTERPRET=1)"
     if device.type != "cuda":
         return False, f"no kernel was written for devices of type {device.type}"
+    if why := failure(device.index):
+        return False, why
     return card_serves(capability(device.index), str(dtype).removeprefix("torch."), rows_per_expert)
 
 
