@@ -73,7 +73,8 @@ def mixture(
     if routed.x.device.type == "cpu" and native.available():
         return _natively(routed, experts, space, into)
     rows = routed.ids.numel()
-    if any(experts) and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
+    on_card = routed.x.is_cuda and any(experts)
+    if on_card and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
         return grouped(routed, experts if isinstance(experts, Experts) else Experts(experts), space, into)
     if all(expert is not None for expert in experts):
         found = _all_at_once(routed, [expert for expert in experts if expert is not None], space)
