@@ -101,10 +101,10 @@ def test_what_fails_to_open_leaves_nothing_behind(model: Path, monkeypatch: pyte
         Engine(policy(model), device="cpu", lanes="many")
 
     def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refuse)
+        patch.setattr("mmap.mmap", refuse)
         with pytest.raises(BudgetError, match="the machine has no"):
             Engine(policy(model, "gpu"), device="twin", lanes="threads")
     weights = model / "model.safetensors"
