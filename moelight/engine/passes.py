@@ -86,8 +86,11 @@ class PassRunner:
             view=lambda slot: page_views(slot, profile, dtype),
         )
         pages.load(self._reader.read)
-        sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype)
-        spaces = {name: Workspace(arenas[name], sizes, hidden, dtype) for name in {"work", "host_work"} & set(arenas)}
+        spaces = {}
+        for name in {"work", "host_work"} & set(arenas):
+            grouped = name == "work" and policy.discrete
+            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype, grouped=grouped)
+            spaces[name] = Workspace(arenas[name], sizes, hidden, dtype)
         self.decoder = Decoder(profile, weights, spaces["work"])
         self._operations = Operations(
             self.decoder,

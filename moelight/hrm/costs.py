@@ -22,6 +22,7 @@ from moelight.profiles.stored import dense_tensors, page_shapes
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
+EXPERT_ROWS = 1024  # of one expert at once: enough to bind any processor by its products, not by its weights
 _ALL_MET = 1e3
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
 
@@ -174,8 +175,9 @@ def staging_passes(*, from_disk: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWorkspace:
-    """The buffers experts write while they run: all routed rows ``[R, H]``; of one expert, gate and up ``[T, 2I]``
-    (or its activation in float32); and its activation ``[T, I]`` or its output ``[T, H]``."""
+    """The buffers experts write while they run: all routed rows ``[R, H]``; of at most `EXPERT_ROWS` rows of an expert,
+    gate and up ``[rows, 2I]`` (or the activation in float32), and the activation ``[rows, I]`` or the output
+    ``[rows, H]``. Where all experts run in one launch the second holds the activations of all, ``[R, I]``."""
 
     rows_bytes: int
     wide_bytes: int
@@ -187,11 +189,15 @@ class ExpertWorkspace:
         return self.rows_bytes + self.wide_bytes + self.narrow_bytes
 
 
-def expert_workspace(model: ModelProfile, tokens: int, dtype: DType) -> ExpertWorkspace:
-    """For micro-batches of ``tokens``, all of which may meet in one expert; row counts may be rounded up."""
-    padded = tokens + ROW_PADDING
+def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped: bool) -> ExpertWorkspace:
+    """For micro-batches of ``tokens``, all of which may meet in one expert; row counts may be rounded up. ``grouped``:
+    experts may run in one launch, as those of a device do. The CPU's native kernel keeps its own, smaller buffers in
+    place of the second and the third."""
+    routed, padded = tokens * model.router.top_k + ROW_PADDING, np.minimum(tokens, EXPERT_ROWS) + ROW_PADDING
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
-    rows = (tokens * model.router.top_k + ROW_PADDING) * model.hidden_size * dtype.itemsize
-    narrow = padded * max(width, model.hidden_size) * dtype.itemsize
-    sizes = [align_up(size, TENSOR_ALIGNMENT) for size in (rows, padded * 2 * width * dtype.itemsize, narrow)]
+    wide = padded * 2 * width
+    if grouped:
+        wide = np.maximum(wide, routed * model.experts.intermediate_size)
+    numbers = (routed * model.hidden_size, wide, padded * max(width, model.hidden_size))
+    sizes = [align_up(count * dtype.itemsize, TENSOR_ALIGNMENT) for count in numbers]
     return ExpertWorkspace(rows_bytes=sizes[0], wide_bytes=sizes[1], narrow_bytes=sizes[2])

@@ -123,7 +123,7 @@ def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DT
     found = {
         ("dense", near): costs.dense_bytes(model, dtype),
         ("hidden", near): hidden_arena_bytes(model, sizes, dtype),
-        ("work", near): work_bytes(model, sizes, dtype),
+        ("work", near): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", near): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES,
     }
@@ -134,7 +134,7 @@ def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DT
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
     if sizes.discrete and sizes.ffn_device != "gpu":
-        found["host_work", "host"] = work_bytes(model, sizes, dtype)
+        found["host_work", "host"] = work_bytes(model, sizes, dtype, grouped=False)
         found["host_transient", "host"] = host_transient_bytes(model, sizes, dtype)
     return found
 
@@ -214,9 +214,9 @@ def mixture_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
 
 
-def work_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+def work_bytes(model: ModelProfile, sizes: Sizes, dtype: DType, *, grouped: bool) -> Any:
     """The buffers experts write while they run."""
-    return costs.expert_workspace(model, sizes.micro_batch_tokens, dtype).bytes
+    return costs.expert_workspace(model, sizes.micro_batch_tokens, dtype, grouped=grouped).bytes
 
 
 def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:

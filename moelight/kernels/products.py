@@ -14,11 +14,13 @@ Legend: R rows, H hidden, I intermediate.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.hrm.costs import ExpertWorkspace
+from moelight.hrm.costs import EXPERT_ROWS, ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
@@ -34,6 +36,12 @@ def padded_rows(rows: int) -> int:
     """The least row count on the grid that is not below ``rows``; at most 7 above it up to 256 rows, 31 beyond."""
     step = next((step for most, step in _STEPS if rows <= most), _COARSEST)
     return -(-rows // step) * step
+
+
+def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of ``count`` rows cut so that each part fits a `Workspace`."""
+    for start in range(first, first + count, EXPERT_ROWS):
+        yield start, min(EXPERT_ROWS, first + count - start)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -84,7 +92,8 @@ class Workspace:
 
 
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
-    """Gated SiLU: x [R, H], R on the grid, gate_up [2I, H] (gate rows first), down [H, I] -> [R, H]."""
+    """Gated SiLU: x [R, H], R on the grid and at most `EXPERT_ROWS`, gate_up [2I, H] (gate rows first), down [H, I] ->
+    [R, H]."""
     rows, width = x.shape[0], down.shape[1]
     if x.device.type == "cpu" and native.available():
         return cpu_expert_ffn(x, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))

@@ -16,7 +16,7 @@ from torch import Tensor
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels.norm import rms_norm, rotate
-from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows
+from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, parts
 from moelight.models.moe import ExpertWeights, Routed, mixture, route
 from moelight.models.rope import Rotation
 from moelight.profiles.model import ModelProfile
@@ -92,7 +92,10 @@ class Decoder:
         tokens = x.shape[0]
         rows = self.space.rows[: padded_rows(tokens)]
         rows[:tokens] = x
-        return feed_forward(rows, gate_up, down, self.space)[:tokens]
+        for start, some in parts(0, tokens):
+            padded = rows[start : start + padded_rows(some)]
+            rows[start : start + some] = feed_forward(padded, gate_up, down, self.space)[:some]
+        return rows[:tokens]
 
     def _norm_qk(self, mine: LayerWeights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if mine.q_norm is None or mine.k_norm is None:

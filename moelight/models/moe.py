@@ -12,13 +12,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import Pages
-from moelight.kernels.products import Workspace, feed_forward, padded_rows
+from moelight.kernels.products import Workspace, feed_forward, padded_rows, parts
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
@@ -141,7 +142,7 @@ def accumulate(
         first += count
         if expert is None or not count:
             continue
-        for part in chosen.split(most_rows):
+        for part in chosen.split(min(most_rows, EXPERT_ROWS)):
             tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
@@ -163,10 +164,10 @@ def _all_at_once(routed: Routed, experts: Sequence[ExpertWeights], space: Worksp
     torch.index_select(routed.x, 0, order // top_k, out=rows[: order.numel()])
     first = 0
     for (gate_up, down), count in zip(experts, counts, strict=True):
-        if count:
-            padded = rows[first : first + padded_rows(count)]
-            rows[first : first + count] = feed_forward(padded, gate_up, down, space)[:count]
-            first += count
+        for start, some in parts(first, count):
+            padded = rows[start : start + padded_rows(some)]
+            rows[start : start + some] = feed_forward(padded, gate_up, down, space)[:some]
+        first += count
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
     ranked = back.view(tokens, top_k)

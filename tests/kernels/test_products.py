@@ -54,7 +54,7 @@ def test_feed_forward(family: str, dtype: object) -> None:
     """mixtral's experts are wider than its hidden states here, qwen3_moe's may be narrower."""
     model = profile_from_config(HFConfig(tiny_config(family), where="test"), name="tiny")
     wanted, hidden, width = to_torch(dtype), model.hidden_size, model.experts.intermediate_size  # type: ignore[arg-type]
-    sizes = expert_workspace(model, max(ROWS), dtype)  # type: ignore[arg-type]
+    sizes = expert_workspace(model, max(ROWS), dtype, grouped=False)  # type: ignore[arg-type]
     space = products.Workspace(torch.zeros(sizes.bytes, dtype=torch.uint8), sizes, hidden, wanted)
     gate_up, down = torch.randn(2 * width, hidden).to(wanted), torch.randn(hidden, width).to(wanted)
     for rows in ROWS:

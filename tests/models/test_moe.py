@@ -25,7 +25,7 @@ HIDDEN, WIDTH = MODEL.hidden_size, MODEL.experts.intermediate_size
 
 
 def space(tokens: int, dtype: DType = FLOAT32) -> Workspace:
-    sizes = expert_workspace(MODEL, tokens, dtype)
+    sizes = expert_workspace(MODEL, tokens, dtype, grouped=True)
     return Workspace(torch.full((sizes.bytes,), 255, dtype=torch.uint8), sizes, HIDDEN, to_torch(dtype))
 
 

@@ -104,7 +104,7 @@ class _Layer:
     """One layer for ``tokens`` sequences, each with one block of the cache."""
 
     def __init__(self, pool: Pool, tokens: int) -> None:
-        spec, size = _MODEL.attention, expert_workspace(_MODEL, 1, BFLOAT16)
+        spec, size = _MODEL.attention, expert_workspace(_MODEL, 1, BFLOAT16, grouped=False)
         self._weights = _weights(pool.dtype)
         embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
         norm = self._weights.input_norm
