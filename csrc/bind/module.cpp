@@ -51,5 +51,6 @@ NB_MODULE(_native, module) {
   add_mla(module);
   add_copy(module);
   add_prefill(module);
+  add_read(module);
   add_route(module);
 }
