@@ -1,6 +1,6 @@
 """Reads from a disk into memory: ours beside a plain direct read of the same file, and beside what else could read.
 
-    python benchmarks/reads.py [--directory DIR] [--gib 2.0] [--rounds 5] [--depth 4] [--chunk-mib 2]
+    python benchmarks/reads.py [--directory DIR] [--gib 2.0] [--rounds 5] [--depth 4] [--chunk-mib 4]
 
 Every contender reads the same file, as parts of ``--part-mib`` into a ring of slots, as the disk lane does with pages.
 The roof is a plain sequential direct read of 8 MiB blocks into memory on huge pages, one after the other. Contenders
@@ -28,6 +28,7 @@ from moelight.kernels.reads import FileReader, Part
 
 MIB = 1 << 20
 BLOCK = 8 * MIB
+HUGE_PAGE = 2 * MIB
 SLOTS = 4
 Contender = Callable[[], float]
 
@@ -38,13 +39,13 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--chunk-mib", type=float, default=2.0)
+    parser.add_argument("--chunk-mib", type=float, default=4.0)
     parser.add_argument("--part-mib", type=float, default=24.0)
     args = parser.parse_args()
     with tempfile.NamedTemporaryFile(dir=args.directory, prefix=".moelight-") as made:
         file = Path(made.name)
         size = write(file, int(args.gib * 1024**3) // BLOCK)
-        rows = measure(contenders(file, size, args), size, args.rounds)
+        rows = measure(contenders(file, size, args), file, size, args.rounds)
     print(f"{'':44}{'GB/s':>8}{'of roof':>9}{'CPU s/GB':>10}{'busy':>7}")
     for row in rows:
         busy = f"{row['busy_share']:.0%}" if row["busy_share"] else ""
@@ -76,12 +77,13 @@ def contenders(file: Path, size: int, args: argparse.Namespace) -> dict[str, Con
     }
 
 
-def measure(contenders: dict[str, Contender], size: int, rounds: int) -> list[dict[str, float | str]]:
+def measure(contenders: dict[str, Contender], file: Path, size: int, rounds: int) -> list[dict[str, float | str]]:
     seconds = {name: list[float]() for name in contenders}
     cpu = {name: list[float]() for name in contenders}
     busy = {name: list[float]() for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
+            forget(file)
             began, spent = time.perf_counter(), time.process_time()
             busy[name].append(run())
             seconds[name].append(time.perf_counter() - began)
@@ -102,9 +104,8 @@ def measure(contenders: dict[str, Contender], size: int, rounds: int) -> list[di
 def reader_pass(
     file: Path, size: int, args: argparse.Namespace, memory: Tensor, whole: int, shift: int, **options: object
 ) -> float:
-    """All parts, two slots' worth ahead of the one that is waited for; ``shift`` -1: where addresses agree."""
+    """All parts, a ring's worth in flight. ``shift``: where in a page parts begin in memory; -1: as in the file."""
     settings = {"depth": args.depth, "chunk_bytes": int(args.chunk_mib * MIB), **options}
-    forget(file)
     with FileReader([file], **settings) as reader:
         running = []
         began = time.perf_counter()
@@ -112,8 +113,7 @@ def reader_pass(
             if len(running) == SLOTS:
                 running.pop(0).wait()
             slot = memory[number % SLOTS * (len(memory) // SLOTS) :]
-            start = (offset if shift < 0 else shift) % 4096
-            start = (start - slot.data_ptr()) % 4096
+            start = ((offset if shift < 0 else shift) - slot.data_ptr()) % 4096
             running.append(reader.submit([Part(file, offset, slot[start : start + min(whole, size - offset)])]))
         for ticket in running:
             ticket.wait()
@@ -121,8 +121,7 @@ def reader_pass(
 
 
 def plain(file: Path, size: int, memory: Tensor) -> float:
-    start = -memory.data_ptr() % 4096
-    block = memory[start : start + BLOCK].numpy().data
+    block = memory[:BLOCK].numpy().data
     descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
     try:
         for offset in range(0, size, BLOCK):
@@ -133,7 +132,6 @@ def plain(file: Path, size: int, memory: Tensor) -> float:
 
 
 def buffered(file: Path, size: int, memory: Tensor, whole: int) -> float:
-    forget(file)
     with open(file, "rb", buffering=0) as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for offset in range(0, size, whole):
@@ -145,7 +143,6 @@ def buffered(file: Path, size: int, memory: Tensor, whole: int) -> float:
 
 
 def mapped(file: Path, size: int, memory: Tensor, whole: int) -> float:
-    forget(file)
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as mapping:
         to = memory.numpy()
         for offset in range(0, size, whole):
@@ -155,10 +152,12 @@ def mapped(file: Path, size: int, memory: Tensor, whole: int) -> float:
 
 
 def ring(size: int, *, huge: bool) -> Tensor:
-    """Touched memory of ``size`` bytes on huge pages, or on small ones."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Touched memory of ``size`` bytes, all on huge pages or all on small ones."""
+    memory = mmap.mmap(-1, size + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    raw = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    start = -raw.data_ptr() % HUGE_PAGE
+    return raw[start : start + size]
 
 
 def write(file: Path, blocks: int) -> int:

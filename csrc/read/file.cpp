@@ -19,10 +19,6 @@ constexpr int kDirect = O_DIRECT;
 constexpr int kDirect = 0;
 #endif
 
-bool usable(int64_t alignment) {
-  return alignment > 0 && alignment <= ReadFile::kMaxAlignment && (alignment & (alignment - 1)) == 0;
-}
-
 // The first `bytes` of the pieces are filled.
 void advance(iovec*& pieces, int& count, size_t bytes) {
   while (count > 0 && bytes >= pieces->iov_len) {
@@ -49,7 +45,6 @@ ReadFile::ReadFile(std::string path, bool direct) : path_(std::move(path)) {
   if (S_ISDIR(status.st_mode)) throw ReadFault{EISDIR, 0, path_};
   if (!S_ISREG(status.st_mode)) throw ReadFault{ESPIPE, 0, path_};
   open(direct && kDirect != 0);
-  if (direct_) find_alignment();
 }
 
 ReadFile::~ReadFile() {
@@ -61,35 +56,9 @@ void ReadFile::open(bool direct) {
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | (direct ? kDirect : 0));
   if (descriptor_ < 0 && direct && errno == EINVAL) return open(false);
   if (descriptor_ < 0) throw ReadFault{errno, 0, path_};
-}
-
-void ReadFile::find_alignment() {
-#ifdef STATX_DIOALIGN
-  struct statx extra{};
-  if (::statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extra) == 0 && (extra.stx_mask & STATX_DIOALIGN) != 0) {
-    if (usable(extra.stx_dio_offset_align) && usable(extra.stx_dio_mem_align)) {
-      offset_alignment_ = extra.stx_dio_offset_align;
-      memory_alignment_ = extra.stx_dio_mem_align;
-    } else {
-      leave_direct();
-    }
-    return;
-  }
+#ifdef POSIX_FADV_SEQUENTIAL
+  if (!direct) ::posix_fadvise(descriptor_, 0, 0, POSIX_FADV_SEQUENTIAL);
 #endif
-  probe_alignment();
-}
-
-// A kernel or a file system that does not say: the least alignment that is served. Some serve any, without a page cache
-// (network file systems) or through it.
-void ReadFile::probe_alignment() {
-  alignas(kMaxAlignment) static thread_local char block[2 * kMaxAlignment];
-  for (const int64_t alignment : {int64_t{1}, int64_t{512}, kMaxAlignment}) {
-    char* to = block + alignment % kMaxAlignment;
-    if (::pread(descriptor_, to, static_cast<size_t>(alignment), 0) < 0) continue;
-    offset_alignment_ = memory_alignment_ = alignment;
-    return;
-  }
-  leave_direct();
 }
 
 // From now on the descriptor reads through the page cache.
@@ -112,15 +81,18 @@ ReadFault ReadFile::read(iovec* pieces, int count, int64_t offset, int64_t neede
     }
     if (got < 0) return {errno, offset + done, path_};
     done += got;
-    // Only the end of the file cuts a direct read at an odd place, and nothing can be asked for from there.
-    if (got == 0 || (done < needed && done % offset_alignment_ != 0))
+    // Only the end of the file cuts a direct read within a page, and nothing can be asked for from there.
+    if (got == 0 || (done < needed && done % kPage != 0 && direct()))
       return {ReadFault::kEndsEarly, offset + done, path_};
     advance(pieces, count, static_cast<size_t>(got));
   }
-#ifdef POSIX_FADV_DONTNEED
-  if (offset_alignment_ == 1) ::posix_fadvise(descriptor_, offset, done, POSIX_FADV_DONTNEED);
-#endif
   return {};
+}
+
+void ReadFile::forget(int64_t offset, int64_t bytes) const {
+#ifdef POSIX_FADV_DONTNEED
+  ::posix_fadvise(descriptor_, offset, bytes, POSIX_FADV_DONTNEED);
+#endif
 }
 
 }  // namespace moelight

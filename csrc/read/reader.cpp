@@ -103,7 +103,7 @@ std::shared_ptr<FileReader> FileReader::open(const std::vector<std::string>& pat
 // The buffers lie on huge pages, where reads need few descriptors, and are no business of children, whose birth would
 // otherwise turn pages that a disk is writing to into copies.
 void FileReader::start(int depth) {
-  const int64_t each = round_up(chunk_bytes_ + ReadFile::kMaxAlignment, ReadFile::kMaxAlignment);
+  const int64_t each = round_up(chunk_bytes_ + ReadFile::kPage, ReadFile::kPage);
   const auto bytes = static_cast<size_t>(each * depth + kHugePage);
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -200,23 +200,30 @@ void FileReader::serve(char* bounce) {
     if (--request.chunks_left_ == 0) {
       lock.unlock();
       request.finish();
+      for (const ReadPart& part : request.parts_) {
+        if (!file(part.file).direct()) file(part.file).forget(part.offset, part.bytes);
+      }
       lock.lock();
     }
   }
 }
 
-// What is between `first` and `last`, the aligned bytes around the part, is read at once: the ragged ends, or all of
-// it, into `bounce`.
 ReadFault FileReader::read(const ReadPart& part, char* bounce, int64_t& copied) {
   ReadFile& from = *files_[static_cast<size_t>(part.file)];
-  const int64_t unit = from.offset_alignment(), end = part.offset + part.bytes;
-  const int64_t first = round_down(part.offset, unit), last = round_up(end, unit);
-  const int64_t begin = round_up(part.offset, unit), stop = round_down(end, unit);
+  if (from.direct()) return read_directly(from, part, bounce, copied);
+  iovec all = piece(part.dst, part.bytes);
+  return fetch(from, &all, 1, part.offset, part.bytes);
+}
+
+// The pages around the part are read at once: its ragged ends, or all of it, into `bounce`.
+ReadFault FileReader::read_directly(ReadFile& from, const ReadPart& part, char* bounce, int64_t& copied) {
+  constexpr int64_t kPage = ReadFile::kPage;
+  const int64_t end = part.offset + part.bytes, first = round_down(part.offset, kPage);
+  const int64_t begin = round_up(part.offset, kPage), stop = round_down(end, kPage);
   const int64_t head = begin - part.offset, tail = end - stop;
   char* const place = part.dst + head;
-  const bool in_place = reinterpret_cast<uintptr_t>(place) % static_cast<uintptr_t>(from.memory_alignment()) == 0;
-  if (!in_place || begin >= stop) {
-    iovec all = piece(bounce, last - first);
+  if (reinterpret_cast<uintptr_t>(place) % kPage != 0 || begin >= stop) {
+    iovec all = piece(bounce, round_up(end, kPage) - first);
     ReadFault fault = fetch(from, &all, 1, first, end - first);
     if (!fault.none()) return fault;
     copy(part.dst, bounce + (part.offset - first), part.bytes);
@@ -225,13 +232,13 @@ ReadFault FileReader::read(const ReadPart& part, char* bounce, int64_t& copied) 
   }
   iovec pieces[3];
   int count = 0;
-  if (head > 0) pieces[count++] = piece(bounce, unit);
+  if (head > 0) pieces[count++] = piece(bounce, kPage);
   pieces[count++] = piece(place, stop - begin);
-  if (tail > 0) pieces[count++] = piece(bounce + unit, unit);
+  if (tail > 0) pieces[count++] = piece(bounce + kPage, kPage);
   ReadFault fault = fetch(from, pieces, count, first, end - first);
   if (!fault.none()) return fault;
-  copy(part.dst, bounce + (unit - head), head);
-  copy(part.dst + part.bytes - tail, bounce + unit, tail);
+  copy(part.dst, bounce + (kPage - head), head);
+  copy(part.dst + part.bytes - tail, bounce + kPage, tail);
   copied = head + tail;
   return {};
 }

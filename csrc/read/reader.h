@@ -1,9 +1,10 @@
 // Reads from files into memory by threads that do nothing else. Knows bytes and files; owns no memory that it fills.
 //
 // A request is a list of parts, each a range of a file and where it goes. It is cut into chunks, which the threads take
-// in order: as many reads are in flight as there are threads. Where the distance between file and memory is a multiple
-// of what the file system asks of direct reads, a chunk is read into its place and only its ragged ends are copied;
-// elsewhere it is read into a buffer of the thread and copied from there.
+// in order: as many reads are in flight as there are threads. Where a part lies in its pages of memory as it lies in
+// those of its file, a chunk is read into its place and only its ragged ends are copied; elsewhere it is read into a
+// buffer of the thread and copied from there. What cannot be read directly is read into its place, and its pages let go
+// of.
 #pragma once
 
 #include <atomic>
@@ -97,7 +98,7 @@ struct UnmapMemory {
 class FileReader {
  public:
   static constexpr int kMaxDepth = 64;
-  static constexpr int64_t kMinChunk = ReadFile::kMaxAlignment;
+  static constexpr int64_t kMinChunk = ReadFile::kPage;
   static constexpr int64_t kMaxChunk = int64_t{64} << 20;
 
   // `chunk_bytes` is a multiple of kMinChunk. Throws ReadFault where a file cannot be opened, std::system_error where
@@ -132,6 +133,7 @@ class FileReader {
   Chunk take();
   void serve(char* bounce);
   ReadFault read(const ReadPart& part, char* bounce, int64_t& copied);
+  ReadFault read_directly(ReadFile& file, const ReadPart& part, char* bounce, int64_t& copied);
   ReadFault fetch(ReadFile& file, iovec* pieces, int count, int64_t offset, int64_t needed);
 
   const OfThisProcess home_;

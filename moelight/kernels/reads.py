@@ -24,7 +24,7 @@ from moelight.kernels import checks, native
 from moelight.kernels.reference_reads import PreadReader
 from moelight.kernels.views import view
 
-CHUNK_BYTES = 2 * MiB
+CHUNK_BYTES = 4 * MiB
 DEPTH = 4
 MAX_DEPTH = 64
 MAX_CHUNK_BYTES = 64 * MiB
@@ -94,11 +94,11 @@ class Ticket:
 class FileReader(AbstractContextManager["FileReader"]):
     """Reads ``files``, each opened once, ``depth`` reads of at most ``chunk_bytes`` at a time, in the order of calls.
 
-    With ``direct`` the disk writes straight into memory and nothing of a file stays in the page cache; where the file
-    system refuses that, reads go through the page cache, which is asked to let go at once. A chunk whose address and
-    place in the file agree modulo what the file system asks for (512 bytes, mostly) is read into place, its ragged ends
-    copied; any other goes by way of a buffer on huge pages. The buffers take ``depth * (chunk_bytes + 4096)`` bytes
-    at most. Memory of 4 KiB pages is written to by a disk at a third of the rate of huge pages: ``MADV_HUGEPAGE`` pays.
+    With ``direct`` nothing of a file stays in the page cache. Where a part lies in its pages of memory as it lies in
+    those of its file (address and offset agree modulo 4096), the disk writes it into place and only its ragged ends are
+    copied; that wants memory on huge pages (``MADV_HUGEPAGE``): on pages of 4 KiB it takes twice as long. Any other part
+    goes by way of buffers on huge pages, ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more of a
+    processor. Where the file system refuses direct reads, they go through the page cache, which is asked to let go.
 
     Any number of threads may submit and wait. In the child of a fork the reader refuses to serve.
 
@@ -127,8 +127,10 @@ class FileReader(AbstractContextManager["FileReader"]):
         _OPEN.add(self)
 
     def submit(self, parts: Sequence[Part], done: Callable[[OSError | None], None] | None = None) -> Ticket:
-        """Have ``parts`` read. ``done`` is called once, in a thread of the reader, with None or what went wrong; it must
-        not wait for reads, and what it raises goes to `sys.unraisablehook`.
+        """Have ``parts`` read.
+
+        ``done`` is called once, in a thread of the reader, with None or what went wrong. It must not wait for reads; what
+        it raises goes to `sys.unraisablehook`.
 
         Raises ValueError, naming the argument, for a part of a file that was not opened, a wrong offset or memory.
         """

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 Fault = tuple[int, str, str]
@@ -49,7 +50,8 @@ class PreadRequest:
             try:
                 self.done(self.first)
             except BaseException as error:  # noqa: BLE001 - nobody above could be told
-                sys.unraisablehook(_Unraisable(error))
+                told = (type(error), error, error.__traceback__, "a callback of a file reader", None)
+                sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))  # type: ignore[arg-type]
             self.done = None
         self._finished.set()
 
@@ -72,7 +74,9 @@ class PreadReader:
         except OSError:
             self._close_files()
             raise
-        self._threads = [threading.Thread(target=self._serve, name="moelight-reader", daemon=True) for _ in range(depth)]
+        self._threads = [
+            threading.Thread(target=self._serve, name="moelight-reader", daemon=True) for _ in range(depth)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -155,15 +159,8 @@ class PreadReader:
         return None
 
 
-class _Unraisable:
-    """What `sys.unraisablehook` wants to know."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.exc_type, self.exc_value, self.exc_traceback = type(error), error, error.__traceback__
-        self.err_msg, self.object = "a callback of a file reader", None
-
-
 _LOCAL = threading.local()
+_UNRAISABLE = ("exc_type", "exc_value", "exc_traceback", "err_msg", "object")
 
 
 def _refuse_to_wait() -> None:
