@@ -1,7 +1,5 @@
 #include "reader.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -13,6 +11,7 @@
 #include <utility>
 
 #include "copy/copy.h"
+#include "moelight/signals.h"
 
 namespace moelight {
 namespace {
@@ -40,22 +39,6 @@ iovec piece(char* memory, int64_t bytes) { return {memory, static_cast<size_t>(b
 void refuse_to_wait() {
   if (reading) throw std::logic_error("a callback of a reader must not wait for reads: it keeps one of them waiting");
 }
-
-// Signals are for the threads of the program, which know what to do about them.
-class NoSignals {
- public:
-  NoSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  NoSignals(const NoSignals&) = delete;
-  NoSignals& operator=(const NoSignals&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 

@@ -96,8 +96,8 @@ class FileReader(AbstractContextManager["FileReader"]):
 
     With ``direct`` nothing of a file stays in the page cache. Where a part lies in its pages of memory as it lies in
     those of its file (address and offset agree modulo 4096), the disk writes it into place and only its ragged ends are
-    copied; that wants memory on huge pages (``MADV_HUGEPAGE``): on pages of 4 KiB it takes twice as long. Any other part
-    goes by way of buffers on huge pages, ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more of a
+    copied; that wants memory on huge pages (``MADV_HUGEPAGE``): on pages of 4 KiB it takes twice as long. Others go
+    by way of buffers on huge pages, ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more of a
     processor. Where the file system refuses direct reads, they go through the page cache, which is asked to let go.
 
     Any number of threads may submit and wait. In the child of a fork the reader refuses to serve.
@@ -129,8 +129,8 @@ class FileReader(AbstractContextManager["FileReader"]):
     def submit(self, parts: Sequence[Part], done: Callable[[OSError | None], None] | None = None) -> Ticket:
         """Have ``parts`` read.
 
-        ``done`` is called once, in a thread of the reader, with None or what went wrong. It must not wait for reads; what
-        it raises goes to `sys.unraisablehook`.
+        ``done`` is called once, in a thread of the reader, with None or what went wrong. It must not wait for reads;
+        what it raises goes to `sys.unraisablehook`.
 
         Raises ValueError, naming the argument, for a part of a file that was not opened, a wrong offset or memory.
         """

@@ -51,7 +51,7 @@ class PreadRequest:
                 self.done(self.first)
             except BaseException as error:  # noqa: BLE001 - nobody above could be told
                 told = (type(error), error, error.__traceback__, "a callback of a file reader", None)
-                sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))  # type: ignore[arg-type]
+                sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))
             self.done = None
         self._finished.set()
 
