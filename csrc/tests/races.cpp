@@ -34,11 +34,14 @@ void at_once(F&& body) {
 void pool() {
   at_once([](int caller) {
     for (int round = 0; round < 300; ++round) {
-      std::vector<int64_t> squares(static_cast<size_t>(round % 40));
-      const auto n = static_cast<int64_t>(squares.size());
-      moelight::parallel_for(1 + (caller + round) % 5, n,
-                             [&](int64_t i, int) { squares[static_cast<size_t>(i)] = i * i; });
-      for (int64_t i = 0; i < n; ++i) require(squares[static_cast<size_t>(i)] == i * i, "an index was not worked on");
+      const int threads = 1 + (caller + round) % 5;
+      std::vector<int64_t> sums(static_cast<size_t>(round % 40));
+      const auto n = static_cast<int64_t>(sums.size());
+      moelight::parallel_for(threads, n, [&](int64_t i, int) {
+        moelight::parallel_for(threads, i, [&](int64_t j, int) { sums[static_cast<size_t>(i)] += j; });
+      });
+      for (int64_t i = 0; i < n; ++i)
+        require(sums[static_cast<size_t>(i)] == i * (i - 1) / 2, "a body did not run once");
     }
   });
 }
