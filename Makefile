@@ -8,7 +8,7 @@ CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
 INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format size clean
+.PHONY: help demo test sanitize check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -24,6 +24,18 @@ demo: $(STAMP)  ## run the bundled model on examples/prompts.jsonl, prompts besi
 
 test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 	$(BIN)/python -m pytest $(ARGS)
+
+# An extension of its own, which stands in for the usual one in this run only. The first report ends the run.
+SANITIZE := build/sanitize
+sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of the extension under TSan
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet cmake ninja
+	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S csrc -B $(SANITIZE) -G Ninja -DMOELIGHT_SANITIZE=ON \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build $(SANITIZE)
+	cd $(SANITIZE) && TSAN_OPTIONS=halt_on_error=1 ./races
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so $(or $(ARGS),tests/kernels)
 
 check: $(STAMP)  ## lint, format and types, of Python and C++; changes nothing
 	$(BIN)/ruff check .

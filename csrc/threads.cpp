@@ -4,13 +4,23 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
+
+#include "moelight/signals.h"
 
 namespace moelight {
 namespace {
+
+thread_local bool inside_body = false;
+
+// How long a thread looks out for the next job before it sleeps: waking it takes 22 us, and 7 of the caller's. Measured
+// at 50 and 200; between them by choice.
+constexpr std::chrono::microseconds kLookOut{100};
 
 struct Job {
   ParallelBody body;
@@ -18,11 +28,13 @@ struct Job {
   int64_t n;
   std::atomic<int64_t> next{0};
 
-  void work(int worker) {
+  void work(int worker) noexcept {
+    const bool nested = std::exchange(inside_body, true);
     for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < n;
          i = next.fetch_add(1, std::memory_order_relaxed)) {
       body(context, i, worker);
     }
+    inside_body = nested;
   }
 };
 
@@ -51,6 +63,7 @@ class Pool {
   int grow(int wanted) {
     try {
       while (size_ < wanted) {
+        const NoSignals guard;
         std::thread([this] { serve(); }).detach();
         ++size_;
       }
@@ -60,10 +73,25 @@ class Pool {
     return std::min(size_, wanted);
   }
 
+  // Others who want the processor get it at once.
+  bool look_out() const {
+    const auto until = std::chrono::steady_clock::now() + kLookOut;
+    while (places_.load(std::memory_order_relaxed) == 0) {
+      if (std::chrono::steady_clock::now() >= until) return false;
+      std::this_thread::yield();
+    }
+    return true;
+  }
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return places_ > 0; });
+      while (places_ == 0) {
+        lock.unlock();
+        const bool seen = look_out();
+        lock.lock();
+        if (!seen) wake_.wait(lock, [this] { return places_ > 0; });
+      }
       const int worker = places_--;
       ++busy_;
       Job& job = *job_;
@@ -78,7 +106,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
-  int places_ = 0;
+  std::atomic<int> places_{0};  // changed under the lock, looked at without
   int busy_ = 0;
   int size_ = 0;
 };
@@ -104,7 +132,7 @@ Pool& pool() {
 void run_parallel(int threads, int64_t n, ParallelBody body, void* context) {
   const int useful = static_cast<int>(std::min<int64_t>(threads, n));
   Job job{body, context, n};
-  if (useful <= 1) {
+  if (useful <= 1 || inside_body) {
     job.work(0);
   } else {
     pool().run(useful, job);

@@ -43,6 +43,13 @@ void check_layout(const char* name, const Array& array, size_t ndim) {
 }
 
 template <class Array>
+void check_bytes(const char* name, const Array& array) {
+  check_layout(name, array, 1);
+  if (array.dtype() != nb::dtype<uint8_t>()) refuse(name, "must be uint8");
+  if (array.shape(0) > 1 && array.stride(0) != 1) refuse(name, "must be contiguous");
+}
+
+template <class Array>
 void check_dim(const char* name, const Array& array, size_t dim, int64_t expected, const char* meaning) {
   if (static_cast<int64_t>(array.shape(dim)) != expected)
     refuse(name, std::string(meaning) + " must be " + std::to_string(expected) + ", shape is " + shape_of(array));
@@ -80,6 +87,7 @@ void add_mla(nb::module_& module);
 void add_norm(nb::module_& module);
 void add_copy(nb::module_& module);
 void add_prefill(nb::module_& module);
+void add_read(nb::module_& module);
 void add_route(nb::module_& module);
 
 }  // namespace moelight::bind

@@ -9,13 +9,6 @@ namespace {
 
 using namespace nb::literals;
 
-template <class Array>
-void check_bytes(const char* name, const Array& array) {
-  check_layout(name, array, 1);
-  if (array.dtype() != nb::dtype<uint8_t>()) refuse(name, "must be uint8");
-  if (array.shape(0) > 1 && array.stride(0) != 1) refuse(name, "must be contiguous");
-}
-
 void copy_pages(const Out& dst, const In& src, int64_t threads) {
   check_bytes("dst", dst);
   check_bytes("src", src);

@@ -52,5 +52,6 @@ NB_MODULE(_native, module) {
   add_copy(module);
   add_norm(module);
   add_prefill(module);
+  add_read(module);
   add_route(module);
 }

@@ -33,7 +33,9 @@ void stream_lines(char* dst, const char* src, int64_t lines) {
   }
 }
 
-void stream(char* dst, const char* src, int64_t bytes) {
+}  // namespace
+
+void stream_copy(char* dst, const char* src, int64_t bytes) {
   const int64_t head = std::min<int64_t>(bytes, -reinterpret_cast<intptr_t>(dst) & (kLine - 1));
   std::memcpy(dst, src, static_cast<size_t>(head));
   const int64_t lines = (bytes - head) / kLine, done = head + lines * kLine;
@@ -42,10 +44,10 @@ void stream(char* dst, const char* src, int64_t bytes) {
   _mm_sfence();  // streamed lines are in order with what this thread says next
 }
 #else
-void stream(char* dst, const char* src, int64_t bytes) { std::memcpy(dst, src, static_cast<size_t>(bytes)); }
-#endif
-
 }  // namespace
+
+void stream_copy(char* dst, const char* src, int64_t bytes) { std::memcpy(dst, src, static_cast<size_t>(bytes)); }
+#endif
 
 void copy_pages(char* dst, const char* src, int64_t bytes, int threads) {
   if (bytes <= 0) return;
@@ -56,7 +58,7 @@ void copy_pages(char* dst, const char* src, int64_t bytes, int threads) {
     const int64_t begin = std::max<int64_t>(0, piece * kBytesPerTask - lead);
     const int64_t end = std::min(bytes, (piece + 1) * kBytesPerTask - lead);
     if (bytes >= kStreamFrom) {
-      stream(dst + begin, src + begin, end - begin);
+      stream_copy(dst + begin, src + begin, end - begin);
     } else {
       std::memcpy(dst + begin, src + begin, static_cast<size_t>(end - begin));
     }

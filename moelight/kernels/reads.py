@@ -1,0 +1,229 @@
+"""Reads from files into memory, several at a time, past the page cache where the file system allows.
+
+Knows byte ranges of files and where they go. Refuses to know tensors, pages and checkpoints. Without the extension
+threads of Python read through the page cache (`reference_reads`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from moelight.core.units import MiB
+from moelight.kernels import checks, native
+from moelight.kernels.reference_reads import PreadReader
+from moelight.kernels.views import view
+
+CHUNK_BYTES = 4 * MiB
+DEPTH = 4
+MAX_DEPTH = 64
+MAX_CHUNK_BYTES = 64 * MiB
+CHUNK_STEP = 4096
+# A wait looks this often whether the user has interrupted the program.
+_GLANCE_S = 0.1
+
+Fault = tuple[int, str, str]  # errno, what at which byte, file: the arguments of OSError
+
+
+class Part(NamedTuple):
+    """Bytes ``offset`` and on of ``file`` go into ``dest``: uint8 [n], contiguous, in CPU memory, pinned or not."""
+
+    file: Path
+    offset: int
+    dest: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadCounts:
+    """What a reader did so far. ``copied_bytes`` went by way of a buffer; ``busy_s``: with a read in flight."""
+
+    bytes: int
+    copied_bytes: int
+    reads: int
+    busy_s: float
+
+
+class Ticket:
+    """Parts on their way. Keeps their memory alive until they are there."""
+
+    def __init__(self, parts: Sequence[Part], *, told: bool) -> None:
+        self._parts = tuple(parts)
+        self._told = told
+        self._request: Any = None
+
+    def done(self) -> bool:
+        """Whether nothing is in flight any more: `wait` returns at once, or raises."""
+        return bool(self._request.finished)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every part is in place; others may run meanwhile.
+
+        Raises:
+            OSError: a part cannot be read, or its file ends early; names file and byte. The other parts hold anything.
+            TimeoutError: not within ``timeout`` seconds; the reads go on.
+            RuntimeError: called by a callback of the reader, or in a fork, where it would wait for ever.
+        """
+        left = float("inf") if timeout is None else timeout
+        while not self._request.wait(min(left, _GLANCE_S)):
+            left -= _GLANCE_S
+            if left <= 0:
+                raise TimeoutError(f"not read within {timeout} s")
+        self._told = True
+        self._raise()
+
+    def _raise(self) -> None:
+        fault: Fault | None = self._request.fault()
+        if fault is not None:
+            raise OSError(*fault)
+
+    def _over(self) -> bool:
+        """Whether the reader need not keep it: done, and its error, if any, told to somebody."""
+        return self.done() and (self._told or self._request.fault() is None)
+
+
+class FileReader(AbstractContextManager["FileReader"]):
+    """Reads ``files``, each opened once, ``depth`` reads of at most ``chunk_bytes`` at a time, in the order of calls.
+
+    With ``direct`` nothing of a file stays in the page cache. Where a part lies in its pages of memory as it lies in
+    those of its file (address and offset agree modulo 4096), the disk writes it into place and only its ragged ends are
+    copied; that wants memory on huge pages (``MADV_HUGEPAGE``): on pages of 4 KiB it takes twice as long. Others go
+    by way of buffers on huge pages, ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more of a
+    processor. Where the file system refuses direct reads, they go through the page cache, which is asked to let go.
+
+    Any number of threads may submit and wait. In the child of a fork the reader refuses to serve.
+
+    Raises:
+        OSError: a file is not there, is a directory, or cannot be opened.
+        ValueError: an argument is wrong; named.
+    """
+
+    def __init__(
+        self, files: Iterable[Path], *, depth: int = DEPTH, chunk_bytes: int = CHUNK_BYTES, direct: bool = True
+    ) -> None:
+        self._closed = True
+        self._running: list[Ticket] = []
+        self._turn = threading.Lock()
+        paths = [_path(file) for file in files]
+        self._index = {path: position for position, path in enumerate(dict.fromkeys(paths))}
+        _whole("depth", depth, 1, MAX_DEPTH)
+        _whole("chunk_bytes", chunk_bytes, CHUNK_STEP, MAX_CHUNK_BYTES)
+        if chunk_bytes % CHUNK_STEP:
+            raise ValueError(f"chunk_bytes: must be a multiple of {CHUNK_STEP}, is {chunk_bytes}")
+        extension = native.module()
+        opened = PreadReader if extension is None else extension.open_reader
+        self._lend: Callable[[str, Tensor], object] = _numpy if extension is None else view
+        self._reader: Any = opened([os.fsencode(path) for path in self._index], depth, chunk_bytes, bool(direct))
+        self._closed = False
+        _OPEN.add(self)
+
+    def submit(self, parts: Sequence[Part], done: Callable[[OSError | None], None] | None = None) -> Ticket:
+        """Have ``parts`` read.
+
+        ``done`` is called once, in a thread of the reader, with None or what went wrong. It must not wait for reads;
+        what it raises goes to `sys.unraisablehook`.
+
+        Raises ValueError, naming the argument, for a part of a file that was not opened, a wrong offset or memory.
+        """
+        if self._closed:
+            raise ValueError("reader: is closed")
+        found = [self._check(part) for part in parts]
+        if not found:
+            raise ValueError("parts: must be at least one")
+        ticket = Ticket(found, told=done is not None)
+        tell = None if done is None else lambda fault: done(None if fault is None else OSError(*fault))
+        ticket._request = self._reader.submit(
+            [self._index[part.file] for part in found],
+            [part.offset for part in found],
+            [self._lend("dest", part.dest) for part in found],
+            tell,
+        )
+        with self._turn:
+            self._running = [other for other in self._running if not other._over()]
+            self._running.append(ticket)
+        return ticket
+
+    def direct(self, file: Path) -> bool:
+        """Whether ``file`` is read past the page cache."""
+        return bool(self._reader.direct(self._index[_path(file)]))
+
+    def counts(self) -> ReadCounts:
+        """What was read so far."""
+        return ReadCounts(**self._reader.counts())
+
+    def close(self) -> None:
+        """Wait for what is in flight and close the files.
+
+        Raises:
+            OSError: the first error that no `wait` and no callback has told.
+        """
+        if self._closed:
+            return
+        self._reader.close()
+        self._closed = True
+        _OPEN.discard(self)
+        running, self._running = self._running, []
+        for ticket in running:
+            if ticket.done() and not ticket._told:
+                ticket._raise()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for ticket in self._running:
+                ticket._told = True
+        self.close()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except RuntimeError:  # let go of by its own callback, in a thread that cannot wait for itself
+            threading.Thread(target=self.close, name="moelight-reader-closing").start()
+
+    def _check(self, part: object) -> Part:
+        if not isinstance(part, tuple) or len(part) != 3:
+            raise ValueError(f"parts: each is (file, offset, dest), not {type(part).__name__}")
+        file, offset, dest = part
+        path = _path(file)
+        if path not in self._index:
+            raise ValueError(f"file: {path} is not one of those that were opened")
+        _whole("offset", offset, 0, 1 << 62)
+        checks._tensor("dest", dest)
+        checks._layout("dest", dest, 1, torch.uint8)
+        return Part(path, offset, dest)
+
+
+def _path(file: object) -> Path:
+    if not isinstance(file, (str, os.PathLike)):
+        raise ValueError(f"file: must be a path, is {type(file).__name__}")
+    path = Path(file)
+    if "\0" in str(path):
+        raise ValueError("file: no path has a zero byte in it")
+    return path
+
+
+def _whole(name: str, number: object, least: int, most: int) -> None:
+    if not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(f"{name}: must be an integer from {least} to {most}, is {number!r}")
+
+
+def _numpy(_: str, tensor: Tensor) -> object:
+    return tensor.numpy()
+
+
+_OPEN: WeakSet[FileReader] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter ends, while callbacks can still run."""
+    for reader in list(_OPEN):
+        reader.close()
