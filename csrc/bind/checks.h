@@ -78,6 +78,7 @@ void add_gqa(nb::module_& module);
 void add_ffn(nb::module_& module);
 void add_mla(nb::module_& module);
 void add_copy(nb::module_& module);
+void add_peaks(nb::module_& module);
 void add_prefill(nb::module_& module);
 void add_route(nb::module_& module);
 

@@ -50,6 +50,7 @@ NB_MODULE(_native, module) {
   add_ffn(module);
   add_mla(module);
   add_copy(module);
+  add_peaks(module);
   add_prefill(module);
   add_route(module);
 }

@@ -1,0 +1,23 @@
+#include "unit.inl"
+
+namespace moelight {
+namespace {
+
+struct Scalar {
+  using V = float;
+  static constexpr int kChains = 8;
+  static constexpr double kFlop = 2;
+  static V zero() { return 0.0f; }
+  static V add(V x, V y) { return x + y; }
+  static void multiply_add(V& sum) {
+    V x = sum;
+    asm volatile("" ::"m"(x));  // so that the loop is neither folded nor made of vectors
+    sum = sum * 0.5f + 1.0f;
+  }
+};
+
+}  // namespace
+
+ProductUnit product_scalar() { return unit<Scalar>(); }
+
+}  // namespace moelight
