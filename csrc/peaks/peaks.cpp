@@ -116,7 +116,7 @@ uint64_t read_peak(const char* bytes, int64_t count, int threads) {
 double product_peak(Product product, int64_t rounds, int threads) {
   const ProductUnit unit = unit_for(product);
   // Shares small enough that a thread which comes late is no loss.
-  const int64_t shares = 16 * static_cast<int64_t>(threads), each = std::max<int64_t>(1, rounds / 16);
+  const int64_t shares = 64 * static_cast<int64_t>(threads), each = std::max<int64_t>(1, rounds / 64);
   parallel_for(threads, shares, [&](int64_t, int) { unit.run(each); });
   return unit.flop_per_round * static_cast<double>(shares * each);
 }

@@ -10,9 +10,10 @@ struct Scalar {
   static V zero() { return 0.0f; }
   static V add(V x, V y) { return x + y; }
   static void multiply_add(V& sum) {
-    V x = sum;
-    asm volatile("" ::"m"(x));  // so that the loop is neither folded nor made of vectors
     sum = sum * 0.5f + 1.0f;
+#if defined(__SSE2__)
+    asm volatile("" : "+x"(sum));  // so that the loop is neither folded nor made of vectors
+#endif
   }
 };
 

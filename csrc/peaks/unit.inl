@@ -13,13 +13,16 @@ constexpr int64_t kPerRound = 64;
 template <class Unit>
 void run_products(int64_t rounds) {
   typename Unit::V sums[Unit::kChains];
-  for (auto& sum : sums) sum = Unit::zero();
+#pragma GCC unroll 32
+  for (int c = 0; c < Unit::kChains; ++c) sums[c] = Unit::zero();
   for (int64_t i = 0; i < rounds * kPerRound; ++i) {
 #pragma GCC unroll 32
-    for (auto& sum : sums) Unit::multiply_add(sum);
+    for (int c = 0; c < Unit::kChains; ++c) Unit::multiply_add(sums[c]);
   }
-  for (int i = 1; i < Unit::kChains; ++i) sums[0] = Unit::add(sums[0], sums[i]);
-  asm volatile("" ::"m"(sums[0]));
+#pragma GCC unroll 32
+  for (int c = 1; c < Unit::kChains; ++c) sums[0] = Unit::add(sums[0], sums[c]);
+  const typename Unit::V all = sums[0];
+  asm volatile("" ::"m"(all));
 }
 
 template <class Unit>
