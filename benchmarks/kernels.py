@@ -103,7 +103,7 @@ def _case(case: Case, args: argparse.Namespace, setting: Setting, roofs: Roofs) 
     print("\n".join(line(row) for row in rows))
     read, product = (statistics.median(rates[-args.rounds :]) for rates in (roofs.reads, roofs.products))
     print(
-        f"{'':<27}roofs: {read / 1e9:.1f} GB/s, {product / 1e9:.0f} GF/s; others busy: {max(0.0, busy):.2f} cores; "
+        f"{'':<30}roofs: {read / 1e9:.1f} GB/s, {product / 1e9:.0f} GF/s; others busy: {max(0.0, busy):.2f} cores; "
         f"{time.perf_counter() - began:.0f} s",
         flush=True,
     )
