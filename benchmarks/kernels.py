@@ -29,6 +29,7 @@ from kernel_cases import copies, decode, experts, latent, linear, prefill
 from kernel_cases.peers import Peer
 from kernel_cases.roofs import Roofs
 from kernel_cases.setting import Setting
+from kernel_cases.threads import restart_with_short_spins
 from kernel_cases.turns import HEADING, Case, Row, line, race, rounded
 
 from moelight.kernels import native
@@ -40,6 +41,7 @@ FAMILIES = (decode, latent, prefill, experts, linear, copies)
 
 def main() -> None:
     args = _arguments()
+    restart_with_short_spins()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     extension = native.module()
@@ -63,7 +65,13 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cases whose name has one of these in it")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="cases with one of these in their name (which a space ends)",
+    )
     parser.add_argument("--list", action="store_true", help="the names of all cases")
     parser.add_argument("--quick", action="store_true", help="few rounds over little memory: does it run at all?")
     parser.add_argument("--gib", type=float, help="bytes that the rotating sets of each contender take together [1]")
@@ -85,7 +93,7 @@ def _measured(args: argparse.Namespace, setting: Setting, roofs: Roofs) -> Itera
     for module in FAMILIES:
         title = module.TITLE
         for case in module.cases(setting):
-            if args.only and not any(text in case.name for text in args.only):
+            if args.only and not any(text in f"{case.name} " for text in args.only):
                 continue
             if title:
                 print(f"\n{title}\n{HEADING}")

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from kernel_cases.threads import bound, unbind
 from kernel_cases.turns import Timed, UnfitError
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
@@ -68,7 +69,7 @@ class Peer:
 
     def _start(self, python: Path) -> None:
         script = SCRIPTS / f"{self.name}_ops.py"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        environment = {**os.environ, **bound(), "OMP_NUM_THREADS": str(self.threads)}
         environment.pop("PYTHONPATH", None)
         stubs = python.parents[1] / "stubs"  # where a build for GPUs needs libraries that are not there
         if stubs.is_dir():
@@ -80,6 +81,7 @@ class Peer:
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
+            preexec_fn=unbind,  # noqa: PLW1509 - it calls the system once and takes no lock
         )
         assert self._child.stdout is not None
         hello = self._child.stdout.readline()

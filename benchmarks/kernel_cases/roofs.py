@@ -12,10 +12,10 @@ import time
 import torch
 from peers.common import huge
 
+from kernel_cases.threads import PAUSE_S, spread
 from moelight.kernels import native
 from moelight.kernels.views import view
 
-PAUSE_S = 0.005  # after an operation, torch's threads spin for a few milliseconds and would take a core from the next
 PRODUCT_S = 0.02
 _TRIAL_ROUNDS = 1600
 
@@ -34,6 +34,7 @@ class Roofs:
         for _ in range(2):
             self.read_seconds_per_byte()
             self._rounds = max(1, round(self._rounds * PRODUCT_S / self._product_seconds("bfloat16")[0]))
+        spread()
         self.reads.clear()
         self.products.clear()
 

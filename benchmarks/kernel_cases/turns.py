@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_cases.roofs import PAUSE_S, Roofs
+from kernel_cases.roofs import Roofs
+from kernel_cases.threads import PAUSE_S, spread
 
 SLOW_S = 1.0  # who takes longer for one operation, and is not the first, takes part in the first rounds only
 SLOW_ROUNDS = 3
@@ -84,6 +85,7 @@ def race(case: Case, roofs: Roofs, rounds: int, turn_s: float) -> list[Row]:
         repeats[contender.name] = max(1, round(turn_s / first))
         if first > SLOW_S and contender is not case.contenders[0]:
             slow.add(contender.name)
+    spread()
     samples: dict[str, list[float]] = {name: [] for name in timed}
     reads, products = [], []
     for number in range(rounds):
