@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="cases with one of these in their name (which a space ends)",
+        help="cases with one of these in their name; a space ends it",
     )
     parser.add_argument("--list", action="store_true", help="the names of all cases")
     parser.add_argument("--quick", action="store_true", help="few rounds over little memory: does it run at all?")
