@@ -192,6 +192,7 @@ def _figures(each: Contestant, ours: Contestant, tokens: int) -> dict[str, Any]:
         "moelight_ratio": statistics.median(
             theirs / mine["seconds"] for theirs, mine in zip(seconds, ours.samples, strict=True)
         ),
+        "busy_cores": statistics.median(sample["cores"] for sample in each.samples),
         "load_s": each.load_s,
         "peak_rss_bytes": each.peak_rss_bytes(),
         "first_tokens_equal": sum(theirs[0] == mine[0] for theirs, mine in pairs),
@@ -218,12 +219,14 @@ def _bound_s(args: argparse.Namespace, roof: dict[str, float]) -> float:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    print(f"{'':26}{'tok/s':>9}{'ours is':>10}{'load s':>9}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}")
+    print(
+        f"{'':26}{'tok/s':>9}{'ours is':>10}{'cores':>7}{'load s':>9}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}"
+    )
     total = result["prompts"]
     for name, figures in result["contestants"].items():
         print(
-            f"{name:26}{figures['tokens_per_s']:>9.1f}{figures['moelight_ratio']:>8.2f} x{figures['load_s']:>9.1f}"
-            f"{figures['peak_rss_bytes'] / 2**30:>10.2f}{figures['first_tokens_equal']:>10}/{total}"
+            f"{name:26}{figures['tokens_per_s']:>9.1f}{figures['moelight_ratio']:>8.2f} x"
+            f"{figures['busy_cores']:>7.2f}{figures['load_s']:>9.1f}{figures['peak_rss_bytes'] / 2**30:>10.2f}{figures['first_tokens_equal']:>10}/{total}"
             f"{figures['prompts_equal']:>9}/{total}"
         )
     roof = result["roof"]

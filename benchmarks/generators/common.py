@@ -1,7 +1,7 @@
 """What the contestants of `benchmarks/e2e.py` share: a process each, told by lines on stdin when to generate.
 
 A contestant loads, generates once to warm up, says ``{"load_s": ...}``, and for every line on stdin generates once more
-and says ``{"seconds": ..., "ids": [[...]], ...}``. It ends when stdin does. What libraries print goes to stderr.
+and says ``{"seconds": ..., "cores": ..., "ids": [[...]], ...}``. It ends when stdin does. What libraries print goes to stderr.
 Must import in environments without moelight.
 """
 
@@ -43,6 +43,7 @@ def serve(load: Callable[[Task], Generate]) -> None:
     generate()
     print(json.dumps({"load_s": load_s}), file=out)
     for _ in sys.stdin:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         ids, facts = generate()
-        print(json.dumps({"seconds": time.perf_counter() - began, "ids": ids, **facts}), file=out)
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - used
+        print(json.dumps({"seconds": wall_s, "cores": cpu_s / wall_s, "ids": ids, **facts}), file=out)
