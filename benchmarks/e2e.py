@@ -219,15 +219,14 @@ def _bound_s(args: argparse.Namespace, roof: dict[str, float]) -> float:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    print(
-        f"{'':26}{'tok/s':>9}{'ours is':>10}{'cores':>7}{'load s':>9}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}"
-    )
+    heading = f"{'':26}{'tok/s':>9}{'ours is':>10}{'cores':>7}{'load s':>9}{'peak GiB':>10}"
+    print(f"{heading}{'first token':>13}{'all tokens':>12}")
     total = result["prompts"]
     for name, figures in result["contestants"].items():
         print(
-            f"{name:26}{figures['tokens_per_s']:>9.1f}{figures['moelight_ratio']:>8.2f} x"
-            f"{figures['busy_cores']:>7.2f}{figures['load_s']:>9.1f}{figures['peak_rss_bytes'] / 2**30:>10.2f}{figures['first_tokens_equal']:>10}/{total}"
-            f"{figures['prompts_equal']:>9}/{total}"
+            f"{name:26}{figures['tokens_per_s']:>9.1f}{figures['moelight_ratio']:>8.2f} x{figures['busy_cores']:>7.2f}"
+            f"{figures['load_s']:>9.1f}{figures['peak_rss_bytes'] / 2**30:>10.2f}"
+            f"{figures['first_tokens_equal']:>10}/{total}{figures['prompts_equal']:>9}/{total}"
         )
     roof = result["roof"]
     print(

@@ -1,7 +1,8 @@
 """What the contestants of `benchmarks/e2e.py` share: a process each, told by lines on stdin when to generate.
 
 A contestant loads, generates once to warm up, says ``{"load_s": ...}``, and for every line on stdin generates once more
-and says ``{"seconds": ..., "cores": ..., "ids": [[...]], ...}``. It ends when stdin does. What libraries print goes to stderr.
+and says ``{"seconds": ..., "cores": ..., "ids": [[...]], ...}``. It ends when stdin does. What libraries print goes to
+stderr.
 Must import in environments without moelight.
 """
 
