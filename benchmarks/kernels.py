@@ -6,7 +6,7 @@ Roofs are measured in the same run: the read rate of memory, over as many bytes 
 of bf16 products from registers. Operands rotate over sets that together exceed the caches, in memory that the system
 maps in huge pages where it can, for all contenders alike. Contenders take turns within a round, every other round
 backwards, so drift of a shared machine falls on all; those of other environments are child processes that take their
-turns too. Every result is compared with float32 once. Figures are medians over rounds of ratios within a round.
+turns too. Our results and theirs are compared with float32 once. Figures are medians over rounds of ratios within one.
 
 How to read the table: `roof` is the share of the roof; `ratio` how many times faster ours is than this contender, or,
 with an x behind it, this form of ours than another; BELOW names a bar that is missed. The last line is JSON.

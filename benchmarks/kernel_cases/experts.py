@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 import torch
-from peers.common import agree, fed_forward, huge, random_huge, sets_for, turns
+from peers.common import agree, fed_forward, huge, random_huge, sets_for, turns, unpacked
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,6 +22,7 @@ SHAPES = {
 }
 ROWS = (1, 4, 16, 64, 256, 1024)
 GROUP = 128
+INTEGER_SCALE = 0.02 / 64
 FEW, MIDDLE = 16, (16, 256)
 INTEGERS_UP_TO = 64
 TITLE = (
@@ -98,11 +99,11 @@ class Layer:
         sets = sets_for(3 * self.hidden * self.width * self.count / packed, self.setting.gib)
         layers = [tuple(list(random_huge((self.count, n, k // packed), dtype)) for n, k in shapes) for _ in range(sets)]
         scales = [
-            list(huge((self.count, n, *((k // group,) if group else ())), torch.float32).fill_(0.02 / 64))
+            list(huge((self.count, n, *((k // group,) if group else ())), torch.float32).fill_(INTEGER_SCALE))
             for n, k in shapes
         ]
         options = {"gate_up_scale": scales[0], "down_scale": scales[1], "group_size": group}
-        plain = partial(_plain, scale=0.02 / 64)
+        plain = partial(unpacked, scale=INTEGER_SCALE)
         return self._experts(layers, options, plain)
 
     def _experts(
@@ -140,11 +141,3 @@ class Layer:
                 out[mine] = functional.linear(functional.silu(gate) * up, down)
 
         return here(once)
-
-
-def _plain(part: Tensor, scale: float) -> Tensor:
-    """What codes stand for, in float32."""
-    if part.dtype == torch.uint8:
-        low, high = (part & 15).to(torch.int8) - 8, (part >> 4).to(torch.int8) - 8
-        part = torch.stack((low, high), dim=2).flatten(1)
-    return part.float() * scale

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from peers.common import agree, huge, random_huge, sets_for, turns
+from peers.common import agree, huge, random_huge, sets_for, turns, unpacked
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,6 +16,7 @@ from moelight.kernels.ffn import cpu_linear
 
 SIDE = 4096
 GROUP = 128
+INTEGER_SCALE = 0.02 / 64
 INTEGERS_UP_TO = 64
 TITLE = f"linear, {SIDE} x {SIDE}, bf16 tokens; int8 with a scale a row, int4 with one for every {GROUP} inputs"
 KINDS = {"int8": 1 + 4 / SIDE, "int4": 0.5 + 4 / GROUP}  # bytes a number, with its scales
@@ -52,7 +53,7 @@ def _ours(tokens: int, setting: Setting, kind: str = "") -> Timed:
     group = GROUP if kind == "int4" else None
     sets = sets_for(SIDE * SIDE / packed, setting.gib)
     weights = list(random_huge((sets, SIDE, SIDE // packed), dtype))
-    scale = huge((SIDE, SIDE // GROUP) if group else (SIDE,), torch.float32).fill_(0.02 / 64)
+    scale = huge((SIDE, SIDE // GROUP) if group else (SIDE,), torch.float32).fill_(INTEGER_SCALE)
     return _timed(tokens, weights, setting, scale=scale, group_size=group)
 
 
@@ -64,8 +65,8 @@ def _timed(tokens: int, weights: list[Tensor], setting: Setting, **options: obje
     x = torch.randn(tokens, SIDE).to(torch.bfloat16)
     out, turn = torch.empty_like(x), turns(len(weights))
     timed = here(lambda: cpu_linear(x, weights[next(turn)], out=out, threads=setting.threads, **options))
-    if not options:
-        agree(out[:1], x[:1].float() @ weights[0].float().t())
+    plain = unpacked(weights[0], INTEGER_SCALE) if options else weights[0].float()
+    agree(out[:1], x[:1].float() @ plain.t())
     return timed
 
 
