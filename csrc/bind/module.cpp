@@ -51,6 +51,7 @@ NB_MODULE(_native, module) {
   add_mla(module);
   add_copy(module);
   add_norm(module);
+  add_peaks(module);
   add_prefill(module);
   add_read(module);
   add_route(module);

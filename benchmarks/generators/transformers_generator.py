@@ -1,0 +1,28 @@
+"""transformers on the CPU as a contestant; the mode is its way of computing experts."""
+
+from __future__ import annotations
+
+import torch
+from common import Facts, Generate, Ids, Task, serve
+from transformers import AutoModelForCausalLM
+
+
+def load(task: Task) -> Generate:
+    """Prompts are of one length, so nothing is padded."""
+    torch.set_num_threads(task.threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        task.model, dtype=torch.bfloat16, experts_implementation=task.mode, attn_implementation="sdpa"
+    ).eval()
+    ids = torch.tensor(task.prompts)
+    how = {"max_new_tokens": task.new_tokens, "min_new_tokens": task.new_tokens, "do_sample": False, "pad_token_id": 0}
+
+    def generate() -> tuple[Ids, Facts]:
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        return out[:, ids.shape[1] :].tolist(), {}
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,47 @@
+"""vLLM on the CPU as a contestant, compiled or eager, in its own environment.
+
+Prefix caching is off: every generation has the same prompts, and nobody else remembers them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from common import Facts, Generate, Ids, Task, serve
+
+KV_GIB = 1
+
+
+def load(task: Task) -> Generate:
+    """Threads are bound to the first processors, as vLLM does by itself; its environment must be set before import."""
+    cores = sorted(os.sched_getaffinity(0))[: task.threads]
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        task.model,
+        dtype="bfloat16",
+        enforce_eager=task.mode == "eager",
+        max_model_len=max(map(len, task.prompts)) + task.new_tokens,
+        max_num_seqs=len(task.prompts),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    how = SamplingParams(temperature=0.0, max_tokens=task.new_tokens, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
+
+    def generate() -> tuple[Ids, Facts]:
+        found = engine.generate(prompts, how, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in found], {}
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(load)
