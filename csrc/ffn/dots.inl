@@ -26,13 +26,20 @@ constexpr int64_t kBufferRow = 2 * kMostBlock + kStepBytes;  // a row converted;
 // Activations up to this size stay in the second-level cache: then rows are read to their end, one tile after the
 // other, instead of block after block.
 constexpr int64_t kStayingBytes = 384 << 10;
+constexpr int64_t kLeadBytes = 16 << 10;  // at least so far ahead memory is asked for
 
-// Rows of one block of K, equally far from each other, and what is fetched meanwhile.
+// What is fetched while a tile is multiplied: as many lines as the tile's block has, either one after the other, in the
+// order that memory likes best, or kRows rows of a block.
+struct Ahead {
+  const char* data;  // null: nothing
+  int64_t stride;    // of rows; 0: one after the other
+};
+
+// Rows of one block of K, equally far from each other.
 struct Rows {
   const char* data;
   int64_t stride, bytes;
-  const char* ahead;  // null: nothing
-  int64_t ahead_stride;
+  Ahead ahead;
 };
 
 // Row r of eight, by sums of few registers.
@@ -82,7 +89,7 @@ inline void add_across(const __m512 (&v)[kRows], float* sums) {
   _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_loadu_ps(sums), across(v)));
 }
 
-// sums[c][0..kRows) += x[c] . row[0..kRows), fetching kFetch of the rows ahead from `ahead` on.
+// sums[c][0..kRows) += x[c] . row[0..kRows), fetching kFetch rows' lines from `ahead` on.
 template <class P, int kCount, int kFetch>
 void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, float* sums) {
   typename P::V sum[kCount][kRows];
@@ -90,10 +97,11 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
   for (int c = 0; c < kCount; ++c)
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) sum[c][r] = P::zero();
-  const Strides strides(rows.stride), leads(rows.ahead_stride);
+  const Strides strides(rows.stride), leads(rows.ahead.stride == 0 ? kStepBytes : rows.ahead.stride);
+  const int64_t lead_step = rows.ahead.stride == 0 ? kFetch * kStepBytes : kStepBytes;
   const char* row = rows.data;
   const char* const end = row + rows.bytes;
-  for (; row < end; row += kStepBytes, x += kStepBytes, ahead += kStepBytes) {
+  for (; row < end; row += kStepBytes, x += kStepBytes, ahead += lead_step) {
     __m512i token[kCount];
 #pragma GCC unroll 3
     for (int c = 0; c < kCount; ++c) token[c] = _mm512_loadu_si512(x + c * x_bytes);
@@ -121,23 +129,23 @@ void tile_of(int64_t count, const Rows& rows, const char* ahead, const char* x, 
   tile<P, 1, kFetch>(rows, ahead, x, x_bytes, sums);
 }
 
-// All tokens, in passes of nearly equal size.
+// All tokens, in passes of nearly equal size; each fetches its share of what lies ahead.
 template <class P>
 void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes, float* sums) {
   const int64_t passes = (tokens + kTokens - 1) / kTokens;
-  const int64_t share = passes == 1 ? 8 : passes <= 3 ? 4 : passes <= 7 ? 2 : 1;
-  int64_t fetched = rows.ahead == nullptr ? kRows : 0;
-  for (int64_t i = 0, begin = 0; i < passes; ++i) {
-    const int64_t end = tokens * (i + 1) / passes, count = end - begin;
+  for (int64_t i = 0, begin = 0, fetched = 0; i < passes; ++i) {
+    const int64_t end = tokens * (i + 1) / passes, count = end - begin, share = kRows * (i + 1) / passes - fetched;
     const char* const from = x + begin * x_bytes;
     float* const to = sums + begin * kUnitRows;
-    const char* const ahead = rows.ahead + fetched * rows.ahead_stride;
-    if (fetched >= kRows) {
+    const char* const ahead = rows.ahead.data + fetched * (rows.ahead.stride == 0 ? rows.bytes : rows.ahead.stride);
+    if (rows.ahead.data == nullptr || share == 0) {
       tile_of<P, 0>(count, rows, nullptr, from, x_bytes, to);
     } else if (share == 1) {
       tile_of<P, 1>(count, rows, ahead, from, x_bytes, to);
     } else if (share == 2) {
       tile_of<P, 2>(count, rows, ahead, from, x_bytes, to);
+    } else if (share == 3) {
+      tile_of<P, 3>(count, rows, ahead, from, x_bytes, to);
     } else if (share == 4) {
       tile_of<P, 4>(count, rows, ahead, from, x_bytes, to);
     } else {
@@ -160,8 +168,7 @@ struct Blocks {
 // A tile of rows in a block of K: where it lies, and what is read after it.
 struct Place {
   int64_t row, first, size;
-  const char* ahead;
-  int64_t ahead_stride;
+  Ahead ahead;
 };
 
 // As all_tokens for int16 lanes whose scale changes along the row: half the rows at a time, so that both the exact sums
@@ -235,16 +242,18 @@ inline void all_grouped(const Rows& rows, const Product& p, const Place& at, con
 template <class Stored>
 void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums) {
   const char* const x = p.x + Stored::kHead + 2 * at.first;
-  Rows rows = {p.weight + at.row * p.row_bytes + Stored::bytes(at.first), p.row_bytes, 2 * rounded(at.size, Stored::kStep),
-               at.ahead, at.ahead_stride};
+  Rows rows = {p.weight + at.row * p.row_bytes + Stored::bytes(at.first), p.row_bytes,
+               2 * rounded(at.size, Stored::kStep), at.ahead};
   const int64_t whole = p.rows - at.row < kRows ? p.rows - at.row : kRows;
   if (!Stored::kInPlace || whole < kRows || at.size % Stored::kStep != 0) {
-    for (int64_t r = 0; r < kRows; ++r) {
+    const char* ahead = at.ahead.data == nullptr ? p.weight : at.ahead.data;
+    const int64_t lead = at.ahead.data == nullptr ? 0 : at.ahead.stride != 0 ? at.ahead.stride : Stored::bytes(at.size);
+    for (int64_t r = 0; r < kRows; ++r, ahead += lead) {
       // A short last tile repeats its last row; nobody reads those sums.
       const int64_t row = at.row + (r < whole ? r : whole - 1);
-      Stored::convert(p, row, at.first, at.size, at.ahead + r * at.ahead_stride, buffer + r * kBufferRow);
+      Stored::convert(p, row, at.first, at.size, ahead, buffer + r * kBufferRow);
     }
-    rows.data = buffer, rows.stride = kBufferRow, rows.ahead = nullptr;
+    rows.data = buffer, rows.stride = kBufferRow, rows.ahead.data = nullptr;
   }
   if constexpr (Stored::kGroups) {
     if (p.group < p.depth) return all_grouped(rows, p, at, x, sums + at.row);
@@ -252,26 +261,50 @@ void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums)
   all_tokens<typename Stored::Lanes>(rows, p.tokens, x, p.x_bytes, sums + at.row);
 }
 
+// Tiles in the order in which their rows lie: all blocks of one, then the next. What is fetched is the same share of a
+// tile some way behind.
+template <class Stored>
+void multiply_rows(const Product& p, char* buffer, float* sums) {
+  const Blocks blocks(p.depth);
+  const int64_t tiles = (p.rows + kRows - 1) / kRows, tile_bytes = kRows * p.row_bytes;
+  int64_t lead = (kLeadBytes + tile_bytes - 1) / tile_bytes;
+  if (lead > tiles) lead = tiles;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const char* ahead = p.weight + (i + lead) * tile_bytes;
+    if (i + lead >= tiles) ahead = p.next == nullptr ? nullptr : p.next + (i + lead - tiles) * kRows * p.next_bytes;
+    for (int64_t first = 0; first < p.depth; first += blocks.size) {
+      const int64_t size = p.depth - first < blocks.size ? p.depth - first : blocks.size;
+      const char* data = ahead == nullptr ? nullptr : ahead + kRows * Stored::bytes(first);
+      multiply_tile<Stored>(p, {i * kRows, first, size, {data, 0}}, buffer, sums);
+    }
+  }
+}
+
+// All tiles of one block, then the next.
+template <class Stored>
+void multiply_blocks(const Product& p, char* buffer, float* sums) {
+  const Blocks blocks(p.depth);
+  for (int64_t first = 0; first < p.depth; first += blocks.size) {
+    const int64_t size = p.depth - first < blocks.size ? p.depth - first : blocks.size;
+    for (int64_t row = 0; row < p.rows; row += kRows) {
+      Ahead ahead = {p.next, p.next_bytes};
+      if (row + kRows < p.rows) {
+        ahead = {p.weight + (row + kRows) * p.row_bytes + Stored::bytes(first), p.row_bytes};
+      } else if (first + size < p.depth) {
+        ahead = {p.weight + Stored::bytes(first + size), p.row_bytes};
+      }
+      multiply_tile<Stored>(p, {row, first, size, ahead}, buffer, sums);
+    }
+  }
+}
+
 template <class Stored>
 void multiply(const Product& p, void* scratch, float* sums) {
-  const Blocks blocks(p.depth);
-  const bool by_rows = p.tokens * p.depth * 2 <= kStayingBytes;
-  const int64_t tiles = (p.rows + kRows - 1) / kRows, count = tiles * blocks.count;
-  const auto place = [&](int64_t i) {
-    const int64_t tile = by_rows ? i / blocks.count : i % tiles, block = by_rows ? i % blocks.count : i / tiles;
-    const int64_t first = block * blocks.size, left = p.depth - first;
-    return Place{tile * kRows, first, left < blocks.size ? left : blocks.size, p.next, p.next_bytes};
-  };
-  Place at = place(0);
-  for (int64_t i = 1; i <= count; ++i) {
-    Place after = at;
-    if (i < count) {
-      after = place(i);
-      at.ahead = p.weight + after.row * p.row_bytes + Stored::bytes(after.first);
-      at.ahead_stride = p.row_bytes;
-    }
-    multiply_tile<Stored>(p, at, static_cast<char*>(scratch), sums);
-    at = after;
+  auto* const buffer = static_cast<char*>(scratch);
+  if (2 * p.tokens * p.depth <= kStayingBytes) {
+    multiply_rows<Stored>(p, buffer, sums);
+  } else {
+    multiply_blocks<Stored>(p, buffer, sums);
   }
   Stored::finish(p, sums);
 }

@@ -25,7 +25,11 @@ struct Pairs {
 struct Words {
   using V = __m512i;
   static V zero() { return _mm512_setzero_si512(); }
-  static V madd(V sum, __m512i weight, __m512i x) { return _mm512_dpwssd_epi32(sum, weight, x); }
+  // In assembly, because gcc 12 keeps sums of the intrinsic in memory.
+  static V madd(V sum, __m512i weight, __m512i x) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x));
+    return sum;
+  }
   static __m512 floats(V sum) { return _mm512_cvtepi32_ps(sum); }
 };
 
@@ -66,10 +70,12 @@ struct StoredInt8 {
   static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
     const char* from = p.weight + row * p.row_bytes + first;
     auto* to = static_cast<char*>(out);
-    for (int64_t k = 0; k < size; k += kStep, from += 32, to += 64, ahead += 32) {
+    for (; size >= kStep; size -= kStep, from += 32, to += 64, ahead += 32) {
       _mm_prefetch(ahead, _MM_HINT_T1);
-      _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(load_bytes(from, size - k)));
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(bytes));
     }
+    if (size > 0) _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(load_bytes(from, size)));
   }
 
   static void arrange(const Bf16* x, int64_t depth, char* out) {
@@ -110,17 +116,26 @@ struct StoredInt8 {
   }
 };
 
-// The scale of row's element k, and of all that share it up to a multiple of `step`: for walks along a row.
+// The scales of a row, for walks along it by steps of 64. Groups are powers of two as a rule: no division then.
 struct Scales {
   const float* scale;
   int64_t group, groups;
-  Scales(const Product& p, int64_t row) : scale(p.scale + row * p.groups), group(p.group), groups(p.groups) {}
+  int shift;  // log2 of the group, or -1
+
+  Scales(const Product& p, int64_t row)
+      : scale(p.scale + row * p.groups),
+        group(p.group),
+        groups(p.groups),
+        shift((p.group & (p.group - 1)) == 0 ? __builtin_ctzll(static_cast<uint64_t>(p.group)) : -1) {}
+  int64_t index(int64_t k) const { return groups == 1 ? 0 : shift >= 0 ? k >> shift : k / group; }
   float at(int64_t k) const {
-    const int64_t g = k / group;
+    const int64_t g = index(k);
     return scale[g < groups ? g : groups - 1];
   }
-  // The first element after k at which a walk by steps of 64 meets another scale.
-  int64_t end(int64_t k) const { return group % 64 == 0 || groups == 1 ? (k / group + 1) * group : k + 64; }
+  // Whether the sixty-four elements of a step share their scale.
+  bool alike() const { return groups == 1 || group % 64 == 0; }
+  // The first element after k at which the walk meets another scale.
+  int64_t end(int64_t k) const { return groups == 1 ? INT64_MAX : alike() ? (index(k) + 1) * group : k + 64; }
 };
 
 struct Order {
@@ -144,22 +159,16 @@ struct StoredInt4 {
     const Scales scales(p, row);
     const char* from = p.weight + row * p.row_bytes + first / 2;
     auto* to = static_cast<char*>(out);
-    const __m512i low = _mm512_set1_epi16(15);
-    // The second half of every 64 has its own sixteen entries.
-    const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    for (int64_t k = first, end = first + size; k < end;) {
-      const int64_t same = scales.end(k), stop = same < end ? same : end;
-      const __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(products(scales.at(k))),
-                                               products(scales.at(k + 32)), 1);
+    const int64_t end = first + size, whole = first + size / kStep * kStep;
+    for (int64_t k = first; k < whole;) {
+      const int64_t same = scales.end(k), stop = same < whole ? same : whole;
+      const __m512i table = products(scales, k);
       for (; k < stop; k += kStep, from += 32, to += 128, ahead += 32) {
         _mm_prefetch(ahead, _MM_HINT_T1);
-        const __m512i two = _mm512_cvtepu8_epi16(load_bytes(from, (end - k) / 2));
-        const __m512i even = _mm512_or_si512(_mm512_and_si512(two, low), upper);
-        const __m512i odd = _mm512_or_si512(_mm512_srli_epi16(two, 4), upper);
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(even, table));
-        _mm512_storeu_si512(to + 64, _mm512_permutexvar_epi16(odd, table));
+        expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), table, to);
       }
     }
+    if (whole < end) expand(load_bytes(from, (end - whole) / 2), products(scales, whole), to);
   }
 
   static void arrange(const Bf16* x, int64_t depth, char* out) {
@@ -178,6 +187,20 @@ struct StoredInt4 {
   static __m256i products(float scale) {
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(values, _mm512_set1_ps(scale)));
+  }
+  // Sixteen entries for the first thirty-two elements from k on, and as many for the others.
+  static __m512i products(const Scales& scales, int64_t k) {
+    const __m256i first = products(scales.at(k));
+    const __m256i second = scales.alike() ? first : products(scales.at(k + 32));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
+  static void expand(__m256i bytes, __m512i table, char* to) {
+    const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i two = _mm512_cvtepu8_epi16(bytes);
+    const __m512i even = _mm512_or_si512(_mm512_and_si512(two, _mm512_set1_epi16(15)), upper);
+    const __m512i odd = _mm512_or_si512(_mm512_srli_epi16(two, 4), upper);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(even, table));
+    _mm512_storeu_si512(to + 64, _mm512_permutexvar_epi16(odd, table));
   }
 };
 
