@@ -12,6 +12,8 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "finish.h"
 #include "moelight/simd_avx512.h"
 #include "stored.h"
@@ -21,7 +23,7 @@ namespace {
 
 constexpr int kRows = 8, kTokens = 3;
 constexpr int64_t kStepBytes = 64;
-constexpr int64_t kMostBlock = 2048;                       // elements of a block of K
+constexpr int64_t kMostBlock = 1024;                       // elements of a block of K
 constexpr int64_t kBufferRow = 2 * kMostBlock + kStepBytes;  // a row converted; the rows fall into different cache sets
 // Activations up to this size stay in the second-level cache: then rows are read to their end, one tile after the
 // other, instead of block after block.
@@ -107,7 +109,7 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
     for (int c = 0; c < kCount; ++c) token[c] = _mm512_loadu_si512(x + c * x_bytes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      if (r < kFetch) _mm_prefetch(leads.row(ahead, r), _MM_HINT_T1);
+      if (r < kFetch) _mm_prefetch(leads.row(ahead, r), _MM_HINT_T0);
       const __m512i weight = _mm512_loadu_si512(strides.row(row, r));
 #pragma GCC unroll 3
       for (int c = 0; c < kCount; ++c) sum[c][r] = P::madd(sum[c][r], weight, token[c]);
@@ -129,7 +131,8 @@ void tile_of(int64_t count, const Rows& rows, const char* ahead, const char* x, 
   tile<P, 1, kFetch>(rows, ahead, x, x_bytes, sums);
 }
 
-// All tokens, in passes of nearly equal size; each fetches its share of what lies ahead.
+// All tokens, in passes of nearly equal size; each fetches its share of what lies ahead. A token alone leaves that to the
+// hardware, which sees nothing but eight rows read from end to end: 1.02 of the read roof, 0.94 when asked.
 template <class P>
 void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes, float* sums) {
   const int64_t passes = (tokens + kTokens - 1) / kTokens;
@@ -138,7 +141,7 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
     const char* const from = x + begin * x_bytes;
     float* const to = sums + begin * kUnitRows;
     const char* const ahead = rows.ahead.data + fetched * (rows.ahead.stride == 0 ? rows.bytes : rows.ahead.stride);
-    if (rows.ahead.data == nullptr || share == 0) {
+    if (rows.ahead.data == nullptr || share == 0 || tokens == 1) {
       tile_of<P, 0>(count, rows, nullptr, from, x_bytes, to);
     } else if (share == 1) {
       tile_of<P, 1>(count, rows, ahead, from, x_bytes, to);
@@ -261,21 +264,22 @@ void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums)
   all_tokens<typename Stored::Lanes>(rows, p.tokens, x, p.x_bytes, sums + at.row);
 }
 
-// Tiles in the order in which their rows lie: all blocks of one, then the next. What is fetched is the same share of a
-// tile some way behind.
+// All blocks of a tile, then the next tile, so that memory is read in its own order. Of rows in one block what is fetched
+// is a tile some way ahead, line after line; of longer rows it is the next block, as no more fits beside it.
 template <class Stored>
 void multiply_rows(const Product& p, char* buffer, float* sums) {
   const Blocks blocks(p.depth);
   const int64_t tiles = (p.rows + kRows - 1) / kRows, tile_bytes = kRows * p.row_bytes;
-  int64_t lead = (kLeadBytes + tile_bytes - 1) / tile_bytes;
-  if (lead > tiles) lead = tiles;
+  const int64_t lead = blocks.count > 1 ? 1 : std::min(tiles, (kLeadBytes + tile_bytes - 1) / tile_bytes);
   for (int64_t i = 0; i < tiles; ++i) {
-    const char* ahead = p.weight + (i + lead) * tile_bytes;
-    if (i + lead >= tiles) ahead = p.next == nullptr ? nullptr : p.next + (i + lead - tiles) * kRows * p.next_bytes;
+    const char* next = p.weight + (i + lead) * tile_bytes;
+    if (i + lead >= tiles) next = p.next == nullptr ? nullptr : p.next + (i + lead - tiles) * kRows * p.next_bytes;
     for (int64_t first = 0; first < p.depth; first += blocks.size) {
-      const int64_t size = p.depth - first < blocks.size ? p.depth - first : blocks.size;
-      const char* data = ahead == nullptr ? nullptr : ahead + kRows * Stored::bytes(first);
-      multiply_tile<Stored>(p, {i * kRows, first, size, {data, 0}}, buffer, sums);
+      const int64_t size = std::min(blocks.size, p.depth - first);
+      Ahead ahead = {next, 0};
+      if (blocks.count > 1) ahead.stride = i + lead < tiles ? p.row_bytes : p.next_bytes;
+      if (first + size < p.depth) ahead = {p.weight + i * tile_bytes + Stored::bytes(first + size), p.row_bytes};
+      multiply_tile<Stored>(p, {i * kRows, first, size, ahead}, buffer, sums);
     }
   }
 }
@@ -285,7 +289,7 @@ template <class Stored>
 void multiply_blocks(const Product& p, char* buffer, float* sums) {
   const Blocks blocks(p.depth);
   for (int64_t first = 0; first < p.depth; first += blocks.size) {
-    const int64_t size = p.depth - first < blocks.size ? p.depth - first : blocks.size;
+    const int64_t size = std::min(blocks.size, p.depth - first);
     for (int64_t row = 0; row < p.rows; row += kRows) {
       Ahead ahead = {p.next, p.next_bytes};
       if (row + kRows < p.rows) {

@@ -8,6 +8,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "ffn.h"
@@ -49,7 +50,7 @@ struct StoredBf16 {
     const char* from = p.weight + row * p.row_bytes + 2 * first;
     auto* to = static_cast<char*>(out);
     for (int64_t k = 0; k < size; k += kStep, from += 64, to += 64, ahead += 64) {
-      _mm_prefetch(ahead, _MM_HINT_T1);
+      _mm_prefetch(ahead, _MM_HINT_T0);
       _mm512_storeu_si512(to, load_words(from, size - k));
     }
   }
@@ -60,7 +61,7 @@ struct StoredBf16 {
 };
 
 // Weights and tokens as int16: a token is its largest power of two that fits times whole numbers, which are within
-// 2^-15 of its largest element. Sums of a block are exact: 2048 products of at most 2^22, in sixteen lanes.
+// 2^-15 of its largest element. Sums of a block are exact: 1024 products of at most 2^22, in sixteen lanes.
 struct StoredInt8 {
   using Lanes = Words;
   static constexpr int64_t kStep = 32, kHead = 64;
@@ -71,7 +72,7 @@ struct StoredInt8 {
     const char* from = p.weight + row * p.row_bytes + first;
     auto* to = static_cast<char*>(out);
     for (; size >= kStep; size -= kStep, from += 32, to += 64, ahead += 32) {
-      _mm_prefetch(ahead, _MM_HINT_T1);
+      _mm_prefetch(ahead, _MM_HINT_T0);
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
       _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(bytes));
     }
@@ -128,14 +129,12 @@ struct Scales {
         groups(p.groups),
         shift((p.group & (p.group - 1)) == 0 ? __builtin_ctzll(static_cast<uint64_t>(p.group)) : -1) {}
   int64_t index(int64_t k) const { return groups == 1 ? 0 : shift >= 0 ? k >> shift : k / group; }
-  float at(int64_t k) const {
-    const int64_t g = index(k);
-    return scale[g < groups ? g : groups - 1];
-  }
+  const float* from(int64_t k) const { return scale + std::min(index(k), groups - 1); }
+  float at(int64_t k) const { return *from(k); }
   // Whether the sixty-four elements of a step share their scale.
   bool alike() const { return groups == 1 || group % 64 == 0; }
-  // The first element after k at which the walk meets another scale.
-  int64_t end(int64_t k) const { return groups == 1 ? INT64_MAX : alike() ? (index(k) + 1) * group : k + 64; }
+  // The first element after k that has another scale.
+  int64_t end(int64_t k) const { return (index(k) + 1) * group; }
 };
 
 struct Order {
@@ -160,13 +159,21 @@ struct StoredInt4 {
     const char* from = p.weight + row * p.row_bytes + first / 2;
     auto* to = static_cast<char*>(out);
     const int64_t end = first + size, whole = first + size / kStep * kStep;
-    for (int64_t k = first; k < whole;) {
-      const int64_t same = scales.end(k), stop = same < whole ? same : whole;
-      const __m512i table = products(scales, k);
+    const auto expand_to = [&](__m512i table, int64_t k, int64_t stop) {
       for (; k < stop; k += kStep, from += 32, to += 128, ahead += 32) {
-        _mm_prefetch(ahead, _MM_HINT_T1);
+        _mm_prefetch(ahead, _MM_HINT_T0);
         expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), table, to);
       }
+    };
+    if (scales.alike()) {
+      const float* scale = scales.from(first);
+      int64_t stop = scales.end(first);
+      for (int64_t k = first; k < whole; k = stop, stop += scales.group, ++scale) {
+        const __m256i table = products(*scale);
+        expand_to(_mm512_inserti64x4(_mm512_castsi256_si512(table), table, 1), k, std::min(stop, whole));
+      }
+    } else {
+      for (int64_t k = first; k < whole; k += kStep) expand_to(products(scales, k), k, k + kStep);
     }
     if (whole < end) expand(load_bytes(from, (end - whole) / 2), products(scales, whole), to);
   }
