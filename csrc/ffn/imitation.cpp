@@ -1,4 +1,4 @@
-#include "tiles.inl"
 #include "tiles/imitation.h"
+#include "tiles.inl"
 
 moelight::Kernel moelight::ffn_imitation(WeightType weight) { return tile_kernel_for<ImitatedTile>(weight); }

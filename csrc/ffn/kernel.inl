@@ -179,7 +179,8 @@ void multiply(const Product& p, void* expanded, float* sums) {
           rows.row[i] = to;
         }
       }
-      all_tokens<L>(rows, in_place, p.tokens, reinterpret_cast<const Element*>(p.x) + first, p.x_bytes / static_cast<int64_t>(sizeof(Element)), sums + r);
+      all_tokens<L>(rows, in_place, p.tokens, reinterpret_cast<const Element*>(p.x) + first,
+                    p.x_bytes / static_cast<int64_t>(sizeof(Element)), sums + r);
     }
   }
 }

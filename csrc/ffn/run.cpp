@@ -164,10 +164,10 @@ class Group {
     const int64_t useful = small() ? 1 : threads;
     if (up_ != nullptr) {
       add_preparation(work, *up_, kPrepareX);
-      add_products(work, up_->format.rows / 2, 2, *up_, kUp, useful);
+      add_products(work, up_->format.rows / 2, 2, kUp, useful);
     }
     add_preparation(work, down_, kPrepareInner);
-    add_products(work, down_.format.rows, 1, down_, kDown, useful);
+    add_products(work, down_.format.rows, 1, kDown, useful);
     work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int worker) {
       char* const room = workers_ + worker * worker_bytes_;
       const Worker own = {reinterpret_cast<float*>(room), room + Worker::kSumsBytes};
@@ -203,7 +203,7 @@ class Group {
   }
 
   // `rows` of each piece, of which each stands for `each` rows of the weight.
-  void add_products(Work& work, int64_t rows, int64_t each, const Side& side, Stage stage, int64_t threads) const {
+  void add_products(Work& work, int64_t rows, int64_t each, Stage stage, int64_t threads) const {
     const int64_t step = kUnitRows / each, all = rows * static_cast<int64_t>(pieces_.size());
     for (size_t p = 0; p < pieces_.size(); ++p) {
       const Piece& piece = pieces_[p];
@@ -218,7 +218,6 @@ class Group {
           work.add({stage, static_cast<int32_t>(p), r, std::min(some, rows - r), t,
                     std::min(kUnitTokens, piece.tokens - t)});
     }
-    static_cast<void>(side);
   }
 
   // The first rows of the weight that a unit reads.
@@ -243,7 +242,8 @@ class Group {
       up_->read_bias(*piece.up, row, rows, bias);
       up_->read_bias(*piece.up, inner + row, rows, bias + kUpColumn);
       for (int64_t b = 0; b < count; ++b) {
-        const int64_t t = unit.token + cut(unit.tokens, count, b), some = cut(unit.tokens, count, b + 1) - (t - unit.token);
+        const int64_t t = unit.token + cut(unit.tokens, count, b),
+                      some = cut(unit.tokens, count, b + 1) - (t - unit.token);
         const int64_t place = piece.place_up + t;
         std::memset(own.sums, 0, static_cast<size_t>(some * kUnitRows) * sizeof(float));
         up_->multiply(*piece.up, row, rows, place, some, rows_of(*piece.up, inner + row), own.scratch, own.sums);
@@ -264,7 +264,8 @@ class Group {
       float bias[kUnitRows] = {};
       down_.read_bias(*piece.down, row, rows, bias);
       for (int64_t b = 0; b < count; ++b) {
-        const int64_t t = unit.token + cut(unit.tokens, count, b), some = cut(unit.tokens, count, b + 1) - (t - unit.token);
+        const int64_t t = unit.token + cut(unit.tokens, count, b),
+                      some = cut(unit.tokens, count, b + 1) - (t - unit.token);
         std::memset(own.sums, 0, static_cast<size_t>(some * kUnitRows) * sizeof(float));
         down_.multiply(*piece.down, row, rows, piece.place_down + t, some, after, own.scratch, own.sums);
         down_.kernel.store(own.sums, bias, rows, some, out_.row(piece.first + t) + row * bytes, out_.stride / bytes);
@@ -338,8 +339,7 @@ void linear(const LinearArgs& args) {
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   for (int64_t first = 0; first < tokens.count; first += kGroupTokens) {
     side.enter({x.row(first), x.stride}, room);
-    const std::vector<Piece> pieces = {
-        {nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
+    const std::vector<Piece> pieces = {{nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
     Group(pieces, nullptr, side, Activation::kSilu, {}, {out.row(first), out.stride}, room + rooms.prepared,
           rooms.worker)
         .run(args.threads);

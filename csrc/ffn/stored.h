@@ -1,9 +1,9 @@
 // How every type of weight becomes operands of bf16 or int16, and how tokens are arranged to meet them. For
 // AVX-512 with BF16 and VNNI; internal linkage.
 //
-// A Stored says: the Lanes that multiply it; kStep elements of K go together; kHead bytes come before a prepared token's
-// elements; bytes(k), how far into a row element k is; convert(), one row in one block of K, zeros up to the step,
-// touching what lies `ahead` meanwhile; arrange(), one token; finish(), what is left to do to sums.
+// A Stored says: the Lanes that multiply it; kStep elements of K go together; kHead bytes come before a prepared
+// token's elements; bytes(k), how far into a row element k is; convert(), one row in one block of K, zeros up to the
+// step, touching what lies `ahead` meanwhile; arrange(), one token; finish(), what is left to do to sums.
 #pragma once
 
 #include <immintrin.h>

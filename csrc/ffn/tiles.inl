@@ -15,7 +15,7 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kTileRows = 32, kTileTokens = 16;
-constexpr int64_t kTileBlock = 1024;                  // elements of K whose rows stay in the second-level cache
+constexpr int64_t kTileBlock = 1024;                     // elements of K whose rows stay in the second-level cache
 constexpr int64_t kTileBufferRow = 2 * kTileBlock + 64;  // bytes of a row converted
 
 // Sums of kTileRows rows, kTokenBlock apart, and rows converted.
@@ -105,8 +105,9 @@ void multiply_tiles(const Product& p, void* scratch, float* sums) {
     for (int64_t first = 0; first < p.depth; first += kTileBlock) {
       const int64_t size = p.depth - first < kTileBlock ? p.depth - first : kTileBlock;
       const bool last = first + size == p.depth, end = last && row + kTileRows >= p.rows;
-      const char* const ahead = end ? p.next : p.weight + (last ? row + kTileRows : row) * p.row_bytes +
-                                                   (last ? 0 : Stored::bytes(first + size));
+      const char* const ahead =
+          end ? p.next
+              : p.weight + (last ? row + kTileRows : row) * p.row_bytes + (last ? 0 : Stored::bytes(first + size));
       TileRows rows = left_operand<Stored>(p, row, first, size, ahead, end ? p.next_bytes : p.row_bytes, room->rows);
       const char* x = p.x + first * 2 * kTileTokens;
       int64_t t = 0;

@@ -42,8 +42,6 @@ class Work {
     left(unit.piece, unit.stage).fetch_add(1, std::memory_order_relaxed);
   }
 
-  bool empty() const { return units_.empty(); }
-
   // body(unit, next, worker), `next` being what the same worker gets afterwards, or null.
   template <class F>
   void run(int threads, F&& body) {

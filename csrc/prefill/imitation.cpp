@@ -3,6 +3,4 @@
 #include "kernel.inl"
 #include "tiles.h"
 
-const moelight::PrefillKernels& moelight::prefill_imitation() {
-  return kernels<PrefillAvx512, Tiles<ImitatedTile>>();
-}
+const moelight::PrefillKernels& moelight::prefill_imitation() { return kernels<PrefillAvx512, Tiles<ImitatedTile>>(); }
