@@ -3,6 +3,11 @@
 #include <atomic>
 #include <cstdint>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #define MOELIGHT_X86 1
@@ -65,7 +70,33 @@ Isa best_isa() {
 
 constexpr int kNotForced = -1;
 std::atomic<int> forced{kNotForced};
-std::atomic<bool> bf16_allowed{true};
+std::atomic<int> forced_products{kNotForced};
+
+// The system lends the registers of tiles to those who ask, once for the whole process.
+bool tiles_permitted() {
+#if MOELIGHT_X86 && defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool products_run(Bf16Products how) {
+  static const Features& f = features();
+  static const bool pairs = isa_runs(Isa::kAvx512) && f.avx512_bf16 && f.avx512_vnni;
+  static const bool tiles = pairs && f.amx_tile && f.amx_bf16 && tiles_permitted();
+  switch (how) {
+    case Bf16Products::kTiles:
+      return tiles;
+    case Bf16Products::kPairs:
+    case Bf16Products::kImitation:
+      return pairs;
+    case Bf16Products::kWide:
+      break;
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -134,10 +165,21 @@ bool force_isa(Isa isa) {
 
 void unforce_isa() { forced.store(kNotForced, std::memory_order_relaxed); }
 
-bool active_bf16() {
-  return features().avx512_bf16 && active_isa() == Isa::kAvx512 && bf16_allowed.load(std::memory_order_relaxed);
+Bf16Products bf16_products() {
+  static const Bf16Products best = products_run(Bf16Products::kTiles)   ? Bf16Products::kTiles
+                                   : products_run(Bf16Products::kPairs) ? Bf16Products::kPairs
+                                                                        : Bf16Products::kWide;
+  if (active_isa() != Isa::kAvx512) return Bf16Products::kWide;
+  const int choice = forced_products.load(std::memory_order_relaxed);
+  return choice == kNotForced ? best : static_cast<Bf16Products>(choice);
 }
 
-void allow_bf16(bool allowed) { bf16_allowed.store(allowed, std::memory_order_relaxed); }
+bool force_bf16_products(Bf16Products how) {
+  if (!products_run(how)) return false;
+  forced_products.store(static_cast<int>(how), std::memory_order_relaxed);
+  return true;
+}
+
+void unforce_bf16_products() { forced_products.store(kNotForced, std::memory_order_relaxed); }
 
 }  // namespace moelight

@@ -257,9 +257,27 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object down, const In& offs
   moelight::expert_ffn(args);
 }
 
+// Types by their places in the enumerations; sizes are the caller's to check.
+int64_t linear_workspace(int x, int weight, int64_t tokens, int64_t outputs, int64_t inputs, int64_t threads) {
+  const Format format = make_format("weight", static_cast<WeightType>(weight), outputs, inputs, 0);
+  return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
+}
+
+int64_t expert_ffn_workspace(int x, int weight, int64_t tokens, int64_t hidden, int64_t intermediate, int64_t experts,
+                             int64_t threads) {
+  const auto type = static_cast<WeightType>(weight);
+  const Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
+  const Format down = make_format("down", type, hidden, intermediate, 0);
+  return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
+}
+
 }  // namespace
 
 void add_ffn(nb::module_& module) {
+  module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "tokens"_a, "outputs"_a, "inputs"_a, "threads"_a);
+  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "tokens"_a, "hidden"_a, "intermediate"_a,
+             "experts"_a, "threads"_a);
+  module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
   module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "out"_a,
              "threads"_a);
   module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "down"_a, "offsets"_a, "activation"_a,

@@ -27,6 +27,18 @@ void set_isa(const std::string& name) {
   refuse("isa", "must be auto, scalar, avx2 or avx512, is '" + name + "'");
 }
 
+constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "imitation"};
+
+void set_bf16_products(const std::string& name) {
+  if (name == "auto") return unforce_bf16_products();
+  for (int how = 0; how < 4; ++how) {
+    if (name != kProducts[how]) continue;
+    if (!force_bf16_products(static_cast<Bf16Products>(how))) refuse("name", name + " does not run on this processor");
+    return;
+  }
+  refuse("name", "must be auto, wide, pairs, tiles or imitation, is '" + name + "'");
+}
+
 nb::dict cpu_features() {
   nb::dict features;
   for (const auto& [name, present] : moelight::cpu_features()) features[name.c_str()] = present;
@@ -43,7 +55,8 @@ NB_MODULE(_native, module) {
   module.def("isa", [] { return moelight::isa_name(moelight::active_isa()); });
   module.def("isa_available", isa_available);
   module.def("set_isa", set_isa, "name"_a);
-  module.def("allow_bf16", moelight::allow_bf16, "allowed"_a);
+  module.def("bf16_products", [] { return kProducts[static_cast<int>(moelight::bf16_products())]; });
+  module.def("set_bf16_products", set_bf16_products, "name"_a);
   module.def("cpu_features", cpu_features);
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);

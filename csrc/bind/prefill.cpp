@@ -148,20 +148,9 @@ void prefill_attention(const In& q, const In& k, const In& v, const In& cu_seqle
   moelight::prefill(args);
 }
 
-void set_bf16_products(const std::string& name) {
-  constexpr const char* kNames[] = {"auto", "wide", "pairs", "tiles", "imitation"};
-  for (int how = 0; how < 5; ++how) {
-    if (name != kNames[how]) continue;
-    if (!force_bf16_products(static_cast<Bf16Products>(how))) refuse("name", name + " does not run on this processor");
-    return;
-  }
-  refuse("name", "must be auto, wide, pairs, tiles or imitation, is '" + name + "'");
-}
-
 }  // namespace
 
 void add_prefill(nb::module_& module) {
-  module.def("set_bf16_products", set_bf16_products, "name"_a);
   module.def("prefill_attention", prefill_attention, "q"_a, "k"_a, "v"_a, "cu_seqlens"_a, "scale"_a, "window"_a,
              "sinks"_a.none(), "softcap"_a, "k_cache"_a.none(), "v_cache"_a.none(), "block_tables"_a.none(),
              "context_lens"_a.none(), "k_scale"_a.none(), "v_scale"_a.none(), "out"_a, "threads"_a);

@@ -2,4 +2,4 @@
 
 #include "kernel.inl"
 
-const moelight::Lanes& moelight::ffn_avx2() { return float_lanes<Avx2>(); }
+moelight::Kernel moelight::ffn_avx2(DType x, WeightType weight) { return float_kernel<Avx2>(x, weight); }

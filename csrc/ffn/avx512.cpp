@@ -2,4 +2,4 @@
 
 #include "kernel.inl"
 
-const moelight::Lanes& moelight::ffn_avx512() { return float_lanes<Avx512>(); }
+moelight::Kernel moelight::ffn_avx512(DType x, WeightType weight) { return float_kernel<Avx512>(x, weight); }

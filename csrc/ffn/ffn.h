@@ -3,9 +3,9 @@
 //
 // Legend: T tokens, N rows of a weight, K its columns ("depth"), E experts, H hidden, I intermediate.
 //
-// The result of one (token, row), on which nothing else has any influence: K is cut into blocks of fixed size; within
-// a block lane i sums the products of elements i, i + step, ...; the lanes are added in a fixed tree; the blocks are
-// added in order, in float32. Then comes the bias, then the rounding to the type of x.
+// The result of one (token, row) is a sum over K in an order that K and the kernel alone decide (kernel.inl, dots.inl,
+// tiles.h say which), in float32; then comes the bias, then the rounding to the type of x. Nothing else has any
+// influence: not the other tokens, nor how the work is cut, nor the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -76,6 +76,15 @@ struct ExpertArgs {
 
 void expert_ffn(const ExpertArgs& args);
 
+// The most that a call with these sizes leaves allocated for the thread that makes it; every call needs what its
+// largest predecessor needed, and no more.
+int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, int64_t tokens, int64_t experts,
+                             int threads);
+int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int threads);
+
+// What the calling thread's calls have left allocated so far.
+int64_t ffn_workspace_kept();
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 // Tokens and rows that one thread multiplies at a time. They shape the work, not the result.
@@ -83,40 +92,44 @@ constexpr int64_t kTokenBlock = 96;
 constexpr int64_t kUnitRows = 64;
 constexpr int64_t kUpColumn = kUnitRows / 2;  // where the sums of up rows begin beside those of their gates
 
-// Bytes of a row that lie in one block of K, as the lanes multiply them.
-constexpr int64_t kBlockBytes = 4096;
-constexpr int64_t kRowTile = 4;
-
 // Some rows of a weight times some tokens.
 struct Product {
   const char* weight;  // the first of the rows
   int64_t row_bytes;
   const float* scale;  // of the first of the rows
   int64_t group, groups;
-  int64_t rows, depth;
-  const void* x;  // of the element type of the lanes, zeros from depth to the next multiple of their step
-  int64_t x_stride, tokens;
+  int64_t rows, depth;  // at most kUnitRows rows
+  const char* x;        // prepared tokens, x_bytes apart
+  int64_t x_bytes, tokens;
+  const char* next;  // what is read afterwards, in rows next_bytes apart, that it may be fetched; or null
+  int64_t next_bytes;
 };
 
-// What an instruction set provides for one type of element.
-struct Lanes {
-  int64_t step;  // elements taken at a time
-  DType element;
-  // sums[t][r] += x[t] . weight[r], sums kUnitRows apart; expanded: kRowTile * kBlockBytes, aligned to 64 bytes.
-  // Null for a type of weight that these lanes do not take.
-  void (*multiply[kWeightTypes])(const Product&, void* expanded, float* sums);
-  // One row of x, by its type, to elements; zeros up to the next multiple of the step.
-  void (*widen[kDTypes])(const void* x, int64_t depth, void* out);
-  // sums + bias, rounded to the type of x.
-  void (*store[kDTypes])(const float* sums, const float* bias, int64_t rows, int64_t tokens, void* out, int64_t stride);
-  // The activation of gate and up, rounded to the type of x, as elements.
-  void (*activate[kDTypes])(Activation, const float* sums, const float* bias, int64_t columns, int64_t tokens,
-                            void* out, int64_t stride);
+// What an instruction set provides for activations of one type and weights of one type.
+struct Kernel {
+  int64_t step;           // what a prepared token holds is padded with zeros to a multiple of this
+  int64_t element_bytes;  // of a prepared token
+  int64_t head_bytes;     // that a prepared token has before its elements
+  int64_t token_step;     // prepared tokens come in multiples of this, the last ones zero
+  bool in_place;          // a token of which the step is a divisor is as good as prepared
+  int64_t scratch_bytes;  // of `multiply`
+  // sums[t][r] += x[t] . weight[r], sums kUnitRows apart and zero before; scratch aligned to 64 bytes.
+  void (*multiply)(const Product&, void* scratch, float* sums);
+  // `count` rows of x, x_bytes apart, to prepared ones and zero ones up to the next multiple of the token step.
+  void (*prepare)(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out);
+  // sums + bias, rounded to the type of x; rows of out are `stride` elements apart.
+  void (*store)(const float* sums, const float* bias, int64_t rows, int64_t tokens, void* out, int64_t stride);
+  // The activation of gate and up, rounded to the type of x.
+  void (*activate)(Activation, const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out,
+                   int64_t stride);
 };
 
-const Lanes& ffn_scalar();
-const Lanes& ffn_avx2();
-const Lanes& ffn_avx512();
-const Lanes& ffn_avx512_bf16();
+Kernel ffn_scalar(DType x, WeightType weight);
+Kernel ffn_avx2(DType x, WeightType weight);
+Kernel ffn_avx512(DType x, WeightType weight);
+// bfloat16 x alone, and bfloat16, int8 or int4 weights.
+Kernel ffn_avx512_dots(WeightType weight);
+Kernel ffn_amx(WeightType weight);
+Kernel ffn_imitation(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles
 
 }  // namespace moelight

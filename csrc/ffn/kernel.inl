@@ -9,14 +9,16 @@
 
 #include <type_traits>
 
-#include "activation.h"
 #include "ffn.h"
+#include "finish.h"
 #include "lanes.h"
 
 namespace moelight {
 namespace {
 
-constexpr int kFewTokens = 4;  // that leave registers for the conversion of weights
+// Bytes of a row that lie in one block of K, as the lanes multiply them.
+constexpr int64_t kBlockBytes = 4096;
+constexpr int64_t kRowTile = 4;
 
 template <class L>
 constexpr int64_t kBlock = kBlockBytes / static_cast<int64_t>(sizeof(typename L::Element));
@@ -149,55 +151,6 @@ void convert_row(const Product& p, int64_t row, int64_t first, int64_t size, int
   for (int64_t i = size; i % L::kStep != 0; ++i) to[i] = {};
 }
 
-// As `tile`, the rows being converted in registers: for few tokens, where a way through memory would cost more than
-// the products do. The same numbers meet in the same order.
-template <class L, class W, int kTokens>
-void converting_tile(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, float* sums) {
-  using S = typename L::Simd;
-  typename L::V sum[kRowTile][kTokens];
-  const W* from[kRowTile];
-  const float* scale[kRowTile];
-#pragma GCC unroll 4
-  for (int r = 0; r < kRowTile; ++r) {
-    const int64_t real = row + r < p.rows ? row + r : p.rows - 1;
-    from[r] = reinterpret_cast<const W*>(p.weight + real * p.row_bytes);
-    scale[r] = p.scale + real * p.groups;
-#pragma GCC unroll 8
-    for (int c = 0; c < kTokens; ++c) sum[r][c] = S::zero();
-  }
-  const auto* x = static_cast<const typename L::Element*>(p.x);
-  const int64_t end = first + size;
-  int64_t k = first;
-  for (int64_t group = first / p.group; k < end; ++group) {
-    const int64_t stop = (group + 1) * p.group < end ? (group + 1) * p.group : end;
-    const Converter<L, W> some[kRowTile] = {Converter<L, W>(scale[0][group]), Converter<L, W>(scale[1][group]),
-                                            Converter<L, W>(scale[2][group]), Converter<L, W>(scale[3][group])};
-    for (; k < stop; k += L::kStep) {
-      typename L::Operand token[kTokens];
-#pragma GCC unroll 8
-      for (int c = 0; c < kTokens; ++c) token[c] = L::load(x + c * p.x_stride + k);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRowTile; ++r) {
-        const W* at = from[r] + k / kPerStored<W>;
-        fetch(at, lead);
-        const auto weight = some[r].operand(at);
-#pragma GCC unroll 8
-        for (int c = 0; c < kTokens; ++c) sum[r][c] = L::madd(sum[r][c], weight, token[c]);
-      }
-    }
-  }
-  add_sums<L, kTokens>(sum, sums);
-}
-
-template <class L, class W, int kTokens = kFewTokens>
-void converting_tile_of(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, float* sums) {
-  if (p.tokens == kTokens) {
-    converting_tile<L, W, kTokens>(p, row, first, size, lead, sums);
-  } else if constexpr (kTokens > 1) {
-    converting_tile_of<L, W, kTokens - 1>(p, row, first, size, lead, sums);
-  }
-}
-
 // From a tile of rows in one block of K to the one read after it; zero at the end.
 template <class L, class W>
 int64_t lead_of(const Product& p, int64_t row, int64_t first) {
@@ -214,12 +167,6 @@ void multiply(const Product& p, void* expanded, float* sums) {
     const bool in_place = std::is_same_v<W, Element> && size % L::kStep == 0;
     for (int64_t r = 0; r < p.rows; r += kRowTile) {
       const int64_t lead = lead_of<L, W>(p, r, first);
-      if constexpr (kScaled<W> && L::kConvertsInRegisters) {
-        if (p.tokens <= kFewTokens && size % L::kStep == 0) {
-          converting_tile_of<L, W>(p, r, first, size, lead, sums + r);
-          continue;
-        }
-      }
       Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, lead};
       for (int64_t i = 0; i < kRowTile; ++i) {
         // A short last tile repeats its last row; nobody reads those sums.
@@ -232,92 +179,66 @@ void multiply(const Product& p, void* expanded, float* sums) {
           rows.row[i] = to;
         }
       }
-      all_tokens<L>(rows, in_place, p.tokens, static_cast<const Element*>(p.x) + first, p.x_stride, sums + r);
-    }
-  }
-}
-
-template <class S, class X>
-void narrow(const float* from, int64_t count, X* to) {
-  int64_t i = 0;
-  if constexpr (std::is_same_v<X, Fp16>)
-    for (; i + 2 * S::kWidth <= count; i += 2 * S::kWidth)
-      S::store2(to + i, S::load(from + i), S::load(from + i + S::kWidth));
-  for (; i < count; ++i) from_float(from[i], to[i]);
-}
-
-template <class L, class X>
-void widen(const void* x, int64_t depth, void* out) {
-  const auto* from = static_cast<const X*>(x);
-  auto* to = static_cast<typename L::Element*>(out);
-  for (int64_t i = 0; i < depth; ++i) {
-    if constexpr (std::is_same_v<X, typename L::Element>) {
-      to[i] = from[i];
-    } else {
-      from_float(to_float(from[i]), to[i]);
-    }
-  }
-  for (int64_t i = depth; i % L::kStep != 0; ++i) to[i] = {};
-}
-
-template <class L, class X>
-void store(const float* sums, const float* bias, int64_t rows, int64_t tokens, void* out, int64_t stride) {
-  using S = typename L::Simd;
-  float line[kUnitRows];
-  for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows) {
-    for (int64_t i = 0; i < rows; i += S::kWidth) S::store(line + i, S::add(S::load(sums + i), S::load(bias + i)));
-    narrow<S>(line, rows, static_cast<X*>(out) + t * stride);
-  }
-}
-
-template <class L, class X, class A>
-void activate_as(const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
-  using S = typename L::Simd;
-  alignas(64) float line[kUpColumn];
-  X rounded[kUpColumn];
-  auto* to = static_cast<typename L::Element*>(out);
-  for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows, to += stride) {
-    for (int64_t i = 0; i < columns; i += S::kWidth) {
-      const auto gate = S::add(S::load(sums + i), S::load(bias + i));
-      const auto up = S::add(S::load(sums + kUpColumn + i), S::load(bias + kUpColumn + i));
-      S::store(line + i, A::apply(gate, up));
-    }
-    narrow<S>(line, columns, rounded);
-    for (int64_t i = 0; i < columns; ++i) {
-      if constexpr (std::is_same_v<X, typename L::Element>) {
-        to[i] = rounded[i];
-      } else {
-        from_float(to_float(rounded[i]), to[i]);
-      }
+      all_tokens<L>(rows, in_place, p.tokens, reinterpret_cast<const Element*>(p.x) + first,
+                    p.x_bytes / static_cast<int64_t>(sizeof(Element)), sums + r);
     }
   }
 }
 
 template <class L, class X>
-void activate(Activation activation, const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out,
-              int64_t stride) {
-  using S = typename L::Simd;
-  switch (activation) {
-    case Activation::kSilu:
-      return activate_as<L, X, Silu<S>>(sums, bias, columns, tokens, out, stride);
-    case Activation::kGeluTanh:
-      return activate_as<L, X, GeluTanh<S>>(sums, bias, columns, tokens, out, stride);
-    case Activation::kSwigluOai:
-      return activate_as<L, X, SwigluOai<S>>(sums, bias, columns, tokens, out, stride);
+void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out) {
+  const int64_t padded = (depth + L::kStep - 1) / L::kStep * L::kStep;
+  auto* to = static_cast<float*>(out);
+  for (int64_t t = 0; t < count; ++t, to += padded) {
+    const auto* from = reinterpret_cast<const X*>(static_cast<const char*>(x) + t * x_bytes);
+    for (int64_t i = 0; i < depth; ++i) from_float(to_float(from[i]), to[i]);
+    for (int64_t i = depth; i < padded; ++i) to[i] = 0.0f;
   }
+}
+
+template <class L, class X, class W>
+Kernel kernel() {
+  using S = typename L::Simd;
+  return {.step = L::kStep,
+          .element_bytes = sizeof(float),
+          .head_bytes = 0,
+          .token_step = 1,
+          .in_place = std::is_same_v<X, float>,
+          .scratch_bytes = kRowTile * kBlockBytes,
+          .multiply = multiply<L, W>,
+          .prepare = prepare<L, X>,
+          .store = store<S, X>,
+          .activate = activate<S, X>};
+}
+
+template <class L, class X>
+Kernel kernel_for(WeightType weight) {
+  switch (weight) {
+    case WeightType::kBFloat16:
+      return kernel<L, X, Bf16>();
+    case WeightType::kFloat16:
+      return kernel<L, X, Fp16>();
+    case WeightType::kInt8:
+      return kernel<L, X, int8_t>();
+    case WeightType::kInt4:
+      return kernel<L, X, Int4>();
+    case WeightType::kFloat32:
+      break;
+  }
+  return kernel<L, X, float>();
 }
 
 template <class S>
-const Lanes& float_lanes() {
-  using L = FloatLanes<S>;
-  static const Lanes table = {
-      L::kStep,
-      L::kElement,
-      {multiply<L, float>, multiply<L, Bf16>, multiply<L, Fp16>, multiply<L, int8_t>, multiply<L, Int4>},
-      {widen<L, float>, widen<L, Bf16>, widen<L, Fp16>},
-      {store<L, float>, store<L, Bf16>, store<L, Fp16>},
-      {activate<L, float>, activate<L, Bf16>, activate<L, Fp16>}};
-  return table;
+Kernel float_kernel(DType x, WeightType weight) {
+  switch (x) {
+    case DType::kBFloat16:
+      return kernel_for<FloatLanes<S>, Bf16>(weight);
+    case DType::kFloat16:
+      return kernel_for<FloatLanes<S>, Fp16>(weight);
+    case DType::kFloat32:
+      break;
+  }
+  return kernel_for<FloatLanes<S>, float>(weight);
 }
 
 }  // namespace

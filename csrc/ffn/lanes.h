@@ -2,8 +2,7 @@
 //
 // Lanes are what the one algorithm (kernel.inl) is written over: an element type, kStep elements taken at a time, a
 // multiply-add into float32 lanes, and a Converter for every type of weight that is not the element's own: it turns
-// kGroupStep stored numbers, times their scale, into elements in their own order; where kConvertsInRegisters, also into
-// one operand.
+// kGroupStep stored numbers, times their scale, into elements in their own order.
 #pragma once
 
 #if defined(__x86_64__)
@@ -21,9 +20,7 @@ struct FloatLanes {
   using Element = float;
   using V = typename S::V;
   using Operand = typename S::V;
-  static constexpr DType kElement = DType::kFloat32;
   static constexpr int64_t kStep = S::kWidth;
-  static constexpr bool kConvertsInRegisters = false;
   static constexpr int kTokens = S::kWidth == 16 ? 6 : S::kWidth == 8 ? 3 : 2;
 
   static Operand load(const float* p) { return S::load(p); }

@@ -2,4 +2,4 @@
 
 #include "kernel.inl"
 
-const moelight::Lanes& moelight::ffn_scalar() { return float_lanes<Scalar>(); }
+moelight::Kernel moelight::ffn_scalar(DType x, WeightType weight) { return float_kernel<Scalar>(x, weight); }

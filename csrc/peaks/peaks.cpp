@@ -3,10 +3,6 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
-#if defined(__x86_64__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -71,29 +67,12 @@ uint64_t read_rest(const char* p, int64_t count) {
   return all;
 }
 
-#if defined(__x86_64__)
-bool has(const char* feature) {
-  for (const auto& [name, present] : cpu_features())
-    if (name == feature) return present;
-  return false;
-}
-
-// The system lends the registers of tiles to those who ask, once for the whole process.
-bool tiles_run() {
-#if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool run =
-      has("amx_tile") && has("amx_bf16") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return run;
-#else
-  return false;
-#endif
-}
-#endif
-
 ProductUnit unit_for([[maybe_unused]] Product product) {
 #if defined(__x86_64__)
-  if (product == Product::kBfloat16 && active_bf16()) return tiles_run() ? product_amx() : product_avx512_bf16();
+  if (product == Product::kBfloat16) {
+    if (bf16_products() == Bf16Products::kTiles) return product_amx();
+    if (bf16_products() == Bf16Products::kPairs) return product_avx512_bf16();
+  }
   if (active_isa() == Isa::kAvx512) return product_avx512();
   if (active_isa() == Isa::kAvx2) return product_avx2();
 #endif

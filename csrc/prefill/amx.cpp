@@ -1,44 +1,6 @@
+#include "tiles/amx.h"
+
 #include "kernel.inl"
 #include "tiles.h"
 
-namespace moelight {
-namespace {
-
-// A tile is sixteen rows of sixteen words; strides are in words. In assembly, because gcc 12 takes the number of a tile
-// as a literal only.
-struct AmxTile {
-  static void enter() {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    };
-    const Config config;
-    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 takes the intrinsic to read the first eight bytes only
-    _tile_loadconfig(&config);
-  }
-  static void leave() { _tile_release(); }
-
-  template <int kTile>
-  static void zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-  }
-  template <int kTile>
-  static void load(const float* p, int64_t stride) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride * 4), "i"(kTile) : "memory");
-  }
-  template <int kTile>
-  static void store(float* p, int64_t stride) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride * 4), "i"(kTile) : "memory");
-  }
-  template <int kSum, int kLeft, int kRight>
-  static void multiply_add() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
-  }
-};
-
-}  // namespace
-
-const PrefillKernels& prefill_amx() { return kernels<PrefillAvx512, Tiles<AmxTile>>(); }
-
-}  // namespace moelight
+const moelight::PrefillKernels& moelight::prefill_amx() { return kernels<PrefillAvx512, Tiles<AmxTile>>(); }

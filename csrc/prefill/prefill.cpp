@@ -2,13 +2,7 @@
 
 #include "prefill.h"
 
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -20,46 +14,9 @@
 namespace moelight {
 namespace {
 
-bool has(const char* feature) {
-  for (const auto& [name, present] : cpu_features())
-    if (name == feature) return present;
-  return false;
-}
-
-// The system lends the registers of tiles to those who ask, once for the whole process.
-bool tiles_permitted() {
-#if defined(__x86_64__) && defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
-bool runs(Bf16Products how) {
-  static const bool avx512 = isa_runs(Isa::kAvx512), pairs = avx512 && has("avx512_bf16");
-  static const bool tiles = pairs && has("amx_tile") && has("amx_bf16") && tiles_permitted();
-  switch (how) {
-    case Bf16Products::kTiles:
-      return tiles;
-    case Bf16Products::kPairs:
-    case Bf16Products::kImitation:
-      return pairs;
-    default:
-      return true;
-  }
-}
-
-std::atomic<Bf16Products> forced{Bf16Products::kBest};
-
 #if defined(__x86_64__)
 const PrefillKernels& avx512_kernels() {
-  Bf16Products how = forced.load(std::memory_order_relaxed);
-  if (how == Bf16Products::kBest)
-    how = runs(Bf16Products::kTiles)   ? Bf16Products::kTiles
-          : runs(Bf16Products::kPairs) ? Bf16Products::kPairs
-                                       : Bf16Products::kWide;
-  switch (how) {
+  switch (bf16_products()) {
     case Bf16Products::kTiles:
       return prefill_amx();
     case Bf16Products::kPairs:
@@ -117,12 +74,6 @@ std::vector<QueryTile> cut(const PrefillArgs& args, int64_t tokens) {
 }
 
 }  // namespace
-
-bool force_bf16_products(Bf16Products how) {
-  if (!runs(how)) return false;
-  forced.store(how, std::memory_order_relaxed);
-  return true;
-}
 
 void prefill(const PrefillArgs& args) {
   const PrefillKernels& kernels = active_kernels();

@@ -74,9 +74,4 @@ const PrefillKernels& prefill_avx512_bf16();
 const PrefillKernels& prefill_amx();
 const PrefillKernels& prefill_imitation();  // of prefill_amx, for processors with AVX512_BF16 but without tiles
 
-// How bf16 is multiplied under AVX-512: widened to float32, in pairs, in tiles, or in imitated tiles. The best that
-// runs, unless a test forces another. False, and no change, when `how` does not run here.
-enum class Bf16Products : int { kBest, kWide, kPairs, kTiles, kImitation };
-bool force_bf16_products(Bf16Products how);
-
 }  // namespace moelight

@@ -42,6 +42,24 @@ def activation(name: object) -> None:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, is {name!r}")
 
 
+def types(dtype: object, weight_dtype: object) -> tuple[int, int]:
+    """Of tokens and weights: their places in `FLOATS` and `FLOATS + INTEGERS`, which are the extension's."""
+    stored = FLOATS + INTEGERS
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: must be float32, bfloat16 or float16, is {dtype}")
+    if weight_dtype not in stored:
+        raise ValueError(f"weight_dtype: must be float32, bfloat16, float16, int8 or uint8, is {weight_dtype}")
+    return FLOATS.index(dtype), stored.index(weight_dtype)
+
+
+def sizes(**named: object) -> None:
+    """Positive integers, but for the tokens, of which there may be none."""
+    for name, size in named.items():
+        least = 0 if name == "tokens" else 1
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 1 << 31:
+            raise ValueError(f"{name}: must be an integer from {least} up, is {size!r}")
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, group_size: int | None, out: Tensor | None
 ) -> None:

@@ -9,8 +9,12 @@ earlier in the low four bits, 8 meaning zero. Integers come with float32 scales,
 ``group_size`` inputs. Nothing is repacked, and sums are float32.
 
 A token's result is bit for bit the same whatever its company, its place in the batch and the number of threads; it
-differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, scaled integers are rounded to
-bfloat16 before they are multiplied, elsewhere not.
+differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, int4 times its scale is rounded to
+bfloat16 before it is multiplied, and tokens that meet int8 are whole numbers of sixteen bits times a power of two; in
+the tiles of AMX, int8 times its scale is rounded to bfloat16 too. Elsewhere nothing is rounded before the products.
+
+A call works in memory that its thread keeps for the next call: `cpu_expert_ffn_workspace` and `cpu_linear_workspace`
+say how much.
 
 Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 """
@@ -136,6 +140,54 @@ def cpu_expert_ffn(
         threads,
     )
     return out
+
+
+def cpu_linear_workspace(
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    threads: int | None = None,
+) -> int:
+    """Bytes that `cpu_linear` with up to these sizes keeps for the thread that calls it; 0 without the extension.
+
+    All products and experts of a thread share one such room: it holds the largest of their needs.
+
+    Raises ValueError, naming the argument, for a size or dtype that the call would refuse.
+    """
+    types = checks_ffn.types(dtype, weight_dtype)
+    checks_ffn.sizes(tokens=tokens, outputs=outputs, inputs=inputs)
+    _, threads = checks_ffn.scalars(None, threads)
+    extension = native.module()
+    return 0 if extension is None else int(extension.linear_workspace(*types, tokens, outputs, inputs, threads))
+
+
+def cpu_expert_ffn_workspace(
+    tokens: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    experts: int,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    threads: int | None = None,
+) -> int:
+    """Bytes that `cpu_expert_ffn` with up to these sizes keeps for the thread that calls it; 0 without the extension.
+
+    tokens   rows of x, all experts together
+    experts  E
+
+    Raises ValueError, naming the argument, for a size or dtype that the call would refuse.
+    """
+    types = checks_ffn.types(dtype, weight_dtype)
+    checks_ffn.sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
+    _, threads = checks_ffn.scalars(None, threads)
+    extension = native.module()
+    if extension is None:
+        return 0
+    return int(extension.expert_ffn_workspace(*types, tokens, hidden, intermediate, experts, threads))
 
 
 def _rows(name: str, tensor: object) -> int:

@@ -21,8 +21,19 @@ KINDS = {
     "int8": torch.int8,
     "int4": torch.uint8,
 }
-PLAIN = "avx512 without bf16"
-LANES = [*ISAS, PLAIN] if native.cpu_features().get("avx512_bf16") and "avx512" in ISAS else [*ISAS]
+PRODUCTS = {"avx512 without bf16": "wide", "avx512 with tiles imitated": "imitation", "avx512 with tiles": "tiles"}
+
+
+def _runs(products: str) -> bool:
+    try:
+        native.module().set_bf16_products(products)
+    except ValueError:
+        return False
+    native.module().set_bf16_products("auto")
+    return True
+
+
+LANES = [*ISAS, *(name for name, products in PRODUCTS.items() if "avx512" in ISAS and _runs(products))]
 
 
 @contextmanager
@@ -33,10 +44,10 @@ def serving(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
         return
     extension = native.module()
-    extension.set_isa("avx512" if name == PLAIN else name)
-    extension.allow_bf16(name != PLAIN)
+    extension.set_isa("avx512" if name in PRODUCTS else name)
+    extension.set_bf16_products(PRODUCTS.get(name, "auto"))
     yield
-    extension.allow_bf16(True)
+    extension.set_bf16_products("auto")
     extension.set_isa("auto")
 
 

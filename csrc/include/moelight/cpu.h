@@ -28,9 +28,15 @@ Isa active_isa();
 bool force_isa(Isa isa);
 void unforce_isa();
 
-// Whether kernels may use AVX512_BF16 beside the instruction set in force: they may where the processor has it and that
-// set is kAvx512, unless told otherwise.
-bool active_bf16();
-void allow_bf16(bool allowed);
+// How bf16 is multiplied under kAvx512: widened to float32, in pairs (AVX512_BF16, and AVX512_VNNI for integers), in
+// tiles (AMX), or in imitated tiles, which let any processor with pairs test what is written for tiles.
+enum class Bf16Products : int { kWide = 0, kPairs = 1, kTiles = 2, kImitation = 3 };
+
+// The way in force: the best that runs, unless force_bf16_products chose another; kWide under any other set.
+Bf16Products bf16_products();
+
+// Chooses for the whole process. False, and no change, when `how` does not run here.
+bool force_bf16_products(Bf16Products how);
+void unforce_bf16_products();
 
 }  // namespace moelight

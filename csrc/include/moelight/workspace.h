@@ -27,6 +27,8 @@ class Workspace {
     return memory_.get();
   }
 
+  int64_t capacity() const { return capacity_; }
+
  private:
   struct Free {
     void operator()(char* p) const { std::free(p); }

@@ -1,0 +1,86 @@
+"""What the calls of `ffn.py` keep allocated is what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from moelight.kernels import native
+from moelight.kernels.ffn import cpu_expert_ffn, cpu_expert_ffn_workspace, cpu_linear, cpu_linear_workspace
+from tests.kernels.stored import KINDS, LANES, generator, serving, stored
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
+
+
+def kept_by(call: Callable[[], Any]) -> int:
+    """Bytes that a thread of its own keeps after the call."""
+
+    def run() -> int:
+        call()
+        return native.module().ffn_workspace_kept()
+
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(run).result()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 33, 700])
+def test_linear(lanes, kind, tokens, monkeypatch):
+    with serving(lanes, monkeypatch):
+        for dtype in (torch.bfloat16, torch.float32):
+            x, kept = generator(0)(tokens, 98).to(dtype), stored(kind, 40, 98)
+            announced = cpu_linear_workspace(tokens, 40, 98, dtype=dtype, weight_dtype=KINDS[kind], threads=2)
+            found = kept_by(lambda x=x, kept=kept: cpu_linear(x, kept.weight, scale=kept.scale, threads=2))
+            assert found == announced > 0
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", [[1], [3, 0, 1], [600, 2]], ids=str)
+def test_experts(lanes, kind, counts, monkeypatch):
+    tokens, hidden, inner = sum(counts), 66, 32
+    up = [stored(kind, 2 * inner, hidden) for _ in counts]
+    down = [stored(kind, hidden, inner) for _ in counts]
+    scales = None if up[0].scale is None else [kept.scale for kept in up]
+    down_scales = None if up[0].scale is None else [kept.scale for kept in down]
+
+    def call() -> None:
+        cpu_expert_ffn(
+            generator(0)(tokens, hidden).bfloat16(),
+            [kept.weight for kept in up],
+            [kept.weight for kept in down],
+            torch.tensor([0, *counts]).cumsum(0).int(),
+            gate_up_scale=scales,
+            down_scale=down_scales,
+            threads=2,
+        )
+
+    with serving(lanes, monkeypatch):
+        announced = cpu_expert_ffn_workspace(
+            tokens, hidden, inner, experts=len(counts), weight_dtype=KINDS[kind], threads=2
+        )
+        assert kept_by(call) == announced > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", -1),
+        ("tokens", 1.5),
+        ("hidden", 0),
+        ("intermediate", True),
+        ("experts", "two"),
+        ("dtype", torch.int8),
+        ("weight_dtype", torch.float64),
+        ("threads", 0),
+    ],
+)
+def test_wrong_sizes_are_named(name, value):
+    sizes: dict[str, Any] = {"tokens": 1, "hidden": 8, "intermediate": 8, "experts": 2}
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        cpu_expert_ffn_workspace(**(sizes | {name: value}))
