@@ -124,6 +124,21 @@ def test_poison_stays_where_it_is(server, dtype, poison):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("group_size", [None, 64])
+def test_tokens_of_any_size_meet_integers(server, kind, group_size):
+    """Each on its own scale: nothing, very small and very large ones, one large element, and what is not finite."""
+    x, kept = generator(1)(7, 320), stored(kind, 24, 320, group_size=group_size)
+    x[0], x[1], x[2] = 0.0, x[1] * 1e-25, x[2] * 1e25
+    x[3, 77], x[4, 5], x[5, 319] = 1e4, float("nan"), float("inf")
+    x = x.bfloat16()
+    found, expected = linear(x, kept), truth(x, kept)
+    assert not found[0].any()
+    assert not found[4:6].isfinite().any()
+    for row in (1, 2, 3, 6):
+        assert relative_error(found[row], expected[row]) <= 1e-2
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
