@@ -140,4 +140,6 @@ bool active_bf16() {
 
 void allow_bf16(bool allowed) { bf16_allowed.store(allowed, std::memory_order_relaxed); }
 
+bool has_vnni() { return features().avx512_vnni; }
+
 }  // namespace moelight

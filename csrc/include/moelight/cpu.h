@@ -33,4 +33,7 @@ void unforce_isa();
 bool active_bf16();
 void allow_bf16(bool allowed);
 
+// Whether the processor has AVX512_VNNI.
+bool has_vnni();
+
 }  // namespace moelight
