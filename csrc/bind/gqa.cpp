@@ -3,6 +3,9 @@
 
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "gqa/gqa.h"
 #include "paged.h"
 
@@ -39,7 +42,9 @@ Cache check_caches(const Array& k_cache, const Array& v_cache) {
                        .head_dim = static_cast<int64_t>(k_cache.shape(3)),
                        .int8 = int8,
                        .dtype = dtype};
-  if (cache.kv_heads < 1 || cache.block_size < 1) refuse("k_cache", "is empty: shape " + shape_of(k_cache));
+  if (cache.kv_heads < 1) refuse("k_cache", "is empty: shape " + shape_of(k_cache));
+  if (std::find(std::begin(kBlockSizes), std::end(kBlockSizes), cache.block_size) == std::end(kBlockSizes))
+    refuse("k_cache", "block size must be 16, 32, 64 or 128, shape is " + shape_of(k_cache));
   if (cache.head_dim < 8 || cache.head_dim > kMaxHeadDim || cache.head_dim % 8 != 0)
     refuse("k_cache", "head size must be a multiple of 8 from 8 to 256, shape is " + shape_of(k_cache));
   return cache;

@@ -2,4 +2,4 @@
 
 #include "kernel.inl"
 
-const moelight::GqaKernels& moelight::gqa_avx2() { return kernels<LanesAvx2>(); }
+const moelight::GqaKernels& moelight::gqa_avx2() { return float_kernels<LanesAvx2>(); }

@@ -2,4 +2,4 @@
 
 #include "kernel.inl"
 
-const moelight::GqaKernels& moelight::gqa_avx512() { return kernels<LanesAvx512>(); }
+const moelight::GqaKernels& moelight::gqa_avx512() { return float_kernels<LanesAvx512>(); }

@@ -19,9 +19,10 @@ int64_t first_position(const GqaArgs& args, int64_t sequence) {
   return args.window > 0 ? std::max<int64_t>(0, length - args.window) : 0;
 }
 
-// The query heads of one (sequence, kv head); their partials lie side by side in the order of the context.
+// Some query heads of one sequence; their partials lie side by side in the order of the context.
 struct Group {
-  int64_t sequence, kv_head, first_part, parts;
+  Piece piece;
+  int64_t first_part, parts;
 };
 
 struct Task {
@@ -29,15 +30,18 @@ struct Task {
   int64_t group, part;
 };
 
+// Tasks that every thread should find, so that none waits long for another at the end.
+constexpr int64_t kTasksPerThread = 16;
+
 class Decode {
  public:
   Decode(const GqaArgs& args, Workspace& workspace) : args_(args), kernels_(gqa_active()) {
-    heads_ = args.q_heads / args.kv_heads;
+    cut();
+    heads_ = share_ * (args.q_heads / args.kv_heads);
     const int64_t padded = (args.head_dim + kernels_.pad - 1) / kernels_.pad * kernels_.pad;
     values_floats_ = aligned(heads_ * padded);
     partial_floats_ = values_floats_ + aligned(2 * heads_);
-    scratch_floats_ = aligned(heads_ * (kScoreRow + padded)) + 2 * kScoreRow;
-    cut();
+    scratch_floats_ = aligned(gqa_scratch_floats(heads_, padded));
     const auto tasks = static_cast<int64_t>(tasks_.size());
     lay_out(workspace.floats(tasks * partial_floats_ + args.threads * scratch_floats_));
   }
@@ -52,12 +56,18 @@ class Decode {
       // Whoever finishes a group's last piece joins them all; the order of joining is that of the context.
       if (unfinished_[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
       const Group& group = groups_[task.group];
-      merge(args_, group.sequence, group.kv_head, &parts_[group.first_part], group.parts);
+      merge(args_, group.piece, &parts_[group.first_part], group.parts);
     });
   }
 
  private:
+  // The heads of a sequence are kept together, because they lie together in a block, unless there are too few chunks
+  // for the threads. No head's sums depend on its company.
   void cut() {
+    int64_t chunks = 0;
+    for (int64_t b = 0; b < args_.batch; ++b) chunks += chunks_of(b);
+    const int64_t wanted = kTasksPerThread * args_.threads / std::max<int64_t>(1, chunks);
+    share_ = args_.kv_heads / std::clamp<int64_t>(wanted, 1, args_.kv_heads);
     for (int64_t b = 0; b < args_.batch; ++b) {
       if (args_.seq_lens[b] > 0) {
         cut(b);
@@ -69,18 +79,26 @@ class Decode {
     for (size_t g = 0; g < groups_.size(); ++g) unfinished_[g].store(groups_[g].parts, std::memory_order_relaxed);
   }
 
-  // The heads of a chunk follow each other: they lie in the same blocks, so in neighbouring pages of memory.
+  int64_t chunks_of(int64_t sequence) const {
+    return (args_.seq_lens[sequence] + kChunk - 1) / kChunk - first_position(args_, sequence) / kChunk;
+  }
+
   void cut(int64_t sequence) {
     const int64_t begin = first_position(args_, sequence), end = args_.seq_lens[sequence];
-    const int64_t chunks = (end + kChunk - 1) / kChunk - begin / kChunk;
+    const int64_t chunks = chunks_of(sequence);
     const auto first_part = static_cast<int64_t>(tasks_.size()), first_group = static_cast<int64_t>(groups_.size());
-    for (int64_t h = 0; h < args_.kv_heads; ++h) groups_.push_back({sequence, h, first_part + h * chunks, chunks});
+    for (int64_t h = 0, s = 0; h < args_.kv_heads; h += share_, ++s)
+      groups_.push_back({piece(sequence, h, begin, end), first_part + s * chunks, chunks});
     for (int64_t c = 0, at = begin; c < chunks; ++c) {
       const int64_t stop = std::min(end, (at / kChunk + 1) * kChunk);
-      for (int64_t h = 0; h < args_.kv_heads; ++h)
-        tasks_.push_back({{sequence, h, at, stop}, first_group + h, first_part + h * chunks + c});
+      for (int64_t h = 0, s = 0; h < args_.kv_heads; h += share_, ++s)
+        tasks_.push_back({piece(sequence, h, at, stop), first_group + s, first_part + s * chunks + c});
       at = stop;
     }
+  }
+
+  Piece piece(int64_t sequence, int64_t head, int64_t begin, int64_t end) const {
+    return {sequence, head, std::min(args_.kv_heads, head + share_), begin, end};
   }
 
   void clear(int64_t sequence) const {
@@ -98,7 +116,7 @@ class Decode {
 
   const GqaArgs& args_;
   const GqaKernels& kernels_;
-  int64_t heads_, values_floats_, partial_floats_, scratch_floats_;
+  int64_t share_, heads_, values_floats_, partial_floats_, scratch_floats_;
   std::vector<Task> tasks_;
   std::vector<Group> groups_;
   std::vector<Partial> parts_;
@@ -112,7 +130,7 @@ const GqaKernels& gqa_active() {
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
-      return gqa_avx512();
+      return bf16_products() == Bf16Products::kWide ? gqa_avx512() : gqa_avx512_bf16();
     case Isa::kAvx2:
       return gqa_avx2();
     case Isa::kScalar:

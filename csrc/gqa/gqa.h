@@ -39,7 +39,8 @@ struct GqaArgs {
   int64_t cache_bytes() const { return int8 ? 1 : dtype_bytes(dtype); }
 };
 
-// Expects checked arguments: head_dim a multiple of 8 up to kMaxHeadDim, every needed table entry in range.
+// Expects checked arguments: head_dim a multiple of 8 up to kMaxHeadDim, block_size one of
+// kBlockSizes, every needed table entry in range.
 void gqa_decode(const GqaArgs& args);
 
 // The slot of each sequence's last position, -1 where it has none.
@@ -68,6 +69,7 @@ struct AppendArgs {
 void kv_append(const AppendArgs& args);
 
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kBlockSizes[] = {16, 32, 64, 128};
 
 // A context is cut at multiples of kChunk tokens whatever the batch and the threads: the order of summation of a
 // sequence depends on nothing but its own length.
@@ -76,36 +78,42 @@ constexpr int64_t kChunk = 512;
 // Floats from one head's scores to the next; the slack also keeps the rows out of each other's cache sets.
 constexpr int64_t kScoreRow = kChunk + 16;
 
-// One (sequence, kv head, chunk): the positions [begin, end) of a single chunk.
+// Some kv heads of one sequence, and the positions [begin, end) of a single chunk.
 struct Piece {
-  int64_t sequence, kv_head, begin, end;
+  int64_t sequence, first_head, last_head, begin, end;
 };
 
-// The softmax-weighted sum of a piece before division: per query head of the group its maximum (base-2 logits), its
-// sum of weights, and the weighted values, in the packed order of the instruction set.
+// The softmax-weighted sum of a piece before division: per query head its maximum (base-2 logits), its sum of weights,
+// and the weighted values, in the packed order of the instruction set.
 struct Partial {
-  float* maximum;  // [G]
-  float* sum;      // [G]
-  float* values;   // [G, padded D]
+  float* maximum;  // [heads]
+  float* sum;      // [heads]
+  float* values;   // [heads, padded D]
 };
 
 // What an instruction set provides, one entry per DType.
 struct GqaKernels {
   int64_t pad;  // heads are padded to a multiple of this many floats
-  // scratch: G * (kScoreRow + padded D) + 2 * kScoreRow floats, aligned to 64 bytes
+  // scratch: for `heads` query heads gqa_scratch_floats(heads, padded D) floats, aligned to 64 bytes
   using Attend = void (*)(const GqaArgs&, const Piece&, float* scratch, const Partial&);
   Attend attend[kDTypes], attend_int8[kDTypes];
-  // joins the partials of one (sequence, kv head) in order and writes the heads of the group
-  using Merge = void (*)(const GqaArgs&, int64_t sequence, int64_t kv_head, const Partial* parts, int64_t count);
+  // joins the partials of the piece's heads in order and writes them
+  using Merge = void (*)(const GqaArgs&, const Piece&, const Partial* parts, int64_t count);
   Merge merge[kDTypes], merge_int8[kDTypes];
   // a row of `count` elements as codes -127 to 127 and their scale: largest magnitude / 127, not a number if that is
   // not finite
   void (*quantise[kDTypes])(const void* row, int64_t count, int8_t* codes, float* scale);
 };
 
+// Scores and packed query of each head, a factor of each, the scales of a chunk's keys and values.
+constexpr int64_t gqa_scratch_floats(int64_t heads, int64_t padded) {
+  return heads * (kScoreRow + padded + 1) + 2 * kScoreRow;
+}
+
 const GqaKernels& gqa_scalar();
 const GqaKernels& gqa_avx2();
 const GqaKernels& gqa_avx512();
+const GqaKernels& gqa_avx512_bf16();  // AVX512_VNNI too
 const GqaKernels& gqa_active();
 
 }  // namespace moelight

@@ -1,313 +1,237 @@
-// The one algorithm of decode attention, over a SIMD type S (lanes_*.h). Included once by each instruction set's file;
-// all of it has internal linkage. Two sweeps over a chunk: keys into scores, then, after the softmax, values into sums.
-// Both read memory once, in order, and are bound by that: the lead fetches while they compute.
+// The one algorithm of decode attention, over products M (floats.h, pairs.h), which name their SIMD type. Included once
+// by each instruction set's file; all of it has internal linkage. Two sweeps over a chunk: keys into scores, then,
+// after the softmax, values into sums. Both read memory once and in its order, all heads of a block before the next
+// block, and are bound by that: what lies next is touched while they compute.
 //
-// Q is the type of queries and output, T that of the cache: Q itself, or int8_t. Queries and sums are kept in the
-// packed order (softmax.inl) of T. The scale of an int8 key multiplies its scores, that of a value its weights.
+// The scale of an int8 key multiplies its scores, that of a value its weights.
+#pragma once
 
 #include <cstring>
 #include <type_traits>
 
+#include "floats.h"
 #include "gqa.h"
-#include "lead.h"
 #include "quantise.inl"
 #include "softmax.inl"
 
 namespace moelight {
 namespace {
 
-constexpr int kKeys = 4;            // keys per register tile of the score sweep
-constexpr int64_t kValueTile = 32;  // rows of V that stay in the first-level cache while the heads pass over them
-
-template <class S, class Q, class T>
-void pack_queries(const Q* q, int64_t heads, int64_t head_dim, float scale, float* packed) {
-  const int64_t full = head_dim / kUnit<S> * kUnit<S>;
-  const auto factor = S::set(scale);
-  for (int64_t h = 0; h < heads; ++h, q += head_dim) {
-    for (int64_t d = 0; d < head_dim; d += kUnit<S>, packed += kUnit<S>) {
-      typename S::V a, b;
-      if (d < full) {
-        S::load2(q + d, a, b);
-      } else {
-        S::load2_part(q + d, head_dim - d, a, b);
-      }
-      if constexpr (!std::is_same_v<Q, T>) S::template straighten<Q>(a, b);
-      S::store(packed, S::mul(a, factor));
-      S::store(packed + S::kWidth, S::mul(b, factor));
-    }
-  }
-}
-
-// A unit of a row, or what is left of the last one.
-template <class S, bool kWhole, class T>
-void load_unit(const T* p, int64_t rest, typename S::V& a, typename S::V& b) {
-  if constexpr (kWhole) {
-    S::load2(p, a, b);
-  } else {
-    S::load2_part(p, rest, a, b);
-  }
-}
-
-// scores[h][0..4) = q[h] . row[0..4); kWhole where head_dim is made of whole units: with a second path to its end the
-// sums would not stay in registers.
-template <class S, class T, bool kWhole, int kHeads, class L>
-void score_tile(const T* const (&row)[kKeys], const float* q, int64_t head_dim, float* scores, L& lead) {
-  typename S::V sum[kHeads][kKeys];
-  for (int h = 0; h < kHeads; ++h)
-    for (int k = 0; k < kKeys; ++k) sum[h][k] = S::zero();
-  const int64_t full = head_dim / kUnit<S> * kUnit<S>, stride = padded<S>(head_dim);
-  L ahead = lead;
-  auto step = [&](int64_t d, auto whole) {
-    typename S::V a[kKeys], b[kKeys];
-    for (int k = 0; k < kKeys; ++k) load_unit<S, whole>(row[k] + d, head_dim - full, a[k], b[k]);
-    if constexpr (whole) {
-      ahead.template pass<kKeys * kUnit<S> * sizeof(T)>();
-    } else {
-      ahead.pass(kKeys * (head_dim - full) * static_cast<int64_t>(sizeof(T)));
-    }
-    for (int h = 0; h < kHeads; ++h) {
-      const auto qa = S::load(q + h * stride + d), qb = S::load(q + h * stride + d + S::kWidth);
-      for (int k = 0; k < kKeys; ++k) sum[h][k] = S::fma(b[k], qb, S::fma(a[k], qa, sum[h][k]));
-    }
-  };
-  if constexpr (kWhole) {
-    int64_t d = 0;
-    do {
-      step(d, std::true_type{});
-    } while ((d += kUnit<S>) < full);
-  } else {
-    for (int64_t d = 0; d < full; d += kUnit<S>) step(d, std::true_type{});
-    step(full, std::false_type{});
-  }
-  lead = ahead;
-  for (int h = 0; h < kHeads; ++h) S::sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3], scores + h * kScoreRow);
-}
-
-// All heads of the group, tile by tile; the first tile brings the rows into the cache and moves the lead.
-template <class S, class T, bool kWhole, int kHeads = S::kHeadTile, class L>
-void score_heads(const T* const (&row)[kKeys], const float* q, int64_t heads, int64_t head_dim, float* scores,
-                 L& lead) {
-  if (heads >= kHeads) {
-    score_tile<S, T, kWhole, kHeads>(row, q, head_dim, scores, lead);
-    NoLead none;
-    const int64_t rest = heads - kHeads;
-    if (rest > 0)
-      score_heads<S, T, kWhole, kHeads>(row, q + kHeads * padded<S>(head_dim), rest, head_dim,
-                                        scores + kHeads * kScoreRow, none);
-  } else if constexpr (kHeads > 1) {
-    score_heads<S, T, kWhole, kHeads - 1>(row, q, heads, head_dim, scores, lead);
-  }
-}
-
-// A short last tile repeats its last row; what it writes beyond the run is overwritten by the next run or by the
-// softmax's padding, and at the end of a chunk falls into the row's slack.
-template <class S, class T>
-void score_run(const Run& run, const float* q, int64_t heads, int64_t head_dim, float* scores, Lead& lead) {
-  const auto* rows = reinterpret_cast<const T*>(run.rows);
-  for (int64_t i = 0; i < run.count; i += kKeys) {
-    const T* row[kKeys];
-    for (int64_t j = 0; j < kKeys; ++j) row[j] = rows + (i + j < run.count ? i + j : run.count - 1) * head_dim;
-    if (head_dim % kUnit<S> == 0) {
-      score_heads<S, T, true>(row, q, heads, head_dim, scores + i, lead);
-    } else {
-      score_heads<S, T, false>(row, q, heads, head_dim, scores + i, lead);
-    }
-  }
-}
-
-// Raw products of one head into base-2 logits, beyond what the queries were multiplied by: each key's scale, the cap.
+// Raw scores of one head into weights relative to their maximum: times `factor` and each key's scale, capped, softmax
+// in base 2. Those behind `count`, to the next whole unit, weigh next to nothing. Returns maximum and sum of weights.
 template <class S>
-void finish_scores(float* scores, int64_t count, const float* key_scales, float softcap) {
-  const auto cap = S::set(softcap * kLog2E);
-  for (int64_t i = 0; i < count; i += S::kWidth) {
-    auto x = S::load(scores + i);
+void soften(float* scores, int64_t count, float factor, float softcap, const float* key_scales, float& maximum,
+            float& total) {
+  const int64_t whole = padded<S>(count);
+  const auto wide = S::set(factor), cap = S::set(softcap * kLog2E);
+  auto top = S::set(-kInfinity);
+  const auto finish = [&](int64_t i) {
+    auto x = S::mul(S::load(scores + i), wide);
     if (key_scales != nullptr) x = S::mul(x, S::load(key_scales + i));
     if (softcap > 0.0f) x = S::mul(tanh<S>(x), cap);
     S::store(scores + i, x);
-  }
-}
-
-// Turns the first `count` logits of a head into weights relative to their maximum, and those into factors of the
-// stored values by their scales; returns maximum and sum of weights.
-template <class S>
-void softmax(float* scores, int64_t count, const float* value_scales, float& maximum, float& total) {
-  const int64_t whole = whole_vectors<S>(count);
+  };
+  for (int64_t i = 0; i < count; i += S::kWidth) finish(i);
   for (int64_t i = count; i < whole; ++i) scores[i] = -kInfinity;
-  auto top = S::load(scores);
-  for (int64_t i = S::kWidth; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
+  for (int64_t i = 0; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
   maximum = S::reduce_max(top);
   auto sum = S::zero();
   for (int64_t i = 0; i < whole; i += S::kWidth) {
     const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
     sum = S::add(sum, weight);
-    S::store(scores + i, value_scales == nullptr ? weight : S::mul(weight, S::load(value_scales + i)));
+    S::store(scores + i, weight);
   }
   total = S::reduce_add(sum);
 }
 
-// values[h][0..kUnits units) += weights[h] . rows, from column d on; the last unit of a row may have a `rest` only
-template <class S, class T, int kHeads, int kUnits, bool kWhole, class L>
-void value_tile(const T* const* rows, int64_t d, int64_t rest, int64_t count, const float* weights, int64_t stride,
-                float* values, L& lead) {
-  typename S::V sum[kHeads][2 * kUnits];
-  for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * stride + d + u * S::kWidth);
-  L ahead = lead;
-  for (int64_t i = 0; i < count; ++i) {
-    typename S::V row[2 * kUnits];
-    for (int u = 0; u < kUnits; ++u) load_unit<S, kWhole>(rows[i] + d + u * kUnit<S>, rest, row[2 * u], row[2 * u + 1]);
-    if constexpr (kWhole) {
-      ahead.template pass<kUnits * kUnit<S> * sizeof(T)>();
-    } else {
-      ahead.pass(rest * static_cast<int64_t>(sizeof(T)));
-    }
-    for (int h = 0; h < kHeads; ++h) {
-      const auto weight = S::set(weights[h * kScoreRow + i]);
-      for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::fma(row[u], weight, sum[h][u]);
-    }
-  }
-  lead = ahead;
-  for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < 2 * kUnits; ++u) S::store(values + h * stride + d + u * S::kWidth, sum[h][u]);
-}
-
-template <class S, class T, int kHeads, class L>
-void value_columns(const T* const* rows, int64_t count, const float* weights, int64_t head_dim, float* values,
-                   L& lead) {
-  const int64_t full = head_dim / kUnit<S> * kUnit<S>, rest = head_dim - full, stride = padded<S>(head_dim);
-  int64_t d = 0;
-  for (; d + 2 * kUnit<S> <= full; d += 2 * kUnit<S>)
-    value_tile<S, T, kHeads, 2, true>(rows, d, 0, count, weights, stride, values, lead);
-  if (d < full) value_tile<S, T, kHeads, 1, true>(rows, d, 0, count, weights, stride, values, lead);
-  if (rest > 0) value_tile<S, T, kHeads, 1, false>(rows, full, rest, count, weights, stride, values, lead);
-}
-
-template <class S, class T, int kHeads = S::kHeadTile, class L>
-void value_heads(const T* const* rows, int64_t count, const float* weights, int64_t heads, int64_t head_dim,
-                 float* values, L& lead) {
-  if (heads >= kHeads) {
-    value_columns<S, T, kHeads>(rows, count, weights, head_dim, values, lead);
-    NoLead none;
-    const int64_t rest = heads - kHeads;
-    if (rest > 0)
-      value_heads<S, T, kHeads>(rows, count, weights + kHeads * kScoreRow, rest, head_dim,
-                                values + kHeads * padded<S>(head_dim), none);
-  } else if constexpr (kHeads > 1) {
-    value_heads<S, T, kHeads - 1>(rows, count, weights, heads, head_dim, values, lead);
+// Calls tile(number of heads, first head) for tiles of kHeads, and of fewer at the end.
+template <int kHeads, class F>
+void head_tiles(int64_t first, int64_t heads, const F& tile) {
+  for (; first + kHeads <= heads; first += kHeads) tile(std::integral_constant<int, kHeads>{}, first);
+  if constexpr (kHeads > 1) {
+    if (first < heads) head_tiles<kHeads - 1>(first, heads, tile);
   }
 }
 
-// Rows of all runs, as many at a time as a tile takes: small blocks do not make small tiles.
-template <class S, class T>
-void sweep_values(const Run* run, const Run* end, const float* weights, int64_t heads, int64_t head_dim, float* values,
-                  Lead& lead) {
-  constexpr int64_t kRows = sizeof(T) == 1 ? 2 * kValueTile : kValueTile;
-  const T* rows[kRows];
-  int64_t count = 0;
-  const auto flush = [&] {
-    value_heads<S, T>(rows, count, weights, heads, head_dim, values, lead);
-    weights += count, count = 0;
-  };
-  for (; run != end; ++run) {
-    const auto* row = reinterpret_cast<const T*>(run->rows);
-    for (int64_t i = 0; i < run->count; ++i, row += head_dim) {
-      rows[count++] = row;
-      if (count == kRows) flush();
-    }
-  }
-  if (count > 0) flush();
-}
+// The rows of a chunk that lie in one block, of the first head of the piece; other heads follow.
+struct Run {
+  const char *keys, *values;
+  const float *key_scales, *value_scales;
+  int64_t count;
+};
 
-// Writes the runs of a piece to `runs`, block by block, and returns their end. Stride and rows are in bytes.
-Run* find_runs(const GqaArgs& args, const Piece& piece, const void* cache, int64_t stride, int64_t row, Run* runs) {
-  const int32_t* table = args.tables + piece.sequence * args.table_stride;
-  int64_t block = piece.begin / args.block_size, offset = piece.begin % args.block_size;
-  for (int64_t at = piece.begin; at < piece.end; ++block, offset = 0) {
-    const int64_t room = args.block_size - offset, left = piece.end - at;
-    const int64_t first = table[block] * stride + (piece.kv_head * args.block_size + offset) * row;
-    *runs = {static_cast<const char*>(cache) + first, room < left ? room : left};
-    at += (runs++)->count;
+// Rows that will be read a fixed number of rows later: asked for row by row while the present ones are summed. The
+// processor does not look far enough ahead by itself, and in bursts its buffers overflow and nothing is gained.
+struct Next {
+  const char* rows;
+  void operator()(int64_t from, int64_t bytes) const {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + from + i);
   }
-  return runs;
-}
+};
+// For rows that are in the cache already.
+struct NoNext {
+  void operator()(int64_t, int64_t) const {}
+};
 
-// The scales of a piece beside an int8 cache: asked for while the keys are swept, then laid side by side.
-class Scales {
+// The memory of one piece while it is summed.
+template <class M>
+class Attend {
+  using S = typename M::Lanes;
+  using Q = typename M::Query;
+  using T = typename M::Stored;
+  using Word = typename M::Word;
+  static constexpr bool kScaled = std::is_same_v<T, int8_t>;
+
  public:
-  Scales(const GqaArgs& args, const Piece& piece) {
-    constexpr int64_t kBytes = sizeof(float);
-    values_ = find_runs(args, piece, args.k_scale, args.k_scale_stride * kBytes, kBytes, runs_);
-    end_ = find_runs(args, piece, args.v_scale, args.v_scale_stride * kBytes, kBytes, values_);
+  Attend(const GqaArgs& args, const Piece& piece, float* scratch, const Partial& part)
+      : args_(args),
+        part_(part),
+        group_(args.q_heads / args.kv_heads),
+        kv_heads_(piece.last_head - piece.first_head),
+        heads_(kv_heads_ * group_),
+        stride_(padded<S>(args.head_dim)),
+        count_(piece.end - piece.begin),
+        head_bytes_(args.block_size * args.head_dim * static_cast<int64_t>(sizeof(T))),
+        scores_(scratch),
+        queries_(reinterpret_cast<Word*>(scores_ + heads_ * kScoreRow)),
+        factors_(scores_ + heads_ * (kScoreRow + stride_)),
+        scales_(factors_ + heads_) {
+    const Q* q = static_cast<const Q*>(args.q) + piece.sequence * args.q_stride;
+    q += piece.first_head * group_ * args.head_dim;
+    for (int64_t h = 0; h < heads_; ++h)
+      factors_[h] = M::pack_query(q + h * args.head_dim, args.head_dim, queries_ + h * stride_);
+    find_runs(piece);
   }
-  void fetch(int64_t run) const {
-    fetch(runs_[run]);
-    fetch(values_[run]);
-  }
-  // To two rows of kScoreRow floats; what lies between the end of the piece and the next whole vector is zero.
-  void gather(float* keys, float* values) const {
-    gather(runs_, values_, keys);
-    gather(values_, end_, values);
+
+  void run() {
+    int64_t at = 0;
+    for (int64_t r = 0; r < runs_; at += run_[r++].count)
+      for (int64_t h = 0; h < kv_heads_; ++h) {
+        if constexpr (kScaled) touch_scales(run_[r], h);
+        score(run_[r], h, at, after(r * kv_heads_ + h));
+      }
+    for (int64_t h = 0; h < kv_heads_; ++h) soften_group(h);
+    std::memset(part_.values, 0, static_cast<size_t>(heads_ * stride_) * sizeof(float));
+    at = 0;
+    for (int64_t r = 0; r < runs_; at += run_[r++].count)
+      for (int64_t h = 0; h < kv_heads_; ++h) weigh(run_[r], h, at, after((runs_ + r) * kv_heads_ + h));
+    for (int64_t h = 0; h < heads_; ++h) M::finish(part_.values + h * stride_, stride_, factors_[h]);
   }
 
  private:
-  static constexpr int64_t kLineFloats = 16;
-  static void fetch(const Run& run) {
-    for (int64_t i = 0; i < run.count; i += kLineFloats) __builtin_prefetch(run.rows + i * sizeof(float));
-  }
-  void gather(const Run* run, const Run* end, float* to) const {
-    for (; run != end; to += (run++)->count)
-      std::memcpy(to, run->rows, static_cast<size_t>(run->count) * sizeof(float));
-    for (int64_t i = 0; i < kScoreRow - kChunk; ++i) *to++ = 0.0f;
+  static constexpr int64_t kLine = 64, kAheadBytes = 8192;
+
+  void find_runs(const Piece& piece) {
+    const int32_t* table = args_.tables + piece.sequence * args_.table_stride;
+    const int64_t size = args_.block_size, first = piece.first_head * size;
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+    for (int64_t at = piece.begin; at < piece.end; at += run_[runs_++].count) {
+      const int64_t block = table[at / size], offset = at % size, room = size - offset, left = piece.end - at;
+      const int64_t row = first + offset;
+      Run& run = run_[runs_];
+      run.keys = static_cast<const char*>(args_.k_cache) + (block * args_.k_stride + row * args_.head_dim) * kBytes;
+      run.values = static_cast<const char*>(args_.v_cache) + (block * args_.v_stride + row * args_.head_dim) * kBytes;
+      if constexpr (kScaled) {
+        run.key_scales = args_.k_scale + block * args_.k_scale_stride + row;
+        run.value_scales = args_.v_scale + block * args_.v_scale_stride + row;
+      }
+      run.count = room < left ? room : left;
+    }
+    ahead_ = kAheadBytes / head_bytes_ > 0 ? kAheadBytes / head_bytes_ : 1;
   }
 
-  Run runs_[2 * kChunk];
-  Run *values_, *end_;
-};
-struct NoScales {
-  NoScales(const GqaArgs&, const Piece&) {}
-  void fetch(int64_t) const {}
+  // What comes some kAheadBytes after a place: heads within runs, keys before values; behind the last, the last.
+  Next after(int64_t place) const {
+    const int64_t last = 2 * runs_ * kv_heads_ - 1, next = place + ahead_ < last ? place + ahead_ : last;
+    const int64_t r = next / kv_heads_, h = next % kv_heads_;
+    return {(r < runs_ ? run_[r].keys : run_[r - runs_].values) + h * head_bytes_};
+  }
+
+  void touch_scales(const Run& run, int64_t h) const {
+    for (int64_t i = 0; i < run.count; i += kLine / static_cast<int64_t>(sizeof(float))) {
+      __builtin_prefetch(run.key_scales + h * args_.block_size + i);
+      __builtin_prefetch(run.value_scales + h * args_.block_size + i);
+    }
+  }
+
+  // A short last tile repeats its last row; what it writes beyond the run is overwritten by the next run or by the
+  // softmax's padding, and at the end of a chunk falls into the row's slack.
+  void score(const Run& run, int64_t h, int64_t at, const Next& next) const {
+    const auto* rows = reinterpret_cast<const T*>(run.keys + h * head_bytes_);
+    const int64_t head_dim = args_.head_dim, bytes = head_dim * static_cast<int64_t>(sizeof(T));
+    const Word* q = queries_ + h * group_ * stride_;
+    float* scores = scores_ + h * group_ * kScoreRow + at;
+    for (int64_t i = 0; i < run.count; i += kKeys) {
+      const T* row[kKeys];
+      for (int64_t j = 0; j < kKeys; ++j) row[j] = rows + (i + j < run.count ? i + j : run.count - 1) * head_dim;
+      next(i * bytes, kKeys * bytes);
+      head_tiles<M::kHeadTile>(0, group_, [&](auto heads, int64_t first) {
+        M::template score<heads>(row, q + first * stride_, head_dim, scores + first * kScoreRow + i);
+      });
+    }
+  }
+
+  void soften_group(int64_t kv_head) {
+    float *key_scales = nullptr, *value_scales = nullptr;
+    if constexpr (kScaled) {
+      key_scales = scales_, value_scales = scales_ + kScoreRow;
+      gather_scales(kv_head, key_scales, value_scales);
+    }
+    const float scale = args_.softcap > 0 ? args_.scale / args_.softcap : args_.scale * kLog2E;
+    for (int64_t h = kv_head * group_; h < (kv_head + 1) * group_; ++h) {
+      float* scores = scores_ + h * kScoreRow;
+      soften<S>(scores, count_, factors_[h] * scale, args_.softcap, key_scales, part_.maximum[h], part_.sum[h]);
+      factors_[h] = M::pack_weights(scores, padded<S>(count_), value_scales, part_.sum[h]);
+    }
+  }
+
+  // Side by side; what lies between the end of the piece and the next whole unit is zero.
+  void gather_scales(int64_t h, float* keys, float* values) const {
+    int64_t at = 0;
+    for (int64_t r = 0; r < runs_; at += run_[r++].count) {
+      const auto bytes = static_cast<size_t>(run_[r].count) * sizeof(float);
+      std::memcpy(keys + at, run_[r].key_scales + h * args_.block_size, bytes);
+      std::memcpy(values + at, run_[r].value_scales + h * args_.block_size, bytes);
+    }
+    for (; at < padded<S>(count_); ++at) keys[at] = values[at] = 0.0f;
+  }
+
+  void weigh(const Run& run, int64_t h, int64_t at, const Next& next) const {
+    const auto* rows = reinterpret_cast<const T*>(run.values + h * head_bytes_);
+    head_tiles<M::kWeighedHeads>(h * group_, (h + 1) * group_, [&](auto heads, int64_t first) {
+      const Word* weights = reinterpret_cast<const Word*>(scores_ + first * kScoreRow) + at;
+      float* values = part_.values + first * stride_;
+      if (first == h * group_) {
+        M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, next);
+      } else {
+        M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, NoNext{});
+      }
+    });
+  }
+
+  const GqaArgs& args_;
+  const Partial& part_;
+  const int64_t group_, kv_heads_, heads_, stride_, count_, head_bytes_;
+  float* const scores_;
+  Word* const queries_;
+  float *const factors_, *const scales_;
+  int64_t runs_ = 0, ahead_ = 1;
+  Run run_[kChunk / kBlockSizes[0] + 1];
 };
 
-template <class S, class Q, class T>
+template <class M>
 void attend(const GqaArgs& args, const Piece& piece, float* scratch, const Partial& part) {
-  constexpr bool kScaled = std::is_same_v<T, int8_t>;
-  const int64_t heads = args.q_heads / args.kv_heads, head_dim = args.head_dim, stride = padded<S>(head_dim);
-  const int64_t count = piece.end - piece.begin;
-  float* scores = scratch;
-  float* q = scratch + heads * kScoreRow;
-  float* key_scales = kScaled ? q + heads * stride : nullptr;
-  float* value_scales = kScaled ? key_scales + kScoreRow : nullptr;
-  Run runs[2 * kChunk];
-  constexpr int64_t kBytes = sizeof(T);
-  Run* const values = find_runs(args, piece, args.k_cache, args.k_stride * kBytes, head_dim * kBytes, runs);
-  const Run* const end = find_runs(args, piece, args.v_cache, args.v_stride * kBytes, head_dim * kBytes, values);
-  const std::conditional_t<kScaled, Scales, NoScales> scales(args, piece);
-  Lead lead(runs, end, head_dim * kBytes);
-
-  const Q* group = static_cast<const Q*>(args.q) + piece.sequence * args.q_stride + piece.kv_head * heads * head_dim;
-  pack_queries<S, Q, T>(group, heads, head_dim, args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E, q);
-  float* at = scores;
-  for (const Run* run = runs; run != values; at += (run++)->count) {
-    scales.fetch(run - runs);
-    score_run<S, T>(*run, q, heads, head_dim, at, lead);
-  }
-  if constexpr (kScaled) scales.gather(key_scales, value_scales);
-  for (int64_t h = 0; h < heads; ++h) {
-    float* row = scores + h * kScoreRow;
-    if (kScaled || args.softcap > 0.0f) finish_scores<S>(row, count, key_scales, args.softcap);
-    softmax<S>(row, count, value_scales, part.maximum[h], part.sum[h]);
-  }
-  for (int64_t i = 0; i < heads * stride; i += S::kWidth) S::store(part.values + i, S::zero());
-  sweep_values<S, T>(values, end, scores, heads, head_dim, part.values, lead);
+  Attend<M>(args, piece, scratch, part).run();
 }
 
-template <class S, class Q, class T>
-void merge(const GqaArgs& args, int64_t sequence, int64_t kv_head, const Partial* parts, int64_t count) {
-  const int64_t heads = args.q_heads / args.kv_heads, head_dim = args.head_dim, stride = padded<S>(head_dim);
-  const int64_t full = head_dim / kUnit<S> * kUnit<S>;
-  Q* out = static_cast<Q*>(args.out) + sequence * args.out_stride + kv_head * heads * head_dim;
+template <class M>
+void merge(const GqaArgs& args, const Piece& piece, const Partial* parts, int64_t count) {
+  using S = typename M::Lanes;
+  const int64_t group = args.q_heads / args.kv_heads, head_dim = args.head_dim, stride = padded<S>(head_dim);
+  const int64_t first = piece.first_head * group, heads = piece.last_head * group - first;
+  auto* out = static_cast<typename M::Query*>(args.out) + piece.sequence * args.out_stride + first * head_dim;
   for (int64_t h = 0; h < heads; ++h, out += head_dim) {
-    const float sink = args.sinks == nullptr ? -kInfinity : args.sinks[kv_head * heads + h] * kLog2E;
+    const float sink = args.sinks == nullptr ? -kInfinity : args.sinks[first + h] * kLog2E;
     const auto inverse = S::set(1.0f / factors<S>(parts, count, h, sink));
     for (int64_t d = 0; d < head_dim; d += kUnit<S>) {
       auto a = S::zero(), b = S::zero();
@@ -317,27 +241,36 @@ void merge(const GqaArgs& args, int64_t sequence, int64_t kv_head, const Partial
         a = S::fma(factor, S::load(values), a);
         b = S::fma(factor, S::load(values + S::kWidth), b);
       }
-      a = S::mul(a, inverse), b = S::mul(b, inverse);
-      if constexpr (!std::is_same_v<Q, T>) S::template bend<Q>(a, b);
-      if (d < full) {
-        S::store2(out + d, a, b);
-      } else {
-        S::store2_part(out + d, head_dim - d, a, b);
-      }
+      M::write(out + d, head_dim - d, S::mul(a, inverse), S::mul(b, inverse));
     }
   }
 }
 
-template <class S>
+// B: the products of bf16 with bf16; I: of bf16 or fp16 with int8.
+template <class S, class B, template <class> class I>
 const GqaKernels& kernels() {
-  static const GqaKernels table = {
-      .pad = kUnit<S>,
-      .attend = {attend<S, float, float>, attend<S, Bf16, Bf16>, attend<S, Fp16, Fp16>},
-      .attend_int8 = {attend<S, float, int8_t>, attend<S, Bf16, int8_t>, attend<S, Fp16, int8_t>},
-      .merge = {merge<S, float, float>, merge<S, Bf16, Bf16>, merge<S, Fp16, Fp16>},
-      .merge_int8 = {merge<S, float, int8_t>, merge<S, Bf16, int8_t>, merge<S, Fp16, int8_t>},
-      .quantise = {quantise<float>, quantise<Bf16>, quantise<Fp16>}};
+  using F = FloatProducts<S, float, float>;
+  using H = FloatProducts<S, Fp16, Fp16>;
+  using Exact = FloatProducts<S, float, int8_t>;
+  static const GqaKernels table = {.pad = kUnit<S>,
+                                   .attend = {attend<F>, attend<B>, attend<H>},
+                                   .attend_int8 = {attend<Exact>, attend<I<Bf16>>, attend<I<Fp16>>},
+                                   .merge = {merge<F>, merge<B>, merge<H>},
+                                   .merge_int8 = {merge<Exact>, merge<I<Bf16>>, merge<I<Fp16>>},
+                                   .quantise = {quantise<float>, quantise<Bf16>, quantise<Fp16>}};
   return table;
+}
+
+template <class S>
+struct AllFloats {
+  using B = FloatProducts<S, Bf16, Bf16>;
+  template <class Q>
+  using I = FloatProducts<S, Q, int8_t>;
+};
+
+template <class S>
+const GqaKernels& float_kernels() {
+  return kernels<S, typename AllFloats<S>::B, AllFloats<S>::template I>();
 }
 
 }  // namespace

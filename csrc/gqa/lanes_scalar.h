@@ -7,6 +7,8 @@ namespace moelight {
 namespace {
 
 struct LanesScalar : Scalar {
+  static constexpr int kWeighedUnits = 2;  // of a row in a register tile of the values
+
   static V min(V x, V y) { return x < y ? x : y; }
   static V div(V x, V y) { return x / y; }
   template <class T>

@@ -2,4 +2,4 @@
 
 #include "kernel.inl"
 
-const moelight::GqaKernels& moelight::gqa_scalar() { return kernels<LanesScalar>(); }
+const moelight::GqaKernels& moelight::gqa_scalar() { return float_kernels<LanesScalar>(); }

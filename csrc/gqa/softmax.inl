@@ -12,6 +12,7 @@ namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_inff();
+constexpr int kKeys = 4;  // rows per register tile of the scores
 
 template <class S>
 constexpr int64_t kUnit = 2 * S::kWidth;

@@ -15,7 +15,6 @@
 namespace moelight {
 namespace {
 
-constexpr int kKeys = 4;             // rows per register tile of the scores
 constexpr int64_t kNearRows = 16;    // rows that stay in the first-level cache while the heads pass over them
 constexpr int64_t kTileVectors = 4;  // vectors of a row per register tile of the values
 

@@ -36,7 +36,7 @@ def cpu_gqa_decode(
     """Softmax(scale * q k^T) v of one query per sequence over its paged context -> `out`, or a new [B, Hq, D].
 
     q, out        [B, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
-    k_cache, v_cache  [blocks, Hkv, P, D], dtype of q, or int8
+    k_cache, v_cache  [blocks, Hkv, P, D], dtype of q, or int8; P one of 16, 32, 64 and 128
     block_tables  int32 [B, max_blocks]; entries beyond a sequence's blocks, or before its window, are ignored
     seq_lens      int32 [B], 0 to max_blocks * P; 0 gives zeros
     window        attend to the last `window` positions, the current one included; None for all
@@ -109,7 +109,8 @@ def cpu_kv_append(
 ) -> None:
     """Writes token t of k_new, v_new to block slots[t] // P, offset slots[t] % P of the caches.
 
-    k_cache, v_cache  [blocks, Hkv, P, D]: float32, bfloat16, float16 or int8, D a multiple of 8 up to 256
+    k_cache, v_cache  [blocks, Hkv, P, D]: float32, bfloat16, float16 or int8, D a multiple of 8 up to 256, P
+                      one of 16, 32, 64 and 128
     k_new, v_new      [T, Hkv, D], dtype of the caches; any of the three float dtypes if those are int8
     slots             int64 [T], 0 to blocks * P - 1; of a slot named twice the later token stays
     k_scale, v_scale  float32 [blocks, Hkv, P], with int8 caches and only there: written too. A row's scale is its

@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from moelight.core.policy import KV_BLOCK_SIZES
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 SOFTCAPS = (1e-6, 1e6)
@@ -148,8 +150,10 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
         _layout(name, cache, 4, k_cache.dtype)
     _shape("v_cache", v_cache, tuple(k_cache.shape))
     blocks, kv_heads, block_size, head_dim = k_cache.shape
-    if kv_heads < 1 or block_size < 1:
+    if kv_heads < 1:
         raise ValueError(f"k_cache: is empty: shape {list(k_cache.shape)}")
+    if block_size not in KV_BLOCK_SIZES:
+        raise ValueError(f"k_cache: block size must be one of {KV_BLOCK_SIZES}, shape is {list(k_cache.shape)}")
     if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
         raise ValueError(f"k_cache: head size must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {head_dim}")
     return blocks, kv_heads, block_size, head_dim

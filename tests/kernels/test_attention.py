@@ -12,9 +12,24 @@ import torch
 from moelight.kernels import native, reference
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
 from tests.kernels.paged import TOLERANCE, paged, relative_error
+from tests.kernels.stored import LANES, serving
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RAGGED = (1, 5000, 0, 17, 512, 513, 1024, 2049, 31, 3)
+
+
+@pytest.fixture(params=[*LANES, "torch"])
+def server(request, monkeypatch):
+    """Who serves the faces of `attention.py` during the test."""
+    with serving(request.param, monkeypatch):
+        yield request.param
+
+
+@pytest.fixture(params=LANES or [pytest.param("none", marks=pytest.mark.skip(reason="the extension is not built"))])
+def isa(request, monkeypatch):
+    """An instruction set of the extension, in force during the test."""
+    with serving(request.param, monkeypatch):
+        yield request.param
 
 
 def truth(call, window=None):
@@ -48,7 +63,7 @@ def test_ragged_lengths_from_none_to_five_thousand(server, dtype):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "window"), [(1, 100), (5, 3), (5, 511), (16, 1), (16, 100), (32, 513), (128, 100_000)]
+    ("block_size", "window"), [(16, 1), (16, 3), (16, 100), (32, 513), (64, 511), (64, 57), (128, 100_000)]
 )
 def test_windows_and_block_sizes(server, block_size, window):
     call = paged([1, 99, 700, 1300], head_dim=16, block_size=block_size)
@@ -172,16 +187,16 @@ def test_the_pool_survives_a_fork(isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
 def test_append_writes_its_slots_and_nothing_else(server, dtype, tokens):
-    call = paged([200, 200], kv_heads=3, head_dim=24, block_size=5, dtype=dtype)
+    call = paged([200, 200], kv_heads=3, head_dim=24, dtype=dtype)
     k_cache, v_cache = call.k_cache.clone(), call.v_cache.clone()
-    slots = torch.randperm(k_cache.shape[0] * 5)[:tokens]
+    slots = torch.randperm(k_cache.shape[0] * 16)[:tokens]
     tokens = len(slots)
     fused = torch.randn(tokens, 6, 24).to(dtype)
     k_new, v_new = fused[:, :3], fused[:, 3:]
     cpu_kv_append(k_cache, v_cache, k_new, v_new, slots)
     expected_k, expected_v = call.k_cache.clone(), call.v_cache.clone()
-    expected_k[slots // 5, :, slots % 5] = k_new
-    expected_v[slots // 5, :, slots % 5] = v_new
+    expected_k[slots // 16, :, slots % 16] = k_new
+    expected_v[slots // 16, :, slots % 16] = v_new
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
 
@@ -269,7 +284,7 @@ def test_int8_every_head_size(server, dtype, head_dim):
     assert relative_error(out, int8_truth(call, scales)) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 64, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_int8_ragged_with_everything(server, block_size):
     call, scales = quantised(paged(RAGGED, q_heads=5, kv_heads=1, head_dim=16, block_size=block_size), torch.float32)
     options = EVERYTHING | {"sinks": some_sinks(5)}
@@ -290,23 +305,25 @@ def test_int8_append_quantises_as_the_twin_does(server, dtype):
     rows[0], rows[1, 0, 3], rows[2, 0, 3], rows[3, 1, 0] = 0, float("nan"), float("inf"), 0.5
     rows[4] = 1e-44
     rows = rows.to(dtype)
-    caches = [torch.full((3, 2, 4, 40), 77, dtype=torch.int8) for _ in range(2)]
-    scales = [torch.full((3, 2, 4), -1.0) for _ in range(2)]
-    slots = torch.tensor([0, 5, 11, 3, 7, 1])
+    caches = [torch.full((3, 2, 16, 40), 77, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.full((3, 2, 16), -1.0) for _ in range(2)]
+    slots = torch.tensor([0, 5, 40, 3, 16, 33])
     cpu_kv_append(*caches, rows, -rows, slots, k_scale=scales[0], v_scale=scales[1])
     for cache, scale, new in zip(caches, scales, (rows, -rows), strict=True):
         codes, steps = reference.quantise(new)
-        assert torch.equal(cache[slots // 4, :, slots % 4], codes)
-        torch.testing.assert_close(scale[slots // 4, :, slots % 4], steps, rtol=0, atol=0, equal_nan=True)
-        untouched = torch.ones(12, dtype=torch.bool)
+        assert torch.equal(cache[slots // 16, :, slots % 16], codes)
+        torch.testing.assert_close(scale[slots // 16, :, slots % 16], steps, rtol=0, atol=0, equal_nan=True)
+        untouched = torch.ones(48, dtype=torch.bool)
         untouched[slots] = False
         assert (cache.transpose(1, 2).flatten(0, 1)[untouched] == 77).all()
         assert (scale.transpose(1, 2).flatten(0, 1)[untouched] == -1).all()
 
 
-def test_int8_does_not_hide_a_poisoned_row(server):
-    call, scales = quantised(paged([50, 50], head_dim=16), torch.float32)
-    scales["k_scale"][call.block_tables[0, 1], :, 3] = float("nan")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_int8_does_not_hide_a_poisoned_row(server, dtype, name):
+    call, scales = quantised(paged([50, 50], head_dim=16), dtype)
+    scales[name][call.block_tables[0, 1], :, 3] = float("nan")
     out = cpu_gqa_decode(*call.arguments, **scales)
     assert out[0].isnan().any()
     assert out[1].isfinite().all()

@@ -21,7 +21,7 @@ FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthChe
 
 
 def decode_arguments() -> Arguments:
-    call = paged([20, 5, 0], q_heads=4, kv_heads=2, head_dim=16, block_size=8)
+    call = paged([40, 20, 0], q_heads=4, kv_heads=2, head_dim=16)
     names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "scale")
     return dict(zip(names, call.arguments, strict=True)) | {
         "window": None,
@@ -35,7 +35,7 @@ def decode_arguments() -> Arguments:
 
 
 def append_arguments() -> Arguments:
-    call = paged([20, 5], kv_heads=2, head_dim=16, block_size=8)
+    call = paged([20, 5], kv_heads=2, head_dim=16)
     new = torch.randn(3, 2, 16)
     return {
         "k_cache": call.k_cache,
@@ -189,7 +189,7 @@ def test_only_int8_caches_have_scales(server, call, name):
         ("block_tables", entry((0, 0), -1)),
         ("block_tables", entry((0, 2), 1000)),
         ("block_tables", entry((1, 0), 2**31 - 1)),
-        ("seq_lens", entry(0, 25)),
+        ("seq_lens", entry(0, 49)),
         ("seq_lens", entry(1, -1)),
         ("seq_lens", entry(2, 2**31 - 1)),
         ("slots", entry(0, -1)),
@@ -203,6 +203,15 @@ def test_indices_out_of_range(server, name, damage):
         arguments = make()
         if name in arguments:
             refused(call, arguments, name, damage)
+
+
+@pytest.mark.parametrize("call", ["decode", "append"])
+@pytest.mark.parametrize("size", [1, 8, 17, 24, 256])
+def test_only_some_block_sizes_are_served(server, call, size):
+    shape = (4, 2, size, 16)
+    arguments = CALLS[call][1]() | {"k_cache": torch.zeros(shape), "v_cache": torch.zeros(shape)}
+    with pytest.raises(ValueError, match=r"^k_cache: block size"):
+        CALLS[call][0](**arguments)
 
 
 SIZES = st.integers(0, 3)

@@ -1,0 +1,147 @@
+// Products of decode attention in float32, over a SIMD type S (lanes_*.h); Q is the type of queries and output, T that
+// of the cache: Q itself, or int8_t. Internal linkage.
+//
+// What kernel.inl asks of products: a packed query and weights are Words; a packed query has its head padded with zeros
+// to whole units; the order of the sums' columns is that of S::load2 of a T ("packed order"), undone by `write`.
+#pragma once
+
+#include <type_traits>
+
+#include "softmax.inl"
+
+namespace moelight {
+namespace {
+
+template <class S, class Q, class T>
+struct FloatProducts {
+  using Lanes = S;
+  using Query = Q;
+  using Stored = T;
+  using Word = float;
+  using V = typename S::V;
+  static constexpr int kHeadTile = S::kHeadTile, kWeighedHeads = 2;
+
+  // What raw scores must be multiplied by.
+  static float pack_query(const Q* q, int64_t head_dim, Word* packed) {
+    const int64_t full = head_dim / kUnit<S> * kUnit<S>;
+    for (int64_t d = 0; d < head_dim; d += kUnit<S>, packed += kUnit<S>) {
+      V a, b;
+      load_unit(q + d, d < full, head_dim - d, a, b);
+      if constexpr (!std::is_same_v<Q, T>) S::template straighten<Q>(a, b);
+      S::store(packed, a), S::store(packed + S::kWidth, b);
+    }
+    return 1.0f;
+  }
+
+  // scores[h][0..4) = q[h] . row[0..4)
+  template <int kHeads>
+  static void score(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores) {
+    if (head_dim % kUnit<S> == 0) {
+      score_rows<kHeads, true>(row, q, head_dim, scores);
+    } else {
+      score_rows<kHeads, false>(row, q, head_dim, scores);
+    }
+  }
+
+  // The weights of a head become words in place: times the scales of int8 values, and in float32 nothing else. Returns
+  // what the weighted sums must be multiplied by.
+  static float pack_weights(float* weights, int64_t count, const float* value_scales, float&) {
+    if constexpr (std::is_same_v<T, int8_t>)
+      for (int64_t i = 0; i < count; i += S::kWidth)
+        S::store(weights + i, S::mul(S::load(weights + i), S::load(value_scales + i)));
+    return 1.0f;
+  }
+
+  // values[h] += weights[h] . rows
+  template <int kHeads, class N>
+  static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, const N& next) {
+    const int64_t full = head_dim / kUnit<S> * kUnit<S>;
+    const Tile tile = {rows, head_dim, count, weights, values, padded<S>(head_dim)};
+    int64_t d = 0;
+    for (; d + kColumns <= full; d += kColumns) weigh_columns<kHeads, S::kWeighedUnits, true>(tile, d, 0, next);
+    for (; d < full; d += kUnit<S>) weigh_columns<kHeads, 1, true>(tile, d, 0, next);
+    if (d < head_dim) weigh_columns<kHeads, 1, false>(tile, d, head_dim - d, next);
+  }
+
+  static void finish(float*, int64_t, float) {}
+
+  // A unit of sums, or what is left of the last one.
+  static void write(Q* out, int64_t left, V a, V b) {
+    if constexpr (!std::is_same_v<Q, T>) S::template bend<Q>(a, b);
+    if (left >= kUnit<S>) {
+      S::store2(out, a, b);
+    } else {
+      S::store2_part(out, left, a, b);
+    }
+  }
+
+ private:
+  static constexpr int64_t kColumns = S::kWeighedUnits * kUnit<S>;
+
+  struct Tile {
+    const T* rows;
+    int64_t head_dim, count;
+    const Word* weights;
+    float* values;
+    int64_t stride;
+  };
+
+  template <class E>
+  static void load_unit(const E* p, bool whole, int64_t rest, V& a, V& b) {
+    if (whole) {
+      S::load2(p, a, b);
+    } else {
+      S::load2_part(p, rest, a, b);
+    }
+  }
+
+  // Rows one after the other, so that memory is read in its order. kWhole where head_dim is made of whole units: with a
+  // second path to its end the sums would not stay in registers.
+  template <int kHeads, bool kWhole>
+  static void score_rows(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores) {
+    V sum[kHeads][kKeys];
+    const int64_t full = head_dim / kUnit<S> * kUnit<S>, stride = padded<S>(head_dim);
+#pragma GCC unroll 4
+    for (int k = 0; k < kKeys; ++k) {
+      const auto step = [&](int64_t d, auto whole) {
+        V a, b;
+        load_unit(row[k] + d, whole, head_dim - full, a, b);
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; ++h) {
+          const float* const at = q + h * stride + d;
+          sum[h][k] = S::fma(b, S::load(at + S::kWidth), S::fma(a, S::load(at), sum[h][k]));
+        }
+      };
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) sum[h][k] = S::zero();
+      for (int64_t d = 0; d < full; d += kUnit<S>) step(d, std::true_type{});
+      if constexpr (!kWhole) step(full, std::false_type{});
+    }
+    for (int h = 0; h < kHeads; ++h) S::sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3], scores + h * kScoreRow);
+  }
+
+  // kUnits units from column d on; the last unit of a row may have a `rest` only.
+  template <int kHeads, int kUnits, bool kWhole, class N>
+  static void weigh_columns(const Tile& tile, int64_t d, int64_t rest, const N& next) {
+    V sum[kHeads][2 * kUnits];
+    float* const values = tile.values + d;
+    for (int h = 0; h < kHeads; ++h)
+      for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * tile.stride + u * S::kWidth);
+    const T* at = tile.rows + d;
+    const int64_t row_bytes = tile.head_dim * static_cast<int64_t>(sizeof(T));
+    for (int64_t i = 0; i < tile.count; ++i, at += tile.head_dim) {
+      if (d == 0) next(i * row_bytes, row_bytes);
+      V row[2 * kUnits];
+      for (int u = 0; u < kUnits; ++u) load_unit(at + u * kUnit<S>, kWhole, rest, row[2 * u], row[2 * u + 1]);
+      for (int h = 0; h < kHeads; ++h) {
+        const V weight = S::set(tile.weights[h * kScoreRow + i]);
+        for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::fma(row[u], weight, sum[h][u]);
+      }
+    }
+    for (int h = 0; h < kHeads; ++h)
+      for (int u = 0; u < 2 * kUnits; ++u) S::store(values + h * tile.stride + u * S::kWidth, sum[h][u]);
+  }
+};
+
+}  // namespace
+}  // namespace moelight
