@@ -1,12 +1,38 @@
-#include "dots.inl"
+#include "stream.inl"
 
-moelight::Kernel moelight::ffn_avx512_dots(WeightType weight) {
+namespace moelight {
+namespace {
+
+void multiply_bf16(const Product& p, void* scratch, float* sums) {
+  if (streams(p)) return multiply_streams(p, scratch, sums);
+  multiply<StoredBf16>(p, scratch, sums);
+}
+
+template <class Stored>
+Kernel dots_kernel(void (*product)(const Product&, void*, float*) = multiply<Stored>) {
+  return {.step = Stored::kStep,
+          .element_bytes = 2,
+          .head_bytes = Stored::kHead,
+          .token_step = 1,
+          .in_place = Stored::kInPlace,
+          .scratch_bytes = std::max(kRows * kBufferRow, kStreamRoom),
+          .multiply = product,
+          .prepare = prepare<Stored>,
+          .store = store<Avx512, Bf16>,
+          .activate = activate<Avx512, Bf16>};
+}
+
+}  // namespace
+
+Kernel ffn_avx512_dots(WeightType weight) {
   switch (weight) {
     case WeightType::kInt8:
       return dots_kernel<StoredInt8>();
     case WeightType::kInt4:
       return dots_kernel<StoredInt4>();
     default:
-      return dots_kernel<StoredBf16>();
+      return dots_kernel<StoredBf16>(multiply_bf16);
   }
 }
+
+}  // namespace moelight

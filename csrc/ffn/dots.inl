@@ -326,19 +326,5 @@ void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void*
   }
 }
 
-template <class Stored>
-Kernel dots_kernel() {
-  return {.step = Stored::kStep,
-          .element_bytes = 2,
-          .head_bytes = Stored::kHead,
-          .token_step = 1,
-          .in_place = Stored::kInPlace,
-          .scratch_bytes = kRows * kBufferRow,
-          .multiply = multiply<Stored>,
-          .prepare = prepare<Stored>,
-          .store = store<Avx512, Bf16>,
-          .activate = activate<Avx512, Bf16>};
-}
-
 }  // namespace
 }  // namespace moelight
