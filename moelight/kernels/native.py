@@ -40,6 +40,12 @@ def isa() -> str | None:
     return None if native is None else str(native.isa())
 
 
+def bf16_products() -> str | None:
+    """How bfloat16 is multiplied under AVX-512 (`wide`, `pairs`, `tiles`); None without the extension."""
+    native = module()
+    return None if native is None else str(native.bf16_products())
+
+
 def cpu_features() -> dict[str, bool]:
     """Instruction-set extensions of this processor by name; empty without the extension."""
     native = module()

@@ -17,25 +17,33 @@ class Serving:
     reason: str
 
 
-NATIVE_OPERATIONS = ("gqa_decode", "kv_append")
-TORCH_OPERATIONS = ("prefill_attention", "rms_norm", "rotary", "route_topk")
-TORCH_PRODUCTS = ("linear", "expert_ffn")
+# Those that multiply bfloat16 have units of their own for it on some processors.
+PRODUCTS = ("gqa_decode", "prefill_attention", "linear", "expert_ffn")
+OTHERS = (
+    "mla_decode",
+    "kv_append",
+    "route",
+    "sort_by_expert",
+    "gather_rows",
+    "scatter_sum",
+    "rms_norm",
+    "rotate",
+    "copy_pages",
+    "file_reads",
+)
+NATIVE_OPERATIONS = PRODUCTS + OTHERS
+_UNITS = {
+    "pairs": "bfloat16 in pairs (AVX512_BF16, AVX512_VNNI)",
+    "tiles": "bfloat16 in tiles (AMX)",
+    "wide": "bfloat16 is widened to float32",
+}
 
 
 def serving() -> list[Serving]:
     """Every operation of the CPU with the implementation that serves it in this process."""
     implementation = f"native {native.isa()}" if native.available() else "torch"
-    rows = [
-        Serving(operation=name, implementation=implementation, reason=native.reason()) for name in NATIVE_OPERATIONS
-    ]
-    unwritten = "no native kernel is written for it yet"
-    products = (
-        "bfloat16 weights are multiplied as they are"
-        if native.has_fast_bfloat16()
-        else "16-bit weights widened from 64 rows on"
-    )
-    return [
-        *rows,
-        *(Serving(operation=name, implementation="torch", reason=unwritten) for name in TORCH_OPERATIONS),
-        *(Serving(operation=name, implementation="torch", reason=products) for name in TORCH_PRODUCTS),
-    ]
+    units = _UNITS.get(native.bf16_products() or "")
+    reasons = dict.fromkeys(NATIVE_OPERATIONS, native.reason())
+    if units is not None:
+        reasons |= dict.fromkeys(PRODUCTS, f"{native.reason()}; {units}")
+    return [Serving(operation=name, implementation=implementation, reason=why) for name, why in reasons.items()]
