@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ffn.h"
+#include "moelight/exp2.h"
 
 namespace moelight {
 namespace {
@@ -19,17 +20,8 @@ typename S::V at_least(typename S::V x, float least) {
 // 1 / (1 + e^-x), relative error below 1e-6; not a number stays so.
 template <class S>
 typename S::V sigmoid(typename S::V x) {
-  const auto power = at_least<S>(at_most<S>(S::mul(x, S::set(-1.4426950408889634f)), 126.0f), -125.0f);
-  const auto whole = S::round(power);
-  const auto f = S::sub(power, whole);
-  auto y = S::set(1.535336188319500e-4f);
-  y = S::fma(y, f, S::set(1.339887440266574e-3f));
-  y = S::fma(y, f, S::set(9.618437357674640e-3f));
-  y = S::fma(y, f, S::set(5.550332471162809e-2f));
-  y = S::fma(y, f, S::set(2.402264791363012e-1f));
-  y = S::fma(y, f, S::set(6.931472028550421e-1f));
-  y = S::fma(y, f, S::set(1.0f));
-  return S::set(1.0f) / S::add(S::set(1.0f), S::scale(y, whole));
+  const auto y = exp2<S>(at_most<S>(S::mul(x, S::set(-kLog2E)), 126.0f));
+  return S::set(1.0f) / S::add(S::set(1.0f), y);
 }
 
 template <class S>

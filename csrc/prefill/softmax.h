@@ -4,27 +4,12 @@
 #include <cstdint>
 #include <limits>
 
+#include "moelight/exp2.h"
+
 namespace moelight {
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
-
-// 2^x, relative error below 2e-7; 2^-125 below that; not a number stays so. 2^0 is exactly 1.
-template <class S>
-typename S::V exp2(typename S::V x) {
-  x = S::max(S::set(-125.0f), x);
-  const auto whole = S::round(x);
-  const auto f = S::sub(x, whole);
-  auto y = S::set(1.535336188319500e-4f);
-  y = S::fma(y, f, S::set(1.339887440266574e-3f));
-  y = S::fma(y, f, S::set(9.618437357674640e-3f));
-  y = S::fma(y, f, S::set(5.550332471162809e-2f));
-  y = S::fma(y, f, S::set(2.402264791363012e-1f));
-  y = S::fma(y, f, S::set(6.931472028550421e-1f));
-  y = S::fma(y, f, S::set(1.0f));
-  return S::scale(y, whole);
-}
 
 // From products to base-2 logits.
 template <class S>

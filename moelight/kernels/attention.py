@@ -10,9 +10,12 @@ attention H heads, R the size of the latent, Rr of the rotary part.
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
 
 from moelight.kernels import checks, native, reference
+from moelight.kernels.prefill_cpu import cpu_prefill_attention
+from moelight.kernels.views import view
+
+__all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
 
 
 def cpu_gqa_decode(
@@ -73,24 +76,24 @@ def cpu_gqa_decode(
             v_scale=v_scale,
         )
         return result if out is None else out.copy_(result)
-    queries = _view("q", q)
+    queries = view("q", q)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     extension.gqa_decode(
         queries,
-        _view("k_cache", k_cache),
-        _view("v_cache", v_cache),
-        _view("block_tables", block_tables),
-        _view("seq_lens", seq_lens),
+        view("k_cache", k_cache),
+        view("v_cache", v_cache),
+        view("block_tables", block_tables),
+        view("seq_lens", seq_lens),
         scale,
         window or 0,
-        _optional_view("sinks", sinks),
+        _optional("sinks", sinks),
         softcap or 0.0,
-        _optional_view("k_scale", k_scale),
-        _optional_view("v_scale", v_scale),
-        _optional_view("k_new", k_new),
-        _optional_view("v_new", v_new),
-        _view("out", out),
+        _optional("k_scale", k_scale),
+        _optional("v_scale", v_scale),
+        _optional("k_new", k_new),
+        _optional("v_new", v_new),
+        view("out", out),
         threads,
     )
     return out
@@ -129,13 +132,13 @@ def cpu_kv_append(
         reference.kv_append(k_cache, v_cache, k_new, v_new, slots, k_scale=k_scale, v_scale=v_scale)
         return
     extension.kv_append(
-        _view("k_cache", k_cache),
-        _view("v_cache", v_cache),
-        _view("k_new", k_new),
-        _view("v_new", v_new),
-        _view("slots", slots),
-        _optional_view("k_scale", k_scale),
-        _optional_view("v_scale", v_scale),
+        view("k_cache", k_cache),
+        view("v_cache", v_cache),
+        view("k_new", k_new),
+        view("v_new", v_new),
+        view("slots", slots),
+        _optional("k_scale", k_scale),
+        _optional("v_scale", v_scale),
         threads,
     )
 
@@ -175,17 +178,17 @@ def cpu_mla_decode(
         checks.latent_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
         result = reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale)
         return result if out is None else out.copy_(result)
-    queries = _view("q_nope_absorbed", q_nope_absorbed)
+    queries = view("q_nope_absorbed", q_nope_absorbed)
     if out is None:
         out = torch.empty_like(q_nope_absorbed, memory_format=torch.contiguous_format)
     extension.mla_decode(
         queries,
-        _view("q_rope", q_rope),
-        _view("cache", cache),
-        _view("block_tables", block_tables),
-        _view("seq_lens", seq_lens),
+        view("q_rope", q_rope),
+        view("cache", cache),
+        view("block_tables", block_tables),
+        view("seq_lens", seq_lens),
         scale,
-        _view("out", out),
+        view("out", out),
         threads,
     )
     return out
@@ -209,16 +212,8 @@ def cpu_mla_append(cache: Tensor, new: Tensor, slots: Tensor, *, threads: int | 
         checks.latent_append(cache, new, slots)
         reference.mla_append(cache, new, slots)
         return
-    extension.mla_append(_view("cache", cache), _view("new", new), _view("slots", slots), threads)
+    extension.mla_append(view("cache", cache), view("new", new), view("slots", slots), threads)
 
 
-def _view(name: str, tensor: Tensor) -> object:
-    """A capsule that lends the tensor's memory to the extension."""
-    try:
-        return to_dlpack(tensor)
-    except (TypeError, RuntimeError, BufferError) as error:
-        raise ValueError(f"{name}: not a tensor in CPU memory: {error}") from error
-
-
-def _optional_view(name: str, tensor: Tensor | None) -> object:
-    return None if tensor is None else _view(name, tensor)
+def _optional(name: str, tensor: Tensor | None) -> object:
+    return None if tensor is None else view(name, tensor)

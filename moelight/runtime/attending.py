@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.core.schedule import Task, TaskKind
-from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
+from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.prefill import prefill_attention
-from moelight.kernels.prefill_cpu import cpu_prefill_attention
 from moelight.memory.kv import KVCache, TokenCache, put
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, present
