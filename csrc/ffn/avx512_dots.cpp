@@ -3,13 +3,8 @@
 namespace moelight {
 namespace {
 
-void multiply_bf16(const Product& p, void* scratch, float* sums) {
-  if (streams(p)) return multiply_streams(p, scratch, sums);
-  multiply<StoredBf16>(p, scratch, sums);
-}
-
 template <class Stored>
-Kernel dots_kernel(void (*product)(const Product&, void*, float*) = multiply<Stored>) {
+Kernel dots_kernel(void (*product)(const Product&, void*, float*)) {
   return {.step = Stored::kStep,
           .element_bytes = 2,
           .head_bytes = Stored::kHead,
@@ -27,11 +22,11 @@ Kernel dots_kernel(void (*product)(const Product&, void*, float*) = multiply<Sto
 Kernel ffn_avx512_dots(WeightType weight) {
   switch (weight) {
     case WeightType::kInt8:
-      return dots_kernel<StoredInt8>();
+      return dots_kernel<StoredInt8>(multiply_few<StoredInt8>);
     case WeightType::kInt4:
-      return dots_kernel<StoredInt4>();
+      return dots_kernel<StoredInt4>(multiply<StoredInt4>);
     default:
-      return dots_kernel<StoredBf16>(multiply_bf16);
+      return dots_kernel<StoredBf16>(multiply_few<StoredBf16>);
   }
 }
 

@@ -3,7 +3,8 @@
 //
 // A Stored says: the Lanes that multiply it; kStep elements of K go together; kHead bytes come before a prepared
 // token's elements; bytes(k), how far into a row element k is; convert(), one row in one block of K, zeros up to the
-// step, touching what lies `ahead` meanwhile; arrange(), one token; finish(), what is left to do to sums.
+// step, touching what lies `ahead` meanwhile; lines(), the same without zeros and vector by vector, for a size that the
+// step divides; arrange(), one token; finish(), what is left to do to sums.
 #pragma once
 
 #include <immintrin.h>
@@ -54,6 +55,14 @@ struct StoredBf16 {
       _mm512_storeu_si512(to, load_words(from, size - k));
     }
   }
+  template <class F>
+  static void lines(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, F&& line) {
+    const char* from = p.weight + row * p.row_bytes + 2 * first;
+    for (const char* const end = from + 2 * size; from < end; from += 64, ahead += 64) {
+      _mm_prefetch(ahead, _MM_HINT_T0);
+      line(_mm512_loadu_si512(from));
+    }
+  }
   static void arrange(const Bf16* x, int64_t depth, char* out) {
     for (int64_t k = 0; k < depth; k += kStep) _mm512_storeu_si512(out + 2 * k, load_words(x + k, depth - k));
   }
@@ -69,14 +78,19 @@ struct StoredInt8 {
   static int64_t bytes(int64_t element) { return element; }
 
   static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
-    const char* from = p.weight + row * p.row_bytes + first;
     auto* to = static_cast<char*>(out);
-    for (; size >= kStep; size -= kStep, from += 32, to += 64, ahead += 32) {
+    const int64_t whole = size / kStep * kStep;
+    lines(p, row, first, whole, ahead, [&](__m512i words) { _mm512_storeu_si512(to, words), to += 64; });
+    const char* const rest = p.weight + row * p.row_bytes + first + whole;
+    if (whole < size) _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(load_bytes(rest, size - whole)));
+  }
+  template <class F>
+  static void lines(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, F&& line) {
+    const char* from = p.weight + row * p.row_bytes + first;
+    for (const char* const end = from + size; from < end; from += 32, ahead += 32) {
       _mm_prefetch(ahead, _MM_HINT_T0);
-      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-      _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(bytes));
+      line(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
     }
-    if (size > 0) _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(load_bytes(from, size)));
   }
 
   static void arrange(const Bf16* x, int64_t depth, char* out) {
@@ -155,27 +169,34 @@ struct StoredInt4 {
   static int64_t bytes(int64_t element) { return element / 2; }
 
   static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
+    auto* to = static_cast<char*>(out);
+    const auto store = [&](__m512i line) { _mm512_storeu_si512(to, line), to += 64; };
+    const int64_t whole = first + size / kStep * kStep, end = first + size;
+    lines(p, row, first, whole - first, ahead, store);
+    const char* const rest = p.weight + row * p.row_bytes + whole / 2;
+    if (whole < end) expand(load_bytes(rest, (end - whole) / 2), products(Scales(p, row), whole), store);
+  }
+  template <class F>
+  static void lines(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, F&& line) {
     const Scales scales(p, row);
     const char* from = p.weight + row * p.row_bytes + first / 2;
-    auto* to = static_cast<char*>(out);
-    const int64_t end = first + size, whole = first + size / kStep * kStep;
+    const int64_t end = first + size;
     const auto expand_to = [&](__m512i table, int64_t k, int64_t stop) {
-      for (; k < stop; k += kStep, from += 32, to += 128, ahead += 32) {
+      for (; k < stop; k += kStep, from += 32, ahead += 32) {
         _mm_prefetch(ahead, _MM_HINT_T0);
-        expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), table, to);
+        expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), table, line);
       }
     };
-    if (scales.alike()) {
-      const float* scale = scales.from(first);
-      int64_t stop = scales.end(first);
-      for (int64_t k = first; k < whole; k = stop, stop += scales.group, ++scale) {
-        const __m256i table = products(*scale);
-        expand_to(_mm512_inserti64x4(_mm512_castsi256_si512(table), table, 1), k, std::min(stop, whole));
-      }
-    } else {
-      for (int64_t k = first; k < whole; k += kStep) expand_to(products(scales, k), k, k + kStep);
+    if (!scales.alike()) {
+      for (int64_t k = first; k < end; k += kStep) expand_to(products(scales, k), k, k + kStep);
+      return;
     }
-    if (whole < end) expand(load_bytes(from, (end - whole) / 2), products(scales, whole), to);
+    const float* scale = scales.from(first);
+    int64_t stop = scales.end(first);
+    for (int64_t k = first; k < end; k = stop, stop += scales.group, ++scale) {
+      const __m512i table = twice(products(*scale));
+      expand_to(table, k, std::min(stop, end));
+    }
   }
 
   static void arrange(const Bf16* x, int64_t depth, char* out) {
@@ -201,13 +222,15 @@ struct StoredInt4 {
     const __m256i second = scales.alike() ? first : products(scales.at(k + 32));
     return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
   }
-  static void expand(__m256i bytes, __m512i table, char* to) {
+  static __m512i twice(__m256i table) { return _mm512_inserti64x4(_mm512_castsi256_si512(table), table, 1); }
+  template <class F>
+  static void expand(__m256i bytes, __m512i table, F&& line) {
     const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const __m512i two = _mm512_cvtepu8_epi16(bytes);
     const __m512i even = _mm512_or_si512(_mm512_and_si512(two, _mm512_set1_epi16(15)), upper);
     const __m512i odd = _mm512_or_si512(_mm512_srli_epi16(two, 4), upper);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(even, table));
-    _mm512_storeu_si512(to + 64, _mm512_permutexvar_epi16(odd, table));
+    line(_mm512_permutexvar_epi16(even, table));
+    line(_mm512_permutexvar_epi16(odd, table));
   }
 };
 
