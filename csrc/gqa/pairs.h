@@ -101,7 +101,11 @@ struct IntPairs {
     Rounder rounder;
     for (int64_t d = 0; d < head_dim; d += 32) {
       __m512 a, b;
-      LanesAvx512::load2_part(q + d, head_dim - d < 32 ? head_dim - d : 32, a, b);
+      if (d + 32 <= head_dim) {
+        LanesAvx512::load2(q + d, a, b);
+      } else {
+        LanesAvx512::load2_part(q + d, head_dim - d, a, b);
+      }
       LanesAvx512::straighten<Q>(a, b);
       _mm512_storeu_ps(wide + d, a), _mm512_storeu_ps(wide + d + 16, b);
       rounder.meet(a), rounder.meet(b);
