@@ -19,7 +19,7 @@ BLOCK = 32
 SCALE = DIM**-0.5
 LINK_BYTES_PER_S = 12e9  # PCIe 3.0 x16, as T4-class cards have it
 TITLE = (
-    f"decode attention, {Q_HEADS}/{KV_HEADS} heads of {DIM}, bf16 queries, blocks of {BLOCK} at random places; "
+    f"decode attention, {Q_HEADS}/{KV_HEADS} heads of {DIM}, bf16 queries, blocks of {BLOCK} at random places unless said; "
     f"the link is {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
 )
 
@@ -48,6 +48,7 @@ def _case(name: str, lengths: list[int], setting: Setting) -> Case:
         name=name,
         contenders=[
             Contender(name="moelight", make=context.ours, nbytes=2 * numbers, share_bar=0.90 if usual else 0.0),
+            Contender(name="moelight in order", make=context.ours_in_order, nbytes=2 * numbers),
             Contender(
                 name="moelight int8",
                 make=context.ours_int8,
@@ -82,7 +83,12 @@ class Context:
 
     def ours(self) -> Timed:
         keys, values = self.cache
-        return self._decode(keys, values, self.sets)
+        return self._decode(keys, values, torch.randperm(len(keys), dtype=torch.int32))
+
+    def ours_in_order(self) -> Timed:
+        """Blocks one after the other, as the engine hands them out while no sequence has ended."""
+        keys, values = self.cache
+        return self._decode(keys, values, torch.arange(len(keys), dtype=torch.int32))
 
     def ours_int8(self) -> Timed:
         """As many bytes again, so twice the sets; all scales are one number."""
@@ -90,11 +96,11 @@ class Context:
         shape = (sets * sum(self.blocks), KV_HEADS, BLOCK, DIM)
         scales = huge(shape[:3], torch.float32).fill_(1 / 64)
         keys, values = (random_huge(shape, torch.int8) for _ in range(2))
-        return self._decode(keys, values, sets, scales, scales.clone())
+        return self._decode(keys, values, torch.randperm(len(keys), dtype=torch.int32), scales, scales.clone())
 
-    def _decode(self, keys: Tensor, values: Tensor, sets: int, *scales: Tensor) -> Timed:
-        order = torch.randperm(len(keys), dtype=torch.int32).view(sets, -1)
-        tables, turn = [block_tables(row, self.blocks) for row in order], turns(sets)
+    def _decode(self, keys: Tensor, values: Tensor, blocks: Tensor, *scales: Tensor) -> Timed:
+        order = blocks.view(-1, sum(self.blocks))
+        tables, turn = [block_tables(row, self.blocks) for row in order], turns(len(order))
         k_scale, v_scale = scales or (None, None)
         out = torch.empty_like(self.q)
 

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "ahead.h"
 #include "softmax.inl"
 
 namespace moelight {
@@ -34,12 +35,12 @@ struct FloatProducts {
   }
 
   // scores[h][0..4) = q[h] . row[0..4)
-  template <int kHeads>
-  static void score(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores) {
+  template <int kHeads, class A>
+  static void score(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores, const A& ahead) {
     if (head_dim % kUnit<S> == 0) {
-      score_rows<kHeads, true>(row, q, head_dim, scores);
+      score_rows<kHeads, true>(row, q, head_dim, scores, ahead);
     } else {
-      score_rows<kHeads, false>(row, q, head_dim, scores);
+      score_rows<kHeads, false>(row, q, head_dim, scores, ahead);
     }
   }
 
@@ -54,7 +55,7 @@ struct FloatProducts {
 
   // values[h] += weights[h] . rows
   template <int kHeads, class N>
-  static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, const N& next) {
+  static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, N&& next) {
     const int64_t full = head_dim / kUnit<S> * kUnit<S>;
     const Tile tile = {rows, head_dim, count, weights, values, padded<S>(head_dim)};
     int64_t d = 0;
@@ -97,10 +98,11 @@ struct FloatProducts {
 
   // Rows one after the other, so that memory is read in its order. kWhole where head_dim is made of whole units: with a
   // second path to its end the sums would not stay in registers.
-  template <int kHeads, bool kWhole>
-  static void score_rows(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores) {
+  template <int kHeads, bool kWhole, class A>
+  static void score_rows(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores, const A& ahead) {
     V sum[kHeads][kKeys];
     const int64_t full = head_dim / kUnit<S> * kUnit<S>, stride = padded<S>(head_dim);
+    const int64_t row_bytes = head_dim * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
     for (int k = 0; k < kKeys; ++k) {
       const auto step = [&](int64_t d, auto whole) {
@@ -114,6 +116,7 @@ struct FloatProducts {
       };
 #pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) sum[h][k] = S::zero();
+      for (int64_t i = 0; i < row_bytes; i += kLineBytes) ahead(k * row_bytes + i);
       for (int64_t d = 0; d < full; d += kUnit<S>) step(d, std::true_type{});
       if constexpr (!kWhole) step(full, std::false_type{});
     }
@@ -122,15 +125,16 @@ struct FloatProducts {
 
   // kUnits units from column d on; the last unit of a row may have a `rest` only.
   template <int kHeads, int kUnits, bool kWhole, class N>
-  static void weigh_columns(const Tile& tile, int64_t d, int64_t rest, const N& next) {
+  static void weigh_columns(const Tile& tile, int64_t d, int64_t rest, N& next) {
     V sum[kHeads][2 * kUnits];
     float* const values = tile.values + d;
     for (int h = 0; h < kHeads; ++h)
       for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * tile.stride + u * S::kWidth);
     const T* at = tile.rows + d;
-    const int64_t row_bytes = tile.head_dim * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = (kWhole ? kUnits * kUnit<S> : rest) * static_cast<int64_t>(sizeof(T));
     for (int64_t i = 0; i < tile.count; ++i, at += tile.head_dim) {
-      if (d == 0) next(i * row_bytes, row_bytes);
+      const auto ahead = next.take(bytes);
+      for (int64_t j = 0; j < bytes; j += kLineBytes) ahead(j);
       V row[2 * kUnits];
       for (int u = 0; u < kUnits; ++u) load_unit(at + u * kUnit<S>, kWhole, rest, row[2 * u], row[2 * u + 1]);
       for (int h = 0; h < kHeads; ++h) {

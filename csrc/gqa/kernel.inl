@@ -1,7 +1,7 @@
 // The one algorithm of decode attention, over products M (floats.h, pairs.h), which name their SIMD type. Included once
 // by each instruction set's file; all of it has internal linkage. Two sweeps over a chunk: keys into scores, then,
 // after the softmax, values into sums. Both read memory once and in its order, all heads of a block before the next
-// block, and are bound by that: what lies next is touched while they compute.
+// block, and are bound by that: what lies next is fetched while they compute.
 //
 // The scale of an int8 key multiplies its scores, that of a value its weights.
 #pragma once
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ahead.h"
 #include "floats.h"
 #include "gqa.h"
 #include "quantise.inl"
@@ -19,24 +20,29 @@ namespace {
 
 // Raw scores of one head into weights relative to their maximum: times `factor` and each key's scale, capped, softmax
 // in base 2. Those behind `count`, to the next whole unit, weigh next to nothing. Returns maximum and sum of weights.
+// `share` bytes are asked for meanwhile.
 template <class S>
 void soften(float* scores, int64_t count, float factor, float softcap, const float* key_scales, float& maximum,
-            float& total) {
+            float& total, const Ahead& ahead, int64_t share) {
   const int64_t whole = padded<S>(count);
   const auto wide = S::set(factor), cap = S::set(softcap * kLog2E);
   auto top = S::set(-kInfinity);
-  const auto finish = [&](int64_t i) {
+  for (int64_t i = count; i < whole; ++i) scores[i] = 0.0f;
+  for (int64_t i = 0; i < count; i += S::kWidth) {
     auto x = S::mul(S::load(scores + i), wide);
     if (key_scales != nullptr) x = S::mul(x, S::load(key_scales + i));
     if (softcap > 0.0f) x = S::mul(tanh<S>(x), cap);
     S::store(scores + i, x);
-  };
-  for (int64_t i = 0; i < count; i += S::kWidth) finish(i);
+    if (i + S::kWidth <= count) top = S::max(top, x);
+  }
   for (int64_t i = count; i < whole; ++i) scores[i] = -kInfinity;
-  for (int64_t i = 0; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
+  for (int64_t i = count / S::kWidth * S::kWidth; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
   maximum = S::reduce_max(top);
   auto sum = S::zero();
-  for (int64_t i = 0; i < whole; i += S::kWidth) {
+  const int64_t step = share * S::kWidth / whole;
+  int64_t byte = 0;
+  for (int64_t i = 0; i < whole; i += S::kWidth, byte += step) {
+    ahead(byte);
     const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
     sum = S::add(sum, weight);
     S::store(scores + i, weight);
@@ -52,26 +58,6 @@ void head_tiles(int64_t first, int64_t heads, const F& tile) {
     if (first < heads) head_tiles<kHeads - 1>(first, heads, tile);
   }
 }
-
-// The rows of a chunk that lie in one block, of the first head of the piece; other heads follow.
-struct Run {
-  const char *keys, *values;
-  const float *key_scales, *value_scales;
-  int64_t count;
-};
-
-// Rows that will be read a fixed number of rows later: asked for row by row while the present ones are summed. The
-// processor does not look far enough ahead by itself, and in bursts its buffers overflow and nothing is gained.
-struct Next {
-  const char* rows;
-  void operator()(int64_t from, int64_t bytes) const {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + from + i);
-  }
-};
-// For rows that are in the cache already.
-struct NoNext {
-  void operator()(int64_t, int64_t) const {}
-};
 
 // The memory of one piece while it is summed.
 template <class M>
@@ -95,12 +81,14 @@ class Attend {
         scores_(scratch),
         queries_(reinterpret_cast<Word*>(scores_ + heads_ * kScoreRow)),
         factors_(scores_ + heads_ * (kScoreRow + stride_)),
-        scales_(factors_ + heads_) {
+        scales_(factors_ + heads_),
+        scout_(run_, runs_, kv_heads_, head_bytes_, args.head_dim * static_cast<int64_t>(sizeof(T))) {
+    find_runs(piece);
+    scout_.start();
     const Q* q = static_cast<const Q*>(args.q) + piece.sequence * args.q_stride;
     q += piece.first_head * group_ * args.head_dim;
     for (int64_t h = 0; h < heads_; ++h)
       factors_[h] = M::pack_query(q + h * args.head_dim, args.head_dim, queries_ + h * stride_);
-    find_runs(piece);
   }
 
   void run() {
@@ -108,19 +96,27 @@ class Attend {
     for (int64_t r = 0; r < runs_; at += run_[r++].count)
       for (int64_t h = 0; h < kv_heads_; ++h) {
         if constexpr (kScaled) touch_scales(run_[r], h);
-        score(run_[r], h, at, after(r * kv_heads_ + h));
+        score(run_[r], h, at);
       }
-    for (int64_t h = 0; h < kv_heads_; ++h) soften_group(h);
     std::memset(part_.values, 0, static_cast<size_t>(heads_ * stride_) * sizeof(float));
-    at = 0;
-    for (int64_t r = 0; r < runs_; at += run_[r++].count)
-      for (int64_t h = 0; h < kv_heads_; ++h) weigh(run_[r], h, at, after((runs_ + r) * kv_heads_ + h));
+    // The softmax of a head has memory to itself: it fetches the first values, unless it is too short for that.
+    const int64_t bytes = run_[0].count * args_.head_dim * static_cast<int64_t>(sizeof(T));
+    const bool fetches = bytes <= group_ * count_ * static_cast<int64_t>(sizeof(float));
+    for (int64_t h = 0; h < kv_heads_; ++h) {
+      soften_group(h, fetches ? bytes / group_ : 0);
+      if (fetches) {
+        weigh(run_[0], h, 0, Nothing{});
+      } else {
+        weigh(run_[0], h, 0, scout_);
+      }
+    }
+    at = run_[0].count;
+    for (int64_t r = 1; r < runs_; at += run_[r++].count)
+      for (int64_t h = 0; h < kv_heads_; ++h) weigh(run_[r], h, at, scout_);
     for (int64_t h = 0; h < heads_; ++h) M::finish(part_.values + h * stride_, stride_, factors_[h]);
   }
 
  private:
-  static constexpr int64_t kLine = 64, kAheadBytes = 8192;
-
   void find_runs(const Piece& piece) {
     const int32_t* table = args_.tables + piece.sequence * args_.table_stride;
     const int64_t size = args_.block_size, first = piece.first_head * size;
@@ -137,18 +133,10 @@ class Attend {
       }
       run.count = room < left ? room : left;
     }
-    ahead_ = kAheadBytes / head_bytes_ > 0 ? kAheadBytes / head_bytes_ : 1;
-  }
-
-  // What comes some kAheadBytes after a place: heads within runs, keys before values; behind the last, the last.
-  Next after(int64_t place) const {
-    const int64_t last = 2 * runs_ * kv_heads_ - 1, next = place + ahead_ < last ? place + ahead_ : last;
-    const int64_t r = next / kv_heads_, h = next % kv_heads_;
-    return {(r < runs_ ? run_[r].keys : run_[r - runs_].values) + h * head_bytes_};
   }
 
   void touch_scales(const Run& run, int64_t h) const {
-    for (int64_t i = 0; i < run.count; i += kLine / static_cast<int64_t>(sizeof(float))) {
+    for (int64_t i = 0; i < run.count; i += kLineBytes / static_cast<int64_t>(sizeof(float))) {
       __builtin_prefetch(run.key_scales + h * args_.block_size + i);
       __builtin_prefetch(run.value_scales + h * args_.block_size + i);
     }
@@ -156,7 +144,7 @@ class Attend {
 
   // A short last tile repeats its last row; what it writes beyond the run is overwritten by the next run or by the
   // softmax's padding, and at the end of a chunk falls into the row's slack.
-  void score(const Run& run, int64_t h, int64_t at, const Next& next) const {
+  void score(const Run& run, int64_t h, int64_t at) {
     const auto* rows = reinterpret_cast<const T*>(run.keys + h * head_bytes_);
     const int64_t head_dim = args_.head_dim, bytes = head_dim * static_cast<int64_t>(sizeof(T));
     const Word* q = queries_ + h * group_ * stride_;
@@ -164,14 +152,18 @@ class Attend {
     for (int64_t i = 0; i < run.count; i += kKeys) {
       const T* row[kKeys];
       for (int64_t j = 0; j < kKeys; ++j) row[j] = rows + (i + j < run.count ? i + j : run.count - 1) * head_dim;
-      next(i * bytes, kKeys * bytes);
+      const Ahead ahead = scout_.take(kKeys * bytes);
       head_tiles<M::kHeadTile>(0, group_, [&](auto heads, int64_t first) {
-        M::template score<heads>(row, q + first * stride_, head_dim, scores + first * kScoreRow + i);
+        if (first == 0) {
+          M::template score<heads>(row, q, head_dim, scores + i, ahead);
+        } else {
+          M::template score<heads>(row, q + first * stride_, head_dim, scores + first * kScoreRow + i, Nothing{});
+        }
       });
     }
   }
 
-  void soften_group(int64_t kv_head) {
+  void soften_group(int64_t kv_head, int64_t share) {
     float *key_scales = nullptr, *value_scales = nullptr;
     if constexpr (kScaled) {
       key_scales = scales_, value_scales = scales_ + kScoreRow;
@@ -180,7 +172,8 @@ class Attend {
     const float scale = args_.softcap > 0 ? args_.scale / args_.softcap : args_.scale * kLog2E;
     for (int64_t h = kv_head * group_; h < (kv_head + 1) * group_; ++h) {
       float* scores = scores_ + h * kScoreRow;
-      soften<S>(scores, count_, factors_[h] * scale, args_.softcap, key_scales, part_.maximum[h], part_.sum[h]);
+      soften<S>(scores, count_, factors_[h] * scale, args_.softcap, key_scales, part_.maximum[h], part_.sum[h],
+                scout_.take(share), share);
       factors_[h] = M::pack_weights(scores, padded<S>(count_), value_scales, part_.sum[h]);
     }
   }
@@ -196,7 +189,8 @@ class Attend {
     for (; at < padded<S>(count_); ++at) keys[at] = values[at] = 0.0f;
   }
 
-  void weigh(const Run& run, int64_t h, int64_t at, const Next& next) const {
+  template <class N>
+  void weigh(const Run& run, int64_t h, int64_t at, N&& next) const {
     const auto* rows = reinterpret_cast<const T*>(run.values + h * head_bytes_);
     head_tiles<M::kWeighedHeads>(h * group_, (h + 1) * group_, [&](auto heads, int64_t first) {
       const Word* weights = reinterpret_cast<const Word*>(scores_ + first * kScoreRow) + at;
@@ -204,7 +198,7 @@ class Attend {
       if (first == h * group_) {
         M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, next);
       } else {
-        M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, NoNext{});
+        M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, Nothing{});
       }
     });
   }
@@ -215,8 +209,9 @@ class Attend {
   float* const scores_;
   Word* const queries_;
   float *const factors_, *const scales_;
-  int64_t runs_ = 0, ahead_ = 1;
+  int64_t runs_ = 0;
   Run run_[kChunk / kBlockSizes[0] + 1];
+  Scout scout_;
 };
 
 template <class M>

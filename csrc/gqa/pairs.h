@@ -6,11 +6,19 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ahead.h"
 #include "lanes_avx512.h"
 #include "softmax.inl"
 
 namespace moelight {
 namespace {
+
+// Asks for a line between the load of x and its use: compilers gather prefetches that nothing ties.
+inline __m512i beside(__m512i x, const Ahead& ahead, int64_t byte) {
+  asm volatile("prefetcht0 %1" : "+v"(x) : "m"(ahead.at[byte]));
+  return x;
+}
+inline __m512i beside(__m512i x, const Nothing&, int64_t) { return x; }
 
 inline __mmask32 first_of_unit(int64_t count) { return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1; }
 
@@ -134,16 +142,18 @@ struct PairProducts {
   using T = Stored;
   using Word = uint16_t;
   using Sum = typename P::Sum;
-  static constexpr int kHeadTile = 4, kWeighedHeads = 2;
+  static constexpr int kHeadTile = 4, kWeighedHeads = 4;
 
   static float pack_query(const Q* q, int64_t head_dim, Word* words) { return P::pack_query(q, head_dim, words); }
 
-  template <int kHeads>
-  static void score(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores) {
-    if (head_dim % 32 == 0) {
-      score_rows<kHeads, true>(row, q, head_dim, scores);
+  template <int kHeads, class A>
+  static void score(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores, const A& ahead) {
+    if (head_dim == kUsualDim) {
+      score_rows<kHeads, true>(row, q, std::integral_constant<int64_t, kUsualDim>{}, scores, ahead);
+    } else if (head_dim % 32 == 0) {
+      score_rows<kHeads, true>(row, q, head_dim, scores, ahead);
     } else {
-      score_rows<kHeads, false>(row, q, head_dim, scores);
+      score_rows<kHeads, false>(row, q, head_dim, scores, ahead);
     }
   }
 
@@ -152,12 +162,15 @@ struct PairProducts {
   }
 
   template <int kHeads, class N>
-  static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, const N& next) {
-    const Tile tile = {rows, head_dim, count, weights, values, padded<Lanes>(head_dim)};
-    int64_t d = 0;
-    for (; d + 128 <= head_dim; d += 128) weigh_columns<kHeads, 4, true>(tile, d, next);
-    for (; d + 64 <= head_dim; d += 64) weigh_columns<kHeads, 2, true>(tile, d, next);
-    for (; d < head_dim; d += 32) weigh_columns<kHeads, 1, false>(tile, d, next);
+  static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, N&& next) {
+    Tile tile = {rows, head_dim, 0, weights, values, padded<Lanes>(head_dim)};
+    for (int64_t left = count / 2 * 2; left > 0; left -= tile.count) {
+      tile.count = left < kTileRows ? left : kTileRows;
+      weigh_tile<kHeads, true>(tile, next);
+      tile.rows += tile.count * head_dim, tile.weights += tile.count;
+    }
+    tile.count = 1;
+    if (count % 2 != 0) weigh_tile<kHeads, false>(tile, next);
   }
 
   static void finish(float* values, int64_t count, float factor) {
@@ -181,6 +194,10 @@ struct PairProducts {
   }
 
  private:
+  static constexpr int64_t kUsualDim = 128;
+  // Few enough for the part of a row that is summed first not to overtake what was fetched.
+  static constexpr int64_t kTileRows = 16;
+
   static Sum low(Sum x, Sum y) { return P::from_float(_mm512_unpacklo_ps(P::as_float(x), P::as_float(y))); }
   static Sum high(Sum x, Sum y) { return P::from_float(_mm512_unpackhi_ps(P::as_float(x), P::as_float(y))); }
   template <int kLanes>
@@ -191,17 +208,25 @@ struct PairProducts {
   static Sum turn(Sum x) {
     return P::from_float(_mm512_shuffle_f32x4(P::as_float(x), P::as_float(x), kQuarters));
   }
-  // out[k] = the sum of the lanes of x[k]
-  static void store_sums(const Sum (&x)[kKeys], float* out) {
+  // Each quarter a share of the sums of x[0..4).
+  static Sum quarters(const Sum (&x)[kKeys]) {
     const Sum ab = P::add(low(x[0], x[1]), high(x[0], x[1])), cd = P::add(low(x[2], x[3]), high(x[2], x[3]));
-    const Sum all = P::add(shuffle<0x44>(ab, cd), shuffle<0xee>(ab, cd));
-    const Sum half = P::add(all, turn<0x4e>(all));
-    _mm_storeu_ps(out, _mm512_castps512_ps128(P::to_float(P::add(half, turn<0xb1>(half)))));
+    return P::add(shuffle<0x44>(ab, cd), shuffle<0xee>(ab, cd));
+  }
+  // out[h][k] = the sum of the lanes of x[h][k]
+  template <int kHeads>
+  static void store_sums(const Sum (&x)[kHeads][kKeys], float* out) {
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+      const Sum all = quarters(x[h]);
+      const Sum half = P::add(all, turn<0x4e>(all));
+      _mm_storeu_ps(out + h * kScoreRow, _mm512_castps512_ps128(P::to_float(P::add(half, turn<0xb1>(half)))));
+    }
   }
 
-  // Rows one after the other, so that memory is read in its order.
-  template <int kHeads, bool kWhole>
-  static void score_rows(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores) {
+  // Rows one after the other, so that memory is read in its order. Dim: of a known head the loops vanish.
+  template <int kHeads, bool kWhole, class Dim, class A>
+  static void score_rows(const T* const (&row)[kKeys], const Word* q, Dim head_dim, float* scores, const A& ahead) {
     Sum sum[kHeads][kKeys];
     const int64_t stride = padded<Lanes>(head_dim);
 #pragma GCC unroll 4
@@ -209,14 +234,15 @@ struct PairProducts {
 #pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) sum[h][k] = P::zero();
       for (int64_t d = 0; d < head_dim; d += 32) {
-        const __m512i x = kWhole ? P::load(row[k] + d) : P::load(row[k] + d, first_of_unit(head_dim - d));
+        constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+        __m512i x = kWhole ? P::load(row[k] + d) : P::load(row[k] + d, first_of_unit(head_dim - d));
+        if (d * kBytes % kLineBytes == 0) x = beside(x, ahead, (k * head_dim + d) * kBytes);
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h)
           sum[h][k] = P::multiply_add(x, _mm512_loadu_si512(q + h * stride + d), sum[h][k]);
       }
     }
-#pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) store_sums(sum[h], scores + h * kScoreRow);
+    store_sums<kHeads>(sum, scores);
   }
 
   struct Tile {
@@ -227,42 +253,54 @@ struct PairProducts {
     int64_t stride;
   };
 
+  template <int kHeads, bool kPaired, class N>
+  static void weigh_tile(const Tile& tile, N& next) {
+    int64_t d = 0;
+    if constexpr (kHeads <= 2)
+      for (; d + 128 <= tile.head_dim; d += 128) weigh_columns<kHeads, 4, true, kPaired>(tile, d, next);
+    for (; d + 64 <= tile.head_dim; d += 64) weigh_columns<kHeads, 2, true, kPaired>(tile, d, next);
+    for (; d < tile.head_dim; d += 32) weigh_columns<kHeads, 1, false, kPaired>(tile, d, next);
+  }
+
   // kUnits units from column d on. An odd last row is paired with zeros.
-  template <int kHeads, int kUnits, bool kWhole, class N>
-  static void weigh_columns(const Tile& tile, int64_t d, const N& next) {
+  template <int kHeads, int kUnits, bool kWhole, bool kPaired, class N>
+  static void weigh_columns(const Tile& tile, int64_t d, N& next) {
     Sum sum[kHeads][2 * kUnits];
     float* const values = tile.values + d;
+#pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 8
       for (int u = 0; u < 2 * kUnits; ++u)
         sum[h][u] = P::from_float(_mm512_loadu_ps(values + h * tile.stride + u * 16));
     const __mmask32 mask = first_of_unit(tile.head_dim - d);
     const auto load = [mask](const T* p) { return kWhole ? P::load(p) : P::load(p, mask); };
     const T* at = tile.rows + d;
-    const int64_t row_bytes = tile.head_dim * static_cast<int64_t>(sizeof(T));
     for (int64_t i = 0; i < tile.count; i += 2, at += 2 * tile.head_dim) {
-      if (d == 0) next(i * row_bytes, 2 * row_bytes);
-      __m512i a[kUnits], b[kUnits];
-      for (int u = 0; u < kUnits; ++u) a[u] = load(at + 32 * u);
-      if (i + 1 < tile.count) {
-        for (int u = 0; u < kUnits; ++u) b[u] = load(at + tile.head_dim + 32 * u);
-      } else {
-        for (int u = 0; u < kUnits; ++u) b[u] = _mm512_setzero_si512();
-      }
+      constexpr int64_t kBytes = 2 * 32 * static_cast<int64_t>(sizeof(T));
+      const auto ahead = next.take(kUnits * kBytes);
       __m512i w[kHeads];
+#pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) {
         int32_t pair;
         std::memcpy(&pair, tile.weights + 2 * h * kScoreRow + i, sizeof pair);
         w[h] = _mm512_set1_epi32(pair);
       }
+#pragma GCC unroll 4
       for (int u = 0; u < kUnits; ++u) {
-        const __m512i low = _mm512_unpacklo_epi16(a[u], b[u]), high = _mm512_unpackhi_epi16(a[u], b[u]);
+        const __m512i a = beside(load(at + 32 * u), ahead, u * kBytes);
+        __m512i b = kPaired ? load(at + tile.head_dim + 32 * u) : _mm512_setzero_si512();
+        if constexpr (kBytes > kLineBytes) b = beside(b, ahead, u * kBytes + kLineBytes);
+        const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
           sum[h][2 * u] = P::multiply_add(low, w[h], sum[h][2 * u]);
           sum[h][2 * u + 1] = P::multiply_add(high, w[h], sum[h][2 * u + 1]);
         }
       }
     }
+#pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 8
       for (int u = 0; u < 2 * kUnits; ++u) _mm512_storeu_ps(values + h * tile.stride + u * 16, P::as_float(sum[h][u]));
   }
 };
