@@ -19,8 +19,8 @@ BLOCK = 32
 SCALE = DIM**-0.5
 LINK_BYTES_PER_S = 12e9  # PCIe 3.0 x16, as T4-class cards have it
 TITLE = (
-    f"decode attention, {Q_HEADS}/{KV_HEADS} heads of {DIM}, bf16 queries, blocks of {BLOCK} at random places unless said; "
-    f"the link is {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
+    f"decode attention, {Q_HEADS}/{KV_HEADS} heads of {DIM}, bf16 queries, blocks of {BLOCK}, at random places unless "
+    f"said; the link is {LINK_BYTES_PER_S / 1e9:.0f} GB/s"
 )
 
 
