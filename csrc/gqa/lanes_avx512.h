@@ -23,7 +23,7 @@ struct LanesAvx512 : Avx512 {
     b = widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + kWidth)));
   }
   static void load2_part(const int8_t* p, int64_t count, V& a, V& b) {
-    const __m256i bytes = _mm256_maskz_loadu_epi8((uint32_t{1} << count) - 1, p);
+    const __m256i bytes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << count) - 1), p);
     a = widen(_mm256_castsi256_si128(bytes)), b = widen(_mm256_extracti128_si256(bytes, 1));
   }
 

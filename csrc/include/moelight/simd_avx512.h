@@ -70,7 +70,7 @@ struct Avx512 {
   static void store2_part(Bf16* p, int64_t count, V a, V b) { _mm512_mask_storeu_epi16(p, first(count), join(a, b)); }
 
  private:
-  static __mmask32 first(int64_t count) { return (uint32_t{1} << count) - 1; }
+  static __mmask32 first(int64_t count) { return static_cast<__mmask32>((uint64_t{1} << count) - 1); }
   static void widen(__m512i halves, V& a, V& b) {
     a = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
