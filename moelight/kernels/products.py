@@ -1,13 +1,15 @@
-"""Products of ragged rows with weights through torch, each called in the form that is fastest for its row count.
+"""Products of ragged rows with weights: native on a CPU where the extension is there, else through torch, each called
+in the form that is fastest for its row count.
 
 Knows shapes, number formats and what torch's CPU products cost (measured in docs/log.md). Refuses to know experts'
 routing and where weights lie.
 
-Three facts shape it. torch compiles and keeps a kernel of about 0.6 MiB for every shape it meets, so row counts are
-rounded up to a coarse grid; the extra rows are computed and dropped. It copies the right-hand operand into a form of
-its own at every call, so with few rows the rows, and not the weights, go to the right. And where there are no matrix
-tiles (AMX), 16-bit products run at half the rate of float32 ones, so with many rows the weights are widened slab by
-slab. The choice depends on the row count and the processor alone, so a machine gives the same tokens every time.
+Three facts shape the way through torch. It compiles and keeps a kernel of about 0.6 MiB for every shape it meets, so
+row counts are rounded up to a coarse grid; the extra rows are computed and dropped. It copies the right-hand operand
+into a form of its own at every call, so with few rows the rows, and not the weights, go to the right. And where there
+are no matrix tiles (AMX), 16-bit products run at half the rate of float32 ones, so with many rows the weights are
+widened slab by slab. The choice depends on the row count and the processor alone, so a machine gives the same tokens
+every time.
 
 Legend: R rows, H hidden, I intermediate.
 """

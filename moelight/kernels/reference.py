@@ -1,10 +1,10 @@
-"""The plain-torch twin of every kernel: correct and clear first, accumulating in float32.
+"""The plain-torch twins of attention, norms and routing: correct and clear first, accumulating in float32.
 
 Knows the mathematics of one operation at a time, on any device. Refuses to know paging policy, models and speed;
 callers check shapes (the faces in `attention.py` do).
 
-Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden,
-I intermediate; of latent attention H heads, R the size of the latent, Rr of the rotary part.
+Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden;
+of latent attention H heads, R the size of the latent, Rr of the rotary part.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -243,23 +242,3 @@ def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Ten
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids[:, :top_k]
-
-
-def expert_ffn(
-    x: Tensor, gate_up: Sequence[Tensor | None], down: Sequence[Tensor | None], offsets: Sequence[int]
-) -> Tensor:
-    """Gated experts, down(silu(gate(x)) * up(x)): x [T, H] sorted by expert -> [T, H].
-
-    Expert e owns rows offsets[e] to offsets[e + 1]; its weights are gate_up[e] [2I, H], gate rows first, and down[e]
-    [H, I]. An expert without rows may be None. Products accumulate in float32 and are rounded to x's dtype.
-    """
-    out = torch.empty_like(x)
-    for e, (first, last) in enumerate(pairwise(offsets)):
-        if first == last:
-            continue
-        wide, narrow = gate_up[e], down[e]
-        if wide is None or narrow is None:
-            raise ValueError(f"gate_up, down: expert {e} has {last - first} rows and no weights")
-        gate, up = _wide(functional.linear(x[first:last], wide)).chunk(2, dim=-1)
-        out[first:last] = functional.linear((functional.silu(gate) * up).to(x.dtype), narrow)
-    return out
