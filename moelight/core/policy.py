@@ -11,6 +11,8 @@ TIERS = ("device", "host", "disk")
 PROCESSORS = ("cpu", "gpu")
 FFN_DEVICES = ("cpu", "gpu", "split")
 KV_BLOCK_SIZES = (16, 32, 64, 128)
+ADMISSIONS = ("refill", "static")
+MOST_LOOK_AHEAD = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,10 @@ class Policy:
         weight_dtype, kv_dtype: ``auto`` keeps the checkpoint's.
         schedule: the builder of the order of work.
         kv_block_size: tokens in one block of the paged KV cache.
+        look_ahead: micro-batches that attend before the experts of an earlier one run (algorithm 1), where the schedule
+            asks for it.
+        admission: ``refill`` (a finished sequence's place is taken in the next pass, and prompts ride along with
+            decoding) or ``static`` (a batch is prefilled alone and ends together, as in the published systems).
     """
 
     model: str
@@ -61,6 +67,8 @@ class Policy:
     kv_dtype: str = "auto"
     schedule: str = "cgopipe"
     kv_block_size: int = 32
+    look_ahead: int = 2
+    admission: str = "refill"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
@@ -86,6 +94,10 @@ class Policy:
                 dtype_named(getattr(self, name))
         if self.kv_block_size not in KV_BLOCK_SIZES:
             raise ConfigError(f"kv_block_size must be one of {KV_BLOCK_SIZES}, not {self.kv_block_size}")
+        if not 1 <= self.look_ahead <= MOST_LOOK_AHEAD:
+            raise ConfigError(f"look_ahead must be from 1 to {MOST_LOOK_AHEAD}, not {self.look_ahead}")
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(f"admission must be one of {', '.join(ADMISSIONS)}, not {self.admission!r}")
 
     @property
     def num_micro_batches(self) -> int:

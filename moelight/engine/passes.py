@@ -131,6 +131,7 @@ class PassRunner:
             micro_batches=tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True)),
             carried=self._executor.carried,
             wraps=follows,
+            look_ahead=self._policy.look_ahead,
         )
         completing = [[piece for piece in load.pieces if piece.completes] for load in loads]
 

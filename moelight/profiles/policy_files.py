@@ -16,8 +16,8 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.profiles.files import Node, read_yaml
 
-_COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_block_size")
-_WORDS = ("model", "attention_device", "ffn_device", "weight_dtype", "kv_dtype", "schedule")
+_COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_block_size", "look_ahead")
+_WORDS = ("model", "attention_device", "ffn_device", "weight_dtype", "kv_dtype", "schedule", "admission")
 _COMMENT_WIDTH = 100
 _NOTE_COLUMN = 32
 _NOTES = {
@@ -33,6 +33,8 @@ _NOTES = {
     "cpu_experts": "share of the expert weights that the CPU computes in place (split only)",
     "kv": "where keys and values are at home, as shares that sum to 1",
     "schedule": "the order of work",
+    "look_ahead": "micro-batches that attend ahead of the experts",
+    "admission": "refill: places are refilled at once; static: batch by batch",
 }
 
 
@@ -103,6 +105,8 @@ def _lines(policy: Policy) -> Iterator[str]:
         "weight_dtype": policy.weight_dtype,
         "kv_dtype": policy.kv_dtype,
         "schedule": policy.schedule,
+        "look_ahead": policy.look_ahead,
+        "admission": policy.admission,
     }
     for name, value in values.items():
         line = f"{name}:" if isinstance(value, dict) else f"{name}: {_scalar(value)}"

@@ -28,7 +28,7 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
     draft = Draft(layout, shape)
     n, layers = draft.count, layout.model.num_layers
     late = int(n > 1 and any(layout.cpu_layers))
-    steps, look_ahead = layers * n, min(LOOK_AHEAD, n - late)
+    steps, look_ahead = layers * n, min(shape.look_ahead, n - late)
     shares = page_shares(draft)
     draft.deliver_layer(0)
     for step in range(look_ahead):

@@ -104,11 +104,13 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassShape:
-    """One sweep: its micro-batches, how many of its first pages are already in the ring, whether another follows."""
+    """One sweep: its micro-batches, how many of its first pages are already in the ring, whether another follows;
+    ``look_ahead`` as in `Policy`."""
 
     micro_batches: tuple[MicroBatchShape, ...]
     carried: int = 0
     wraps: bool = False
+    look_ahead: int = 2
 
 
 def layout_of(model: ModelProfile, policy: Policy, dtype: DType, *, discrete: bool | None = None) -> Layout:
