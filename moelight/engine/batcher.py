@@ -130,15 +130,22 @@ class Batcher:
         )
 
     def next_pass(self) -> list[Load]:
-        """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow."""
+        """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow; under static
+        admission either what is left of the batch's prompts, or the whole batch decodes."""
         room = pass_tokens(self._policy)
         decoding: list[Piece] = []
         prompts: list[Piece] = []
-        for generation in self._alive:
+        if self._policy.admission == "static":
+            self._admit_batch()
+            prefills = any(not generation.generated for generation in self._alive)
+            riding = [generation for generation in self._alive if not (prefills and generation.generated)]
+        else:
+            riding = self._alive
+        for generation in riding:
             count = min(generation.waiting_tokens, room)
             (decoding if generation.generated else prompts).append(_piece(generation, count))
             room -= count
-        while room > 0 and self._admit():
+        while self._policy.admission == "refill" and room > 0 and self._admit():
             count = min(self._alive[-1].waiting_tokens, room)
             prompts.append(_piece(self._alive[-1], count))
             room -= count
@@ -166,6 +173,12 @@ class Batcher:
         self._waiting.clear()
         for generation in list(self._alive):
             self.retire(generation)
+
+    def _admit_batch(self) -> None:
+        """The next N sequences, or as many as the cache holds, once the last of the batch before has finished."""
+        if not self._alive:
+            while self._admit():
+                pass
 
     def _admit(self) -> bool:
         if not self._waiting or len(self._alive) >= self._policy.batch_size:

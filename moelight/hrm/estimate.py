@@ -17,7 +17,7 @@ from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes
-from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of
+from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of, static_passes_of
 from moelight.hrm.lanes import Homes, PassCost, pass_cost
 from moelight.hrm.orders import pass_s
 from moelight.hrm.placement import Placement, place
@@ -90,7 +90,8 @@ def estimate(
 ) -> Estimate:
     """The estimate of one resolved policy."""
     acts, homes = acts_of(model, policy, speeds, dtype), homes_of(place(model, policy), policy)
-    kinds = passes_of(workload, policy.batch_size, policy.micro_batch_tokens)
+    kinds_of = static_passes_of if policy.admission == "static" else passes_of
+    kinds = kinds_of(workload, policy.batch_size, policy.micro_batch_tokens)
     phases = tuple(
         _phase(acts, policy, homes, name, kinds.kind(index))
         for index, name in enumerate(KINDS)

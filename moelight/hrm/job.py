@@ -88,6 +88,26 @@ def passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> P
     return _chosen(cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
 
 
+def static_passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> Passes:
+    """`passes_of` under static admission: a batch's prompts in as few passes as hold them, then ``gen_len`` - 1 passes
+    in which all of it decodes; what full batches leave is a last, smaller one."""
+    requests, more = workload.num_requests, workload.gen_len - 1.0
+    alive = np.minimum(np.asarray(batch_size, dtype=float), requests)
+    waves = np.floor(requests / alive)
+    rest = requests - waves * alive
+    room = PROMPT_MICRO_BATCHES * np.asarray(micro_batch_tokens, dtype=float) + batch_size
+    nothing = np.zeros_like(alive)
+
+    def prefill(times: Any, sequences: Any) -> tuple[Any, Any, Any]:
+        tokens = sequences * workload.prompt_len
+        count = np.maximum(np.ceil(tokens / room), 1.0)
+        return times * count, nothing, tokens / count
+
+    last, none = np.where(rest > 0, 1.0, 0.0), (nothing, nothing, nothing)
+    decode, last_decode = (waves * more, alive, nothing), (last * more, rest, nothing)
+    return _stacked(workload, (prefill(waves, alive), none, decode, prefill(last, rest), none, last_decode, none))
+
+
 def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tuple[tuple[Any, Any, Any], ...]:
     """Kinds of passes where cohorts come one after the other from first to last, and each decodes beside the next
     ``gen_len`` - 1: ``cohorts`` in all."""

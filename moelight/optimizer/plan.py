@@ -121,4 +121,6 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "weight_dtype": policy.weight_dtype,
         "kv_dtype": policy.kv_dtype,
         "schedule": policy.schedule,
+        "look_ahead": policy.look_ahead,
+        "admission": policy.admission,
     }

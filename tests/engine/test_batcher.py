@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import InputError
-from moelight.core.policy import Policy
+from moelight.core.policy import ADMISSIONS, Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, Generation, Load, Piece, partition
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
@@ -42,6 +42,7 @@ class Run:
         self.pool = BlockPool(self.blocks)
         self.batcher = Batcher(self.policy, self.pool, discrete=self.discrete, window=self.window)
         self.finished: list[Generation] = []
+        self.batch: set[int] = set()
 
     def drive(self, *, early: bool = True) -> None:
         self.batcher.add(self.generations)
@@ -74,9 +75,35 @@ class Run:
             assert piece.start == start, "chunks of a prompt come in order and without gaps"
             places[id(piece.generation)] = start + piece.count
             assert piece.count == 1 or not decodes
+        if self.policy.admission == "static":
+            self.check_static(pieces, before)
+            return
         for g in self.batcher.alive:
             if before[id(g)][1]:
                 assert places.get(id(g)) == g.length, "whoever decodes rides in every pass"
+
+    def check_static(self, pieces: list[Piece], before: dict[int, tuple[int, bool]]) -> None:
+        """Either prompts or decoding; all that decode do so together; nobody joins a batch that has begun."""
+        if pieces[0].decodes:
+            assert all(piece.decodes for piece in pieces)
+            assert {id(piece.generation) for piece in pieces} == {id(g) for g in self.batcher.alive}
+        else:
+            assert not any(piece.decodes for piece in pieces)
+        begun = [g for g in self.batcher.alive if before[id(g)][0]]
+        if begun or self.batch & {id(g) for g in self.batcher.alive}:
+            assert {id(g) for g in self.batcher.alive} <= self.batch
+        else:
+            assert (
+                len(self.batcher.alive) == self.policy.batch_size
+                or not self.batcher.waiting
+                or self.pool.free < self.next_need()
+            )
+            self.batch = {id(g) for g in self.batcher.alive}
+
+    def next_need(self) -> int:
+        """Blocks that whoever waits first asks for."""
+        first = self.generations[len(self.finished) + len(self.batcher.alive)]
+        return self.batcher.blocks_for(len(first.request.token_ids) + first.max_tokens)
 
     def check_limits(self, loads: list[Load]) -> None:
         policy = self.policy
@@ -115,6 +142,7 @@ def runs(draw: st.DrawFn) -> Run:
         micro_batch_tokens=draw(st.integers(mu, 24)),
         kv_tokens=BLOCK,
         kv_block_size=BLOCK,
+        admission=draw(st.sampled_from(ADMISSIONS)),
     )
     sizes = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 20)), min_size=1, max_size=20))
     generations = [generation(index, prompt, answer) for index, (prompt, answer) in enumerate(sizes)]
@@ -247,6 +275,24 @@ def test_beside_a_link_fresh_prompts_have_micro_batches_of_their_own() -> None:
         (load.fresh, sorted(piece.generation.request.index for piece in load.pieces)) for load in batcher.next_pass()
     ]
     assert kinds == [(True, [2]), (True, [3]), (False, [0, 1, 2])]
+
+
+def test_a_static_batch_is_prefilled_alone_and_ends_together() -> None:
+    """Three sequences, two at a time: the third waits for the longer of the first two."""
+    policy = Policy(model="m", batch_size=2, micro_batch_size=2, micro_batch_tokens=8, admission="static")
+    batcher, seen = Batcher(policy, BlockPool(100), discrete=False), []
+    batcher.add([generation(0, 80, 3), generation(1, 5, 1), generation(2, 4, 2)])
+    while batcher.busy:
+        loads = batcher.next_pass()
+        pieces = [piece for load in loads for piece in load.pieces]
+        seen.append(sorted({(piece.generation.request.index, piece.decodes) for piece in pieces}))
+        for piece in pieces:
+            owner = piece.generation
+            batcher.advance(piece, 7 if piece.completes else None)
+            if len(owner.generated) == owner.max_tokens:
+                batcher.retire(owner)
+    prefills, decodes = [[(0, False)], [(0, False), (1, False)]], [[(0, True)], [(0, True)]]
+    assert seen == [*prefills, *decodes, [(2, False)], [(2, True)]]
 
 
 def test_a_finished_sequence_is_replaced_in_the_next_pass() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
-from moelight.core.policy import KV_BLOCK_SIZES, Policy, Shares
+from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
 from moelight.hrm.costs import page_slot_bytes
@@ -210,6 +210,8 @@ def policies(draw: st.DrawFn, model: Path) -> Policy:
         kv_tokens=draw(st.integers(least, least + 4000)),
         schedule=schedule,
         kv_block_size=draw(st.sampled_from(KV_BLOCK_SIZES)),
+        look_ahead=draw(st.integers(1, MOST_LOOK_AHEAD)),
+        admission=draw(st.sampled_from(ADMISSIONS)),
         **chosen,
     )
 
