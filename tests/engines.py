@@ -64,24 +64,19 @@ class Forced:
             for index, (ids, first) in enumerate(zip(sequences, prompt_lens, strict=True))
         )
 
-        def choose(pieces: Sequence[Piece], logits: Tensor) -> list[int]:
+        def choose(pieces: Sequence[Piece], logits: Tensor) -> Tensor:
             tokens = []
             for piece, row in zip(pieces, logits, strict=True):
                 index = piece.generation.request.index
                 kept[index].append(row.clone())
-                place = prompt_lens[index] + len(piece.generation.generated)
+                place = prompt_lens[index] + piece.earlier
                 tokens.append(sequences[index][place] if place < len(sequences[index]) else 0)
-            return tokens
+            return torch.tensor(tokens)
 
         while batcher.busy:
-            loads = batcher.next_pass()
-            _, tokens = self._passes.run(loads, choose, follows=batcher.waiting)
-            for load, new in zip(loads, tokens, strict=True):
-                arriving = iter(new)
-                for piece in load.pieces:
-                    batcher.advance(piece, next(arriving) if piece.completes else None)
-                    if len(piece.generation.generated) == piece.generation.max_tokens:
-                        batcher.retire(piece.generation)
+            packed = self._passes.pack(batcher.next_pass())
+            batcher.launched(packed.loads)
+            self._passes.land(self._passes.launch(packed, choose, follows=batcher.busy))
         return [torch.stack(rows) for rows in kept]
 
     def by_prefixes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

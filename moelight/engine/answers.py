@@ -21,6 +21,7 @@ class Answers:
 
     def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, max_positions: int) -> None:
         self._tokenizer = tokenizer
+        self._eos = frozenset(tokenizer.eos_token_ids)
         self._matchers = {
             request.index: StopMatcher(tokenizer.decode, request.sampling.stop)
             for request in requests
@@ -32,23 +33,19 @@ class Answers:
             for request in requests
         ]
 
-    def choose(self, pieces: Sequence[Piece], logits: Tensor) -> list[int]:
-        """The next token of each completing piece; logits float32 [S, V]."""
+    def choose(self, pieces: Sequence[Piece], logits: Tensor) -> Tensor:
+        """The next token of each completing piece, int64 [S]; logits float32 [S, V]."""
         owners = [piece.generation for piece in pieces]
         return next_tokens(
             logits,
             [owner.request.sampling for owner in owners],
             [owner.seed for owner in owners],
-            [len(owner.generated) for owner in owners],
+            [piece.earlier for piece in pieces],
         )
 
-    def will_continue(self, batcher: Batcher, loads: Sequence[Load]) -> bool:
-        """Whether another pass follows that of ``loads`` for sure, eos and stop strings aside."""
-        answered = {id(piece.generation) for load in loads for piece in load.pieces if piece.completes}
-        return batcher.waiting or any(
-            id(generation) not in answered or len(generation.generated) + 1 < generation.max_tokens
-            for generation in batcher.alive
-        )
+    def may_end(self, tokens: Sequence[Sequence[int]]) -> bool:
+        """Whether some sequence may have ended before its time with ``tokens``."""
+        return bool(self._matchers) or any(not self._eos.isdisjoint(new) for new in tokens)
 
     def collect(self, batcher: Batcher, loads: Sequence[Load], tokens: Sequence[Sequence[int]]) -> list[Completion]:
         """Hand each new token to its generation; the completions of those that end with it."""
@@ -56,21 +53,25 @@ class Answers:
         for load, new in zip(loads, tokens, strict=True):
             arriving = iter(new)
             for piece in load.pieces:
-                token = next(arriving) if piece.completes else None
-                batcher.advance(piece, token)
-                self.tokens += token is not None
-                if token is not None and (reason := self._ends(piece.generation, token)):
-                    batcher.retire(piece.generation)
-                    finished.append(self._completion(piece.generation, reason))
+                if not piece.completes:
+                    continue
+                generation, token = piece.generation, next(arriving)
+                if generation.finished:
+                    continue  # it had ended when this pass was launched ahead of its tokens
+                generation.generated.append(token)
+                self.tokens += 1
+                if reason := self._ends(generation, token):
+                    generation.finished = True
+                    batcher.retire(generation)
+                    finished.append(self._completion(generation, reason))
         return finished
 
     def _ends(self, generation: Generation, token: int) -> str | None:
-        sampling = generation.request.sampling
-        if token in self._tokenizer.eos_token_ids and not sampling.ignore_eos:
+        if token in self._eos and not generation.request.sampling.ignore_eos:
             generation.generated.pop()
             self.tokens -= 1
             return "stop"
-        matcher = self._matchers.get(generation.request.index)
+        matcher = self._matchers.get(generation.request.index) if self._matchers else None
         if matcher is not None and matcher.found(generation.generated):
             return "stop"
         return "length" if len(generation.generated) >= generation.max_tokens else None

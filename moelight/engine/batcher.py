@@ -6,8 +6,9 @@ one place: waiting, alive, or finished.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moelight.core.errors import InputError
@@ -19,34 +20,36 @@ from moelight.memory.kv import BlockPool
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Generation:
-    """One request in progress. Its first ``computed`` tokens have their keys and values in ``blocks``."""
+    """One request in progress, as far as passes have been launched.
+
+    Attributes:
+        place: where the newest token is in the pool of tokens, while it is alive.
+        computed: its first tokens, whose keys and values are in ``blocks`` once what was launched is done.
+        chosen: tokens that were chosen, or will be by what was launched.
+        generated: those of them that have arrived.
+        finished: it has ended; what still arrives is dropped.
+    """
 
     request: Request
     seed: int
     max_tokens: int
     blocks: list[int] = field(default_factory=list)
+    place: int = -1
     computed: int = 0
+    chosen: int = 0
     generated: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self.request.token_ids) + len(self.generated)
+    finished: bool = False
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens not in the cache yet: the rest of the prompt, or the newest token."""
-        return self.length - self.computed
-
-    def token_ids(self, start: int, count: int) -> Sequence[int]:
-        """Tokens ``start`` to ``start + count``: a piece of the prompt, or the newest token alone."""
-        prompt = self.request.token_ids
-        return prompt[start : start + count] if start < len(prompt) else self.generated[start - len(prompt) :]
+        return len(self.request.token_ids) + self.chosen - self.computed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one generation brings to one micro-batch: ``count`` tokens from position ``start``."""
+    """What one generation brings to one micro-batch: ``count`` tokens from position ``start``. It stays true while its
+    generation goes on."""
 
     generation: Generation
     start: int
@@ -60,7 +63,17 @@ class Piece:
     @property
     def completes(self) -> bool:
         """After it every token is in the cache, so the next one can be chosen."""
-        return self.start + self.count == self.generation.length
+        return self.start + self.count >= len(self.generation.request.token_ids)
+
+    @property
+    def earlier(self) -> int:
+        """How many tokens were chosen before the one that follows a piece that completes."""
+        return self.start + self.count - len(self.generation.request.token_ids)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """A part of the prompt; nothing where it decodes: that token is in the pool."""
+        return self.generation.request.token_ids[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +91,20 @@ class Load:
 
 class Batcher:
     """Admits, packs and retires. A request holds KV blocks for its longest possible answer from its admission on, so
-    nothing alive is ever pushed out."""
+    nothing alive is ever pushed out.
+
+    It runs ahead of the tokens: `launched` takes it that every sequence goes on, and lets go of those that end for
+    sure, for the lanes do what was launched in order. `next_pass` changes nothing but whom it admits, so its answer may
+    be dropped and asked for again when a sequence has ended early.
+    """
 
     def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool, window: int | None = None) -> None:
         """``window``: the positions that the model's attention sees, if not all."""
         self._policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._waiting: deque[Generation] = deque()
-        self._alive: list[Generation] = []
+        self._alive: dict[Generation, None] = {}
+        self._places = list(range(policy.batch_size - 1, -1, -1))
 
     def add(self, generations: Iterable[Generation]) -> None:
         """Queue more work, served in this order."""
@@ -102,9 +121,9 @@ class Batcher:
         return bool(self._waiting)
 
     @property
-    def alive(self) -> Sequence[Generation]:
-        """Admitted and not finished."""
-        return self._alive
+    def alive(self) -> Collection[Generation]:
+        """Admitted and not finished, in the order of admission."""
+        return self._alive.keys()
 
     def blocks_for(self, tokens: int) -> int:
         """KV blocks a request holds while it is alive, if it may reach ``tokens``."""
@@ -132,22 +151,21 @@ class Batcher:
     def next_pass(self) -> list[Load]:
         """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow; under static
         admission either what is left of the batch's prompts, or the whole batch decodes."""
-        room = pass_tokens(self._policy)
+        room, static = pass_tokens(self._policy), self._policy.admission == "static"
         decoding: list[Piece] = []
         prompts: list[Piece] = []
-        if self._policy.admission == "static":
+        if static:
             self._admit_batch()
-            prefills = any(not generation.generated for generation in self._alive)
-            riding = [generation for generation in self._alive if not (prefills and generation.generated)]
-        else:
-            riding = self._alive
-        for generation in riding:
+        prefills = static and any(not generation.chosen for generation in self._alive)
+        for generation in self._alive:
+            if prefills and generation.chosen:
+                continue
             count = min(generation.waiting_tokens, room)
-            (decoding if generation.generated else prompts).append(_piece(generation, count))
+            (decoding if generation.chosen else prompts).append(_piece(generation, count))
             room -= count
-        while self._policy.admission == "refill" and room > 0 and self._admit():
-            count = min(self._alive[-1].waiting_tokens, room)
-            prompts.append(_piece(self._alive[-1], count))
+        while not static and room > 0 and (admitted := self._admit()) is not None:
+            count = min(admitted.waiting_tokens, room)
+            prompts.append(_piece(admitted, count))
             room -= count
         whole, rest = self._cut([piece for piece in prompts if piece.count])
         loads = [self._load([piece]) for piece in whole]
@@ -157,16 +175,24 @@ class Batcher:
         cached = decoding + [piece for piece in rest if piece.start]
         return loads + self._pack(fresh) + self._pack(cached, in_buffer=True)
 
-    def advance(self, piece: Piece, token: int | None) -> None:
-        """``piece`` is in the cache now, and ``token`` follows if the piece completed its sequence."""
-        piece.generation.computed += piece.count
-        if token is not None:
-            piece.generation.generated.append(token)
+    def launched(self, loads: Sequence[Load]) -> None:
+        """``loads`` are on their way. Of a sequence that ends with them, blocks and place are free for the next pass:
+        its lanes work in order, so nothing of these is overwritten before it was read."""
+        for load in loads:
+            for piece in load.pieces:
+                generation = piece.generation
+                generation.computed += piece.count
+                if piece.completes:
+                    generation.chosen += 1
+                    if generation.chosen == generation.max_tokens:
+                        self.retire(generation)
 
     def retire(self, generation: Generation) -> None:
-        """Free the blocks of a finished generation."""
-        self._alive.remove(generation)
-        self._pool.give_back(generation.blocks)
+        """Free the blocks and the place of a generation; nothing to do where they have been freed."""
+        if generation in self._alive:
+            del self._alive[generation]
+            self._pool.give_back(generation.blocks)
+            self._places.append(generation.place)
 
     def clear(self) -> None:
         """Forget everything that is not finished."""
@@ -177,19 +203,19 @@ class Batcher:
     def _admit_batch(self) -> None:
         """The next N sequences, or as many as the cache holds, once the last of the batch before has finished."""
         if not self._alive:
-            while self._admit():
+            while self._admit() is not None:
                 pass
 
-    def _admit(self) -> bool:
+    def _admit(self) -> Generation | None:
         if not self._waiting or len(self._alive) >= self._policy.batch_size:
-            return False
+            return None
         first = self._waiting[0]
         need = self.blocks_for(len(first.request.token_ids) + first.max_tokens)
         if need > self._pool.free:
-            return False
-        first.blocks = self._pool.take(need)
-        self._alive.append(self._waiting.popleft())
-        return True
+            return None
+        first.blocks, first.place = self._pool.take(need), self._places.pop()
+        self._alive[self._waiting.popleft()] = None
+        return first
 
     def _cut(self, prompts: list[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Pieces that fill a micro-batch alone, in order, and the remainders, which come after them."""
@@ -240,21 +266,31 @@ def partition(
     least = max(-(-len(pieces) // max_items), -(-tokens // max_tokens))
     if max_seen is not None:
         least = max(least, min(len(pieces), -(-sum(map(seen, pieces)) // max_seen)))
+    ordered = sorted(pieces, key=lambda piece: (-piece.count, -piece.start))
+    if least <= 1:
+        return [ordered] if ordered else []
     parts: list[list[Piece]] = [[] for _ in range(least)]
-    loads = [(0, 0)] * least
-    for piece in sorted(pieces, key=lambda piece: (-piece.count, -piece.start)):
-
-        def fits(at: int, piece: Piece = piece) -> bool:
-            if len(parts[at]) >= max_items or loads[at][0] + piece.count > max_tokens:
-                return False
-            return max_seen is None or not parts[at] or seen(piece) + sum(map(seen, parts[at])) <= max_seen
-
-        chosen = next(filter(fits, sorted(range(len(parts)), key=loads.__getitem__)), len(parts))
-        if chosen == len(parts):
+    everything_seen = [0] * least
+    lightest = [(0, 0, at) for at in range(least)]  # a heap of (tokens, context, place in ``parts``)
+    for piece in ordered:
+        too_full, mine = [], 0 if max_seen is None else seen(piece)
+        while lightest:
+            load = heapq.heappop(lightest)
+            at = load[2]
+            room = len(parts[at]) < max_items and load[0] + piece.count <= max_tokens
+            if room and (max_seen is None or not parts[at] or everything_seen[at] + mine <= max_seen):
+                break
+            too_full.append(load)
+        else:
+            load = (0, 0, len(parts))
             parts.append([])
-            loads.append((0, 0))
-        parts[chosen].append(piece)
-        loads[chosen] = (loads[chosen][0] + piece.count, loads[chosen][1] + piece.start)
+            everything_seen.append(0)
+        at = load[2]
+        parts[at].append(piece)
+        everything_seen[at] += mine
+        heapq.heappush(lightest, (load[0] + piece.count, load[1] + piece.start, at))
+        for full in too_full:
+            heapq.heappush(lightest, full)
     return [part for part in parts if part]
 
 

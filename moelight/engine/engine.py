@@ -18,7 +18,7 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
-from moelight.engine.passes import PassRunner
+from moelight.engine.passes import Launched, Packed, PassRunner
 from moelight.engine.planning import Wishes, plan_for, resolve
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
@@ -26,7 +26,7 @@ from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import LaneTotals, Stats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
-from moelight.runtime.executor import idle_s
+from moelight.runtime.executor import Idle
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import peak_rss_bytes
 
@@ -68,6 +68,7 @@ class Engine:
         self._batcher = Batcher(
             self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
         )
+        self._ahead = machine.discrete
         self._totals = LaneTotals(self._passes.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
@@ -185,13 +186,17 @@ class Engine:
         self._batcher.add(answers.generations)
         self._prompt_tokens += sum(len(request.token_ids) for request in requests)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
+        idle, idle_before = Idle(began_s), self._python_s
         try:
-            while self._batcher.busy:
-                finished = self._one_pass(answers)
-                self._wall_s = wall_before + time.perf_counter() - began_s
+            for finished in self._land_all(answers):
+                if self.timeline is not None:
+                    idle.add(self.timeline)
+                    if trace is not None:
+                        trace.append(self.timeline)
+                now_s = time.perf_counter()
+                self._wall_s = wall_before + now_s - began_s
+                self._python_s = idle_before + idle.until(now_s)
                 self.progress_tokens = tokens_before + answers.tokens
-                if trace is not None and self.timeline is not None:
-                    trace.append(self.timeline)
                 if on_pass is not None:
                     on_pass()
                 yield from finished
@@ -199,16 +204,41 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _one_pass(self, answers: Answers) -> list[Completion]:
-        began_s = time.perf_counter()
-        loads = self._batcher.next_pass()
-        follows = answers.will_continue(self._batcher, loads)
-        self.timeline, tokens = self._loaded.run(loads, answers.choose, follows=follows)
-        finished = answers.collect(self._batcher, loads, tokens)
-        self._num_passes += 1
-        self._totals.add(self.timeline)
-        self._python_s += idle_s(self.timeline, began_s)
-        return finished
+    def _land_all(self, answers: Answers) -> Iterator[list[Completion]]:
+        """Pass after pass, and what finished with each.
+
+        While one runs, the next is packed for the case that every sequence goes on. Where a device computes it is
+        launched too, before the tokens are here: a sequence that ended early rides in it once more, for nothing.
+        Elsewhere it waits for the tokens, and is packed anew if a sequence ended early.
+        """
+        passes, batcher = self._loaded, self._batcher
+        flying = self._launch(answers, self._pack_next())
+        try:
+            while flying is not None:
+                packed = self._pack_next()
+                landing, flying = flying, self._launch(answers, packed) if self._ahead else None
+                self.timeline, tokens = passes.land(landing)
+                self._num_passes += 1
+                self._totals.add(self.timeline)
+                if not self._ahead and not answers.may_end(tokens):
+                    flying = self._launch(answers, packed)
+                alive = len(batcher.alive)
+                finished = answers.collect(batcher, landing.loads, tokens)
+                if not self._ahead and flying is None:
+                    flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
+                yield finished
+        finally:
+            if flying is not None:
+                passes.drain(flying)
+
+    def _pack_next(self) -> Packed | None:
+        return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
+
+    def _launch(self, answers: Answers, packed: Packed | None) -> Launched | None:
+        if packed is None:
+            return None
+        self._batcher.launched(packed.loads)
+        return self._loaded.launch(packed, answers.choose, follows=self._batcher.busy)
 
     @property
     def stats(self) -> Stats:

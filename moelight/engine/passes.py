@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from moelight.models.decoder import Decoder
 from moelight.runtime.attending import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, find_context
 from moelight.runtime.crossing import CrossingArena
-from moelight.runtime.executor import Executor
+from moelight.runtime.executor import Executor, Flight
 from moelight.runtime.machine import Machine, open_lanes
 from moelight.runtime.microbatch import MicroBatch, pack
 from moelight.runtime.mixing import KeptArena, Mixing
@@ -39,12 +41,34 @@ from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_views
 from moelight.weights.torch_dtypes import to_torch
 
-Choose = Callable[[Sequence[Piece], Tensor], list[int]]
+Choose = Callable[[Sequence[Piece], Tensor], Tensor]
 _SCHEDULES_KEPT = 256
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A pass that is ready to be launched: its loads as micro-batches."""
+
+    loads: Sequence[Load]
+    micro_batches: Sequence[MicroBatch]
+    shapes: tuple[MicroBatchShape, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A pass on its way. ``loads`` are what it carries; its micro-batches stay until it has landed."""
+
+    packed: Packed
+    flight: Flight
+
+    @property
+    def loads(self) -> Sequence[Load]:
+        """What rides in it."""
+        return self.packed.loads
+
+
 class PassRunner:
-    """The loaded model: arenas filled, lanes open. ``run`` is one sweep through all layers."""
+    """The loaded model: arenas filled, lanes open. A pass is one sweep through all layers: packed, launched, landed."""
 
     def __init__(self, source: Source, policy: Policy, machine: Machine, lanes: str) -> None:
         profile = source.profile
@@ -104,7 +128,11 @@ class PassRunner:
                 most_rows=policy.micro_batch_tokens,
             ),
             read_page=self._reader.read,
+            pool=torch.zeros(policy.batch_size, dtype=torch.int64, device=device),
         )
+        # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
+        room = torch.empty((3, policy.batch_size), dtype=torch.int64, pin_memory=device.type != "cpu")
+        self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
         """What attention does, on the host or on the device, over a cache on the host or on the device."""
@@ -120,49 +148,62 @@ class PassRunner:
         shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
         return DeviceAttention(spec, cache, typed(arenas["kv_buffer"], dtype, shape), cached_there=there).table
 
-    def run(self, loads: Sequence[Load], choose: Choose, *, follows: bool) -> tuple[Timeline, list[list[int]]]:
-        """One pass. ``choose(pieces, logits)`` picks the new tokens of the pieces that complete their sequences.
-
-        Returns the timeline, and for each load the new tokens in the order of its completing pieces. ``follows``:
-        another pass will come, so its first pages may be fetched now.
-        """
+    def pack(self, loads: Sequence[Load]) -> Packed:
+        """``loads`` as micro-batches, before or while an earlier pass runs: generated tokens are looked up later."""
         micro_batches = self._pack(loads)
+        shapes = tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True))
+        return Packed(loads=loads, micro_batches=micro_batches, shapes=shapes)
+
+    def launch(self, packed: Packed, choose: Choose, *, follows: bool) -> Launched:
+        """Put a pass on its way, which may be behind one that is. ``choose(pieces, logits)`` picks the new tokens of
+        the pieces that complete their sequences, on the device of the logits. ``follows``: another pass will come, so
+        its first pages may be fetched now."""
         shape = PassShape(
-            micro_batches=tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True)),
+            micro_batches=packed.shapes,
             carried=self._executor.carried,
             wraps=follows,
             look_ahead=self._policy.look_ahead,
         )
-        completing = [[piece for piece in load.pieces if piece.completes] for load in loads]
+        completing = [[piece for piece in load.pieces if piece.completes] for load in packed.loads]
 
-        def sample(j: int, first: int, logits: Tensor) -> list[int]:
+        def sample(j: int, first: int, logits: Tensor) -> Tensor:
             return choose(completing[j][first : first + len(logits)], logits)
 
         schedule = self._schedule(shape)
-        perform = self._operations.bind(micro_batches, self._position, sample)
-        timeline = self._executor.run(schedule, perform)
+        perform = self._operations.bind(packed.micro_batches, self._position, sample)
         self._position += schedule.stream_advance
-        return timeline, [micro_batch.sampled for micro_batch in micro_batches]
+        return Launched(packed=packed, flight=self._executor.launch(schedule, perform))
+
+    def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
+        """Wait for a pass: its timeline, and for each load the new tokens in the order of its completing pieces."""
+        timeline = self._executor.finish(launched.flight)
+        return timeline, [mb.sampled.tolist() for mb in launched.packed.micro_batches]
+
+    def drain(self, launched: Launched) -> None:
+        """Wait for a pass whose tokens nobody wants, unless a failure has ended all passes."""
+        if not self._executor.broken:
+            self._executor.finish(launched.flight)
 
     def close(self) -> None:
         """Stop the lanes, close the files."""
         self._opened.close()
 
     def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
-        samples = len(mb.sample_rows) > 0
+        samples = mb.sampled.numel() > 0
         if mb.context is None or not self._layout.context_crosses:
             return MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples)
         continues = any(piece.start > piece.generation.computed for piece in load.pieces)
         return MicroBatchShape(tokens=load.tokens, samples=samples, context=mb.context.tokens, continues=continues)
 
     def _pack(self, loads: Sequence[Load]) -> list[MicroBatch]:
-        packed, row = [], 0
+        packed, row, sampled = [], 0, next(self._sampled)
         for load in loads:
             chunks = [
                 Chunk(
-                    token_ids=piece.generation.token_ids(piece.start, piece.count),
+                    token_ids=piece.token_ids,
                     start=piece.start,
                     blocks=piece.generation.blocks,
+                    place=piece.generation.place,
                     samples=piece.completes,
                     decodes=piece.decodes,
                 )
@@ -172,11 +213,13 @@ class PassRunner:
                 chunks,
                 block_size=self._policy.kv_block_size,
                 hidden=self._hidden[row : row + load.tokens],
+                sampled=sampled,
                 crossing=self._crossing.share(row, load.tokens) if self._crossing is not None else None,
                 kept=self._kept.rows(row, load.tokens) if self._kept is not None else None,
                 fresh=load.fresh,
             )
             row += load.tokens
+            sampled = sampled[mb.sampled.numel() :]
             if self._policy.attention_device == "gpu":
                 self._find_context(mb, chunks)
             packed.append(mb)

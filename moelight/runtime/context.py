@@ -19,17 +19,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Tokens ``start`` to ``start + len(token_ids)`` of one sequence, which owns ``blocks`` of the cache.
+    """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
-    ``decodes``: one generated token, served by the decode kernel. A prompt's tokens never are, even where a cut leaves
-    one alone: its numbers would depend on the cut.
+    ``decodes``: one generated token, served by the decode kernel. It lies at ``place`` of the pool of tokens, where the
+    next one goes too, so it has no ``token_ids`` here. A prompt's tokens never are, even where a cut leaves one alone:
+    its numbers would depend on the cut.
     """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
+    place: int
     samples: bool
     decodes: bool
+
+    @property
+    def count(self) -> int:
+        """Its rows."""
+        return 1 if self.decodes else len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +73,7 @@ def find_context(
     own, slots = [], []
     row = place = tokens = 0
     for chunk in chunks:
-        count, cached = len(chunk.token_ids), seen_before(chunk.start, window)
+        count, cached = chunk.count, seen_before(chunk.start, window)
         mine = slots_of(chunk, chunk.start - cached, chunk.start + count, block_size)
         runs += _runs(place, mine[:cached])
         spans.append((row, row + count, place, cached))

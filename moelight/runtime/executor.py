@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
@@ -11,15 +11,38 @@ from moelight.core.timeline import Span, Timeline
 from moelight.runtime.lanes import LaneRunner, Ticket, Work
 
 Perform = Callable[[Task], Work]
+# With whom a lane meets in which memory, as (lane, its tasks with pages or those without).
+_MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
+    Lane.DISK: ((Lane.H2D, True), (Lane.STAGE, True), (Lane.CPU, False)),  # the pinned ring; the ring beside the CPU
+    Lane.STAGE: ((Lane.H2D, True), (Lane.DISK, True)),  # the pinned ring
+    Lane.H2D: ((Lane.DEVICE, False), (Lane.CPU, False)),  # the ring, buffers of contexts; the cache, the crossing arena
+    Lane.D2H: ((Lane.DEVICE, False), (Lane.CPU, False)),  # tensors of micro-batches; the crossing arena
+    Lane.DEVICE: ((Lane.H2D, False), (Lane.D2H, False)),  # tensors of micro-batches
+    Lane.CPU: ((Lane.H2D, False), (Lane.D2H, False)),  # the crossing arena
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A pass on its way: its tasks but those that fetch for the next one, in schedule order."""
+
+    submitted: tuple[tuple[Task, Ticket], ...]
 
 
 class Executor:
-    """Carries out passes. Pages fetched for the next pass stay on their way between two calls of ``run``."""
+    """Carries out passes. Pages fetched for the next pass stay on their way when a pass ends.
+
+    A pass may be launched while the one before is on its way, in the same arenas. Where one lane alone touches an
+    arena (``device`` hidden states and the pool of tokens, ``cpu`` a cache that it attends over), its order is enough.
+    Where two lanes meet, the first task of each waits for the last one that the pass before has on the other
+    (`_MEETS`); so whatever a pass writes, no task of an earlier pass still reads.
+    """
 
     def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
         self._lanes = lanes
         self._carried: dict[Page, tuple[Task, Ticket]] = {}
-        self._broken = False
+        self._last: dict[tuple[Lane, bool], Ticket] = {}
+        self.broken = False
 
     @property
     def carried(self) -> int:
@@ -27,39 +50,57 @@ class Executor:
         return len(self._carried)
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:
-        """Submit every task in order to its lane, wait for all but the carried ones, and say when each ran.
+        """`launch`, then `finish`."""
+        return self.finish(self.launch(schedule, perform))
 
-        ``perform`` turns a task into the work it stands for. Raises what a task raised; no pass can follow one that
-        did not finish, because nobody knows what it left in the rings.
+    def launch(self, schedule: Schedule, perform: Perform) -> Flight:
+        """Submit every task in order to its lane. ``perform`` turns a task into the work it stands for.
+
+        Raises what a task raised that was done at once; no pass can follow one that did not finish, because nobody
+        knows what it left in the rings.
         """
-        if self._broken:
-            raise MoelightError("an earlier pass failed or was interrupted; close this engine and open it anew")
-        self._broken = True
+        self._begin()
         tickets: list[Ticket] = []
-        spans: list[tuple[Task, Ticket]] = []
+        submitted: list[tuple[Task, Ticket]] = []
+        begun: set[Lane] = set()
         for task in schedule.tasks:
             if task.kind is TaskKind.CARRIED_PAGE and task.page is not None:
-                fetched, ticket = self._carried[task.page]
-                spans.append((fetched, ticket))
+                fetched = self._carried[task.page]
             else:
                 after = [tickets[dep] for dep in task.deps]
-                ticket = self._lanes[task.lane].submit(perform(task), after)
-                spans.append((task, ticket))
-            tickets.append(ticket)
-        ahead = set(schedule.carried_out)
+                if task.lane not in begun:
+                    begun.add(task.lane)
+                    after += [self._last[other] for other in _MEETS[task.lane] if other in self._last]
+                fetched = task, self._lanes[task.lane].submit(perform(task), after)
+            submitted.append(fetched)
+            tickets.append(fetched[1])
         self._carried = {}
         for position in schedule.carried_out:
             task = schedule.tasks[position]
             if task.page is not None:
                 self._carried[task.page] = (task, tickets[position])
-        done = []
-        for position, (task, ticket) in enumerate(spans):
-            if position not in ahead:
-                ticket.wait()
-                start_s, end_s = ticket.span()
-                done.append(Span(task=task, start_s=start_s, end_s=end_s))
-        self._broken = False
-        return Timeline(spans=tuple(done))
+        ahead = set(schedule.carried_out)
+        flight = Flight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
+        self._last = {(task.lane, task.page is not None): ticket for task, ticket in flight.submitted}
+        self.broken = False
+        return flight
+
+    def finish(self, flight: Flight) -> Timeline:
+        """Wait for all of ``flight``, and say when each task ran. Raises what a task raised."""
+        self._begin()
+        for _, ticket in reversed(flight.submitted):  # of each lane the last one first: the others are done then
+            ticket.wait()
+        self.broken = False
+        spans = []
+        for task, ticket in flight.submitted:
+            start_s, end_s = ticket.span()
+            spans.append(Span(task=task, start_s=start_s, end_s=end_s))
+        return Timeline(spans=tuple(spans))
+
+    def _begin(self) -> None:
+        if self.broken:
+            raise MoelightError("an earlier pass failed or was interrupted; close this engine and open it anew")
+        self.broken = True
 
     def close(self) -> None:
         """Finish what is on its way and stop the lanes."""
@@ -67,11 +108,22 @@ class Executor:
             lane.close()
 
 
-def idle_s(timeline: Timeline, began_s: float) -> float:
-    """Seconds from ``began_s`` until now in which no lane worked: the walking itself."""
-    now = time.perf_counter()
-    busy, reached = 0.0, began_s
-    for start, end in sorted((span.start_s, span.end_s) for span in timeline.spans):
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return now - began_s - busy
+class Idle:
+    """Adds up the seconds in which no lane worked: launching, bookkeeping, the assembling of passes that nothing hides.
+
+    ``seconds`` counts from ``began_s`` until the last task of the last timeline.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self.seconds = 0.0
+        self._reached = began_s
+
+    def add(self, timeline: Timeline) -> None:
+        """One pass more, in order."""
+        for start, end in sorted((span.start_s, span.end_s) for span in timeline.spans):
+            self.seconds += max(0.0, start - self._reached)
+            self._reached = max(self._reached, end)
+
+    def until(self, now_s: float) -> float:
+        """What has passed since the last task, added to what was found before."""
+        return self.seconds + max(0.0, now_s - self._reached)

@@ -6,7 +6,7 @@ Legend: T tokens, D decoding sequences (one token each, the first rows), B block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -42,11 +42,12 @@ class Kept:
 class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
-    ``cache_slots int64 [T]``: where each token's key and value go. ``block_tables int32 [D, B]`` and
-    ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row, last row, start, block table) each, and
-    ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all of them.
-    ``device_slots`` are ``cache_slots`` beside a cache on the device, and ``context`` is where what came before lies
-    for attention there.
+    ``token_ids`` of decoding rows come from ``places`` int64 [D] of the pool of tokens when the pass runs, and what
+    follows ``sample_rows`` goes to its ``sample_places``. ``cache_slots int64 [T]``: where each token's key and value
+    go. ``block_tables int32 [D, B]`` and ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row,
+    last row, start, block table) each, and ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all
+    of them. ``device_slots`` are ``cache_slots`` beside a cache on the device, and ``context`` is where what came
+    before lies for attention there. ``sampled`` int64 [S] is host memory for the new tokens.
     """
 
     token_ids: Tensor
@@ -56,7 +57,10 @@ class MicroBatch:
     seq_lens: Tensor
     prompts: list[tuple[int, int, int, Tensor]]
     packed: tuple[Tensor, Tensor, Tensor] | None
+    places: Tensor
     sample_rows: Tensor
+    sample_places: Tensor
+    sampled: Tensor
     fresh: bool
     hidden: Tensor
     rope: Rotation | None = None
@@ -71,7 +75,6 @@ class MicroBatch:
     routed_host: Routed | None = None
     experts_host: Tensor | None = None
     experts: Tensor | None = None
-    sampled: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -83,41 +86,60 @@ class MicroBatch:
         """D."""
         return self.seq_lens.numel()
 
+    def land(self) -> None:
+        """Bring to the device what it needs of the host's numbers, without waiting; by work of a lane of its own."""
+        if (device := self.hidden.device).type != "cpu":
+            names = ("token_ids", "positions", "places", "sample_rows", "sample_places")
+            parts = [getattr(self, name) for name in names]
+            moved = torch.cat(parts).pin_memory().to(device, non_blocking=True)
+            for name, part in zip(names, moved.split([part.numel() for part in parts]), strict=True):
+                setattr(self, name, part)
+
 
 def pack(
     chunks: Sequence[Chunk],
     *,
     block_size: int,
     hidden: Tensor,
+    sampled: Tensor,
     crossing: Crossing | None,
     fresh: bool,
     kept: Kept | None = None,
 ) -> MicroBatch:
     """A micro-batch of ``chunks`` (decoding ones first). ``hidden`` [T, H] is its share of the hidden arena,
-    ``crossing`` of the crossing buffers where there is a link, ``kept`` of what a pass keeps where experts run once."""
-    device = hidden.device
-    ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
-    positions, slots, prompts, rows, row = [], [], [], [], 0
+    ``sampled`` of the room for new tokens, ``crossing`` of the crossing buffers where there is a link, ``kept`` of what
+    a pass keeps where experts run once."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
-    for chunk in chunks:
-        count = len(chunk.token_ids)
-        positions.append(np.arange(chunk.start, chunk.start + count, dtype=np.int64))
-        slots.append(slots_of(chunk, chunk.start, chunk.start + count, block_size))
-        if not chunk.decodes:
-            table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
-            prompts.append((row, row + count, chunk.start, table))
-        row += count
-        if chunk.samples:
-            rows.append(row - 1)
+    rest = chunks[len(decoding) :]
+    first = len(decoding)
+    starts = np.array([chunk.start for chunk in decoding], dtype=np.int64)
+    tables = _tables(decoding)
+    ids, positions = [np.zeros(first, dtype=np.int64)], [starts]
+    slots = [tables[np.arange(first), starts // block_size] * np.int64(block_size) + starts % block_size]
+    prompts, ends = [], [first]
+    for chunk in rest:
+        row, end = ends[-1], ends[-1] + chunk.count
+        ids.append(np.asarray(chunk.token_ids, dtype=np.int64))
+        positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
+        slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
+        table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
+        prompts.append((row, end, chunk.start, table))
+        ends.append(end)
+    last = [*range(first), *(end - 1 for end in ends[1:])]
+    sampling = [(row, chunk.place) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]
+    rows = np.array(sampling, dtype=np.int64).reshape(-1, 2).T.copy()
     return MicroBatch(
-        token_ids=torch.from_numpy(ids).to(device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        token_ids=torch.from_numpy(np.concatenate(ids)),
+        positions=torch.from_numpy(np.concatenate(positions)),
         cache_slots=torch.from_numpy(np.concatenate(slots)),
-        block_tables=_tables(decoding),
-        seq_lens=torch.tensor([chunk.start + 1 for chunk in decoding], dtype=torch.int32),
+        block_tables=torch.from_numpy(tables),
+        seq_lens=torch.from_numpy((starts + 1).astype(np.int32)),
         prompts=prompts,
-        packed=_packed([chunk for chunk in chunks if not chunk.decodes]),
-        sample_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        packed=_packed(rest),
+        places=torch.from_numpy(np.array([chunk.place for chunk in decoding], dtype=np.int64)),
+        sample_rows=torch.from_numpy(rows[0]),
+        sample_places=torch.from_numpy(rows[1]),
+        sampled=sampled[: rows.shape[1]],
         fresh=fresh,
         hidden=hidden,
         crossing=crossing,
@@ -136,14 +158,13 @@ def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Prompts as one call of the host's kernel takes them: their ends, block tables and earlier positions."""
     if not chunks:
         return None
-    ends = np.cumsum([0, *(len(chunk.token_ids) for chunk in chunks)]).astype(np.int32)
+    ends = np.cumsum([0, *(chunk.count for chunk in chunks)]).astype(np.int32)
     contexts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32)
-    return torch.from_numpy(ends), _tables(chunks), contexts
+    return torch.from_numpy(ends), torch.from_numpy(_tables(chunks)), contexts
 
 
-def _tables(chunks: Sequence[Chunk]) -> Tensor:
+def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
+    """int32 [sequences, B]: their blocks, and zeros behind them."""
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
-    tables = np.zeros((len(chunks), width), dtype=np.int32)
-    for row, chunk in enumerate(chunks):
-        tables[row, : len(chunk.blocks)] = chunk.blocks
-    return torch.from_numpy(tables)
+    rows = [(*chunk.blocks, *(0,) * (width - len(chunk.blocks))) for chunk in chunks]
+    return np.array(rows, dtype=np.int32).reshape(-1, width)

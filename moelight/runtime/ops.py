@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
@@ -18,11 +19,16 @@ from moelight.runtime.lanes import Work
 from moelight.runtime.microbatch import MicroBatch, present
 from moelight.runtime.mixing import Mixing
 
-Sample = Callable[[int, int, Tensor], list[int]]
+Sample = Callable[[int, int, Tensor], Tensor]
 
 
 class Operations:
-    """The work of every task of one engine: its decoder, its pages, ``attention`` (a table of acts), ``mixing``."""
+    """The work of every task of one engine: its decoder, its pages, ``attention`` (a table of acts), ``mixing``, and,
+    beside the decoder, the ``pool`` int64 [N] of the newest token of every living sequence.
+
+    Tokens are put there and taken from there on the lane that computes, in the order of
+    passes, so a pass can be launched before the host has seen the tokens of the one before.
+    """
 
     def __init__(
         self,
@@ -32,8 +38,10 @@ class Operations:
         attention: Mapping[TaskKind, Act],
         mixing: Mixing,
         read_page: ReadPage,
+        pool: Tensor,
     ) -> None:
         self._decoder, self._pages, self._mixing, self._read_page = decoder, pages, mixing, read_page
+        self._pool = pool
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
@@ -42,7 +50,7 @@ class Operations:
 
     def bind(self, micro_batches: Sequence[MicroBatch], position: int, sample: Sample) -> Perform:
         """The work of a pass whose page stream stands at ``position``; ``sample(j, first, logits)`` gives the
-        tokens that follow sample rows ``first`` and on of micro-batch j."""
+        tokens int64 that follow sample rows ``first`` and on of micro-batch j."""
 
         def perform(task: Task) -> Work:
             if task.page is not None:
@@ -68,6 +76,9 @@ class Operations:
             target.copy_(self._pages.slot(source, position), non_blocking=True)
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
+        mb.land()
+        if n := mb.decoding:
+            torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
         self._decoder.embed(mb.token_ids, mb.hidden)
         mb.rope = rotation(self._decoder.model.attention, mb.positions, mb.hidden.dtype)
 
@@ -75,7 +86,10 @@ class Operations:
         mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, present(mb.rope))
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample) -> None:
+        """Tokens to the pool, and on their way to the host: complete when the lane's ticket is."""
         hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
-        mb.sampled = []
         for first in range(0, len(hidden), rows):
-            mb.sampled += sample(task.micro_batch, first, self._decoder.logits(hidden[first : first + rows]))
+            part = slice(first, first + rows)
+            tokens = sample(task.micro_batch, first, self._decoder.logits(hidden[part]))
+            self._pool.index_copy_(0, mb.sample_places[part], tokens)
+            mb.sampled[part].copy_(tokens, non_blocking=True)

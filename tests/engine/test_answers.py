@@ -37,7 +37,8 @@ def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000
 def one_pass(answers: Answers, batcher: Batcher, token: int = 0) -> tuple[bool, list[Completion]]:
     """Every completing piece gets ``token``; whether another pass was announced, and what finished."""
     loads = batcher.next_pass()
-    follows = answers.will_continue(batcher, loads)
+    batcher.launched(loads)
+    follows = batcher.busy
     tokens = [[token for piece in load.pieces if piece.completes] for load in loads]
     return follows, answers.collect(batcher, loads, tokens)
 

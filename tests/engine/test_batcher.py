@@ -36,6 +36,8 @@ class Run:
     blocks: int
     random: Random
     window: int | None = None
+    late: bool = False
+    asks_twice: bool = False
     passes: list[list[Load]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -45,22 +47,35 @@ class Run:
         self.batch: set[int] = set()
 
     def drive(self, *, early: bool = True) -> None:
+        """Tokens arrive before the next pass is asked for, or (``late``) after it was launched."""
+        flying: list[Load] = []
         self.batcher.add(self.generations)
-        while self.batcher.busy:
-            before = {id(g): (g.computed, bool(g.generated)) for g in self.generations}
-            loads = self.batcher.next_pass()
-            assert loads, "a pass without work would never end"
-            self.passes.append(loads)
-            self.check(loads, before)
-            for load in loads:
-                for piece in load.pieces:
-                    completes = piece.completes
-                    self.batcher.advance(piece, 7 if completes else None)
-                    owner = piece.generation
-                    done = len(owner.generated) == owner.max_tokens or (early and self.random.random() < 0.1)
-                    if completes and done:
-                        self.batcher.retire(owner)
-                        self.finished.append(owner)
+        while self.batcher.busy or flying:
+            loads: list[Load] = []
+            if self.batcher.busy:
+                before = {id(g): (g.computed, bool(g.chosen)) for g in self.generations}
+                loads = self.batcher.next_pass()
+                assert loads, "a pass without work would never end"
+                if self.asks_twice:  # a plan may be dropped
+                    assert shape(self.batcher.next_pass()) == shape(loads)
+                self.passes.append(loads)
+                self.check(loads, before)
+                self.batcher.launched(loads)
+            for arrived in [flying] if self.late else [loads]:
+                self.arrive(arrived, early=early)
+            flying = loads if self.late else []
+
+    def arrive(self, loads: list[Load], *, early: bool) -> None:
+        for load in loads:
+            for piece in load.pieces:
+                owner = piece.generation
+                if not piece.completes or owner.finished:
+                    continue
+                owner.generated.append(7)
+                if len(owner.generated) == owner.max_tokens or (early and self.random.random() < 0.1):
+                    owner.finished = True
+                    self.batcher.retire(owner)
+                    self.finished.append(owner)
 
     def check(self, loads: list[Load], before: dict[int, tuple[int, bool]]) -> None:
         self.check_limits(loads)
@@ -80,7 +95,7 @@ class Run:
             return
         for g in self.batcher.alive:
             if before[id(g)][1]:
-                assert places.get(id(g)) == g.length, "whoever decodes rides in every pass"
+                assert places.get(id(g)) == len(g.request.token_ids) + g.chosen, "whoever decodes rides in every pass"
 
     def check_static(self, pieces: list[Piece], before: dict[int, tuple[int, bool]]) -> None:
         """Either prompts or decoding; all that decode do so together; nobody joins a batch that has begun."""
@@ -102,7 +117,7 @@ class Run:
 
     def next_need(self) -> int:
         """Blocks that whoever waits first asks for."""
-        first = self.generations[len(self.finished) + len(self.batcher.alive)]
+        first = next(g for g in self.generations if g.place < 0)
         return self.batcher.blocks_for(len(first.request.token_ids) + first.max_tokens)
 
     def check_limits(self, loads: list[Load]) -> None:
@@ -131,6 +146,10 @@ class Run:
             assert len(g.blocks) * BLOCK >= len(g.request.token_ids) + g.max_tokens
 
 
+def shape(loads: list[Load]) -> list[list[tuple[int, int, int]]]:
+    return [[(p.generation.request.index, p.start, p.count) for p in load.pieces] for load in loads]
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     """Any policy, any requests that can be served at all under it."""
@@ -149,12 +168,31 @@ def runs(draw: st.DrawFn) -> Run:
     largest = max(-(-(prompt + answer) // BLOCK) for prompt, answer in sizes)
     blocks = largest + draw(st.integers(0, 40))
     random, window = draw(st.randoms(use_true_random=False)), draw(st.none() | st.integers(1, 40))
+    how = {"late": draw(st.booleans()), "asks_twice": draw(st.booleans())}
     if draw(st.booleans()):
-        return Run(policy, draw(st.booleans()), generations, blocks, random, window)
+        return Run(policy, draw(st.booleans()), generations, blocks, random, window, **how)
     longest = max(prompt + answer for prompt, answer in sizes)
     least = -(-longest * policy.batch_size // mu)
     policy = replace(policy, attention_device="gpu", kv_tokens=max(longest, draw(st.integers(least, least + 500))))
-    return Run(policy, True, generations, blocks, random, window)
+    return Run(policy, True, generations, blocks, random, window, **how)
+
+
+def test_blocks_and_places_are_free_when_the_last_pass_is_launched() -> None:
+    """For the pass after it: its lanes work in order. Early ends free theirs when they are known, and once only."""
+    batcher = small(n=2, blocks=4)
+    one, two = generation(0, 20, 1), generation(1, 20, 9)
+    batcher.add([one, two, generation(2, 20, 9)])
+    launch(batcher)
+    assert [g.request.index for g in batcher.alive] == [1]
+    pieces = [piece for load in batcher.next_pass() for piece in load.pieces]
+    assert [piece.generation.request.index for piece in pieces if not piece.decodes] == [2]
+    assert pieces[-1].generation.place == one.place
+    assert pieces[-1].generation.blocks == one.blocks
+    batcher.retire(one)
+    batcher.retire(two)
+    batcher.retire(two)
+    assert [g.request.index for g in batcher.alive] == [2]
+    assert batcher.next_pass()
 
 
 def test_contexts_that_the_device_attends_over_share_a_buffer() -> None:
@@ -163,17 +201,12 @@ def test_contexts_that_the_device_attends_over_share_a_buffer() -> None:
     assert kv_buffer_tokens(policy) == 63
     batcher = Batcher(policy, BlockPool(50), discrete=True)
     batcher.add([generation(index, 10 * (4 - index), 5) for index in range(4)])
-    for load in batcher.next_pass():
-        assert load.fresh
-        for piece in load.pieces:
-            batcher.advance(piece, 1 if piece.completes else None)
+    launch(batcher)
     loads = batcher.next_pass()
     assert sorted(sorted(piece.start for piece in load.pieces) for load in loads) == [[10, 40], [20, 30]]
     wide = Batcher(replace(policy, micro_batch_size=3), BlockPool(50), discrete=True)
     wide.add([generation(index, 60, 5) for index in range(2)])
-    for load in wide.next_pass():
-        for piece in load.pieces:
-            wide.advance(piece, 1 if piece.completes else None)
+    launch(wide)
     assert [len(load.pieces) for load in wide.next_pass()] == [1, 1], "60 and 60 are more than 94"
 
 
@@ -227,6 +260,12 @@ def test_requests_are_admitted_in_their_order(run: Run) -> None:
     assert [first_seen[index] for index in sorted(first_seen)] == sorted(first_seen.values())
 
 
+def launch(batcher: Batcher) -> list[Load]:
+    loads = batcher.next_pass()
+    batcher.launched(loads)
+    return loads
+
+
 def small(n: int = 4, *, tokens: int = 8, mu: int = 4, blocks: int = 100, discrete: bool = False) -> Batcher:
     policy = Policy(model="m", batch_size=n, micro_batch_size=mu, micro_batch_tokens=tokens, kv_block_size=BLOCK)
     return Batcher(policy, BlockPool(blocks), discrete=discrete)
@@ -252,10 +291,8 @@ def test_a_prompt_longer_than_a_pass_goes_on_in_the_next() -> None:
     loads = batcher.next_pass()
     assert sum(load.tokens for load in loads) == room
     assert len(batcher.alive) == 1, "there was no room for the second"
-    for load in loads:
-        for piece in load.pieces:
-            assert not piece.completes
-            batcher.advance(piece, None)
+    assert not any(piece.completes for load in loads for piece in load.pieces)
+    batcher.launched(loads)
     assert first.computed == room
     loads = batcher.next_pass()
     assert sum(load.tokens for load in loads) == 50 - room + 3
@@ -266,10 +303,7 @@ def test_beside_a_link_fresh_prompts_have_micro_batches_of_their_own() -> None:
     """They attend on the device; whoever needs the cache attends on the host."""
     batcher = small(discrete=True)
     batcher.add([generation(0, 2, 5), generation(1, 3, 5)])
-    for load in batcher.next_pass():
-        assert load.fresh
-        for piece in load.pieces:
-            batcher.advance(piece, 1)
+    assert all(load.fresh for load in launch(batcher))
     batcher.add([generation(2, 12, 5), generation(3, 1, 5)])
     kinds = [
         (load.fresh, sorted(piece.generation.request.index for piece in load.pieces)) for load in batcher.next_pass()
@@ -286,11 +320,7 @@ def test_a_static_batch_is_prefilled_alone_and_ends_together() -> None:
         loads = batcher.next_pass()
         pieces = [piece for load in loads for piece in load.pieces]
         seen.append(sorted({(piece.generation.request.index, piece.decodes) for piece in pieces}))
-        for piece in pieces:
-            owner = piece.generation
-            batcher.advance(piece, 7 if piece.completes else None)
-            if len(owner.generated) == owner.max_tokens:
-                batcher.retire(owner)
+        batcher.launched(loads)
     prefills, decodes = [[(0, False)], [(0, False), (1, False)]], [[(0, True)], [(0, True)]]
     assert seen == [*prefills, *decodes, [(2, False)], [(2, True)]]
 
@@ -299,9 +329,8 @@ def test_a_finished_sequence_is_replaced_in_the_next_pass() -> None:
     batcher = small(n=1)
     one, two = generation(0, 3, 1), generation(1, 4, 1)
     batcher.add([one, two])
-    (load,) = batcher.next_pass()
-    batcher.advance(load.pieces[0], 5)
-    batcher.retire(one)
+    (load,) = launch(batcher)
+    assert load.pieces[0].generation is one
     (load,) = batcher.next_pass()
     assert load.pieces[0].generation is two
 
@@ -312,7 +341,7 @@ def test_a_request_waits_until_its_longest_answer_fits_the_cache() -> None:
     batcher.add([generation(0, 30, 18), generation(1, 30, 18), generation(2, 1, 1)])
     batcher.next_pass()
     assert [g.request.index for g in batcher.alive] == [0]
-    batcher.retire(batcher.alive[0])
+    batcher.retire(next(iter(batcher.alive)))
     batcher.next_pass()
     assert [g.request.index for g in batcher.alive] == [1, 2]
 

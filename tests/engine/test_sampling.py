@@ -39,7 +39,7 @@ def reference(logits: list[float], *, temperature: float, top_k: int = 0, top_p:
 
 def frequencies(logits: list[float], how: SamplingParams) -> list[float]:
     rows = torch.tensor([logits] * DRAWS)
-    tokens = next_tokens(rows, [how] * DRAWS, list(range(DRAWS)), [0] * DRAWS)
+    tokens = next_tokens(rows, [how] * DRAWS, list(range(DRAWS)), [0] * DRAWS).tolist()
     return [tokens.count(token) / DRAWS for token in range(len(logits))]
 
 
@@ -83,19 +83,19 @@ def test_only_tokens_inside_the_limits_are_drawn(
 ) -> None:
     how = params(temperature=temperature, top_k=top_k, top_p=top_p)
     wide = reference(logits, temperature=temperature, top_k=max(top_k, 0), top_p=min(1.0, top_p + 1e-9))
-    (token,) = next_tokens(torch.tensor([logits]), [how], [seed], [3])
+    (token,) = next_tokens(torch.tensor([logits]), [how], [seed], [3]).tolist()
     assert wide[token] > 0
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
     rows = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 1.0], [-2.0, -3.0, -1.0]])
-    assert next_tokens(rows, [SamplingParams()] * 3, [1, 2, 3], [0, 0, 0]) == [1, 0, 2]
+    assert next_tokens(rows, [SamplingParams()] * 3, [1, 2, 3], [0, 0, 0]).tolist() == [1, 0, 2]
 
 
 def test_greedy_and_sampled_requests_share_a_batch() -> None:
     rows = torch.tensor([LOGITS] * 4)
     hows = [SamplingParams(), params(), SamplingParams(), params(top_k=1)]
-    tokens = next_tokens(rows, hows, [1, 2, 3, 4], [0] * 4)
+    tokens = next_tokens(rows, hows, [1, 2, 3, 4], [0] * 4).tolist()
     assert [tokens[at] for at in (0, 2, 3)] == [1, 1, 1]
 
 
@@ -103,7 +103,7 @@ def test_greedy_and_sampled_requests_share_a_batch() -> None:
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     rows = torch.tensor([[40.0, 41.0, -3.0]] * 20)
     how = params(temperature=temperature)
-    assert next_tokens(rows, [how] * 20, list(range(20)), [0] * 20) == [1] * 20
+    assert next_tokens(rows, [how] * 20, list(range(20)), [0] * 20).tolist() == [1] * 20
 
 
 def test_the_seed_and_the_place_alone_decide() -> None:
@@ -112,12 +112,31 @@ def test_the_seed_and_the_place_alone_decide() -> None:
     requests = [(seed, place) for seed in (0, 1, 2**63, 2**64 - 1) for place in (0, 1, 5, 10_000)]
     rows = {request: torch.randn(50, generator=torch.Generator().manual_seed(n)) for n, request in enumerate(requests)}
     how = params()
-    alone = {each: next_tokens(rows[each][None], [how], [each[0]], [each[1]])[0] for each in requests}
+    alone = {each: next_tokens(rows[each][None], [how], [each[0]], [each[1]]).item() for each in requests}
     for _ in range(5):
         random.shuffle(requests)
         batch = torch.stack([rows[each] for each in requests])
         seeds, places = [list(column) for column in zip(*requests, strict=True)]
-        assert next_tokens(batch, [how] * len(requests), seeds, places) == [alone[each] for each in requests]
+        found = next_tokens(batch, [how] * len(requests), seeds, places).tolist()
+        assert found == [alone[each] for each in requests]
+
+
+@examples(40)
+@given(data=st.data(), rows=st.integers(1, 70), vocabulary=st.integers(1, 400))
+def test_no_row_depends_on_another(data: st.DataObject, rows: int, vocabulary: int) -> None:
+    """Greedy or drawn, under any limits: together as alone."""
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    one = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+        top_k=st.integers(-1, 30),
+        top_p=st.sampled_from([0.2, 0.9, 1.0]),
+    )
+    how = data.draw(st.lists(one, min_size=rows, max_size=rows))
+    seeds, places = list(range(rows)), [row % 3 for row in range(rows)]
+    together = next_tokens(logits, how, seeds, places).tolist()
+    alone = [next_tokens(logits[r : r + 1], how[r : r + 1], [seeds[r]], [places[r]]).item() for r in range(rows)]
+    assert together == alone
 
 
 def test_seeds_and_places_give_independent_numbers() -> None:

@@ -27,11 +27,11 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
     arena = torch.zeros(60 * BLOCK * 64, dtype=torch.uint8)
     cache = TokenCache(arena, SPEC, num_layers=1, slots=60 * BLOCK, dtype=torch.float32)
     for number, chunk in enumerate(chunks):
-        for position in range(chunk.start + len(chunk.token_ids)):
+        for position in range(chunk.start + chunk.count):
             slot = chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
             cache.layer(0)[slot] = number * 1000 + position
     found = find_context(chunks, block_size=BLOCK, window=window, device=CPU, cached_there=cached_there)
-    tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    tokens = sum(chunk.count for chunk in chunks)
     buffer = torch.full((found.tokens + tokens, 2, 1, 8), -1.0)
     if cached_there:
         assert found.slots is not None
@@ -46,7 +46,7 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
         put(buffer, *cache.layer(0)[pack_slots(chunks)].unbind(1), found.own)
     row = 0
     for number, (chunk, (first, last, place, cached)) in enumerate(zip(chunks, found.spans, strict=True)):
-        count = len(chunk.token_ids)
+        count = chunk.count
         assert (first, last, cached) == (row, row + count, seen_before(chunk.start, window))
         seen = number * 1000 + torch.arange(chunk.start - cached, chunk.start + count)
         assert torch.equal(buffer[place : place + cached + count, 1, 0, 7].long(), seen)
@@ -54,13 +54,13 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
 
 
 def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
-    total = sum(len(chunk.token_ids) for chunk in chunks)
+    total = sum(chunk.count for chunk in chunks)
     return pack(chunks, block_size=BLOCK, hidden=torch.zeros(total, 8), crossing=None, fresh=False).cache_slots
 
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:
-    one = Chunk(token_ids=[5], start=40, blocks=[4, 5, 6], samples=True, decodes=True)
-    two = Chunk(token_ids=[5], start=40, blocks=[1, 9, 2], samples=True, decodes=True)
+    one = Chunk(token_ids=[], start=40, blocks=[4, 5, 6], place=0, samples=True, decodes=True)
+    two = Chunk(token_ids=[], start=40, blocks=[1, 9, 2], place=1, samples=True, decodes=True)
     found = find_context([one, two], block_size=BLOCK, window=None, device=CPU, cached_there=False)
     assert found.runs == ((0, 64, 40), (41, 16, 16), (57, 144, 16), (73, 32, 8))
     assert found.tokens == 80

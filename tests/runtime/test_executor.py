@@ -12,7 +12,7 @@ import pytest
 from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.runtime.executor import Executor, idle_s
+from moelight.runtime.executor import Executor, Idle
 from moelight.runtime.machine import find_machine, open_lanes
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
@@ -189,9 +189,16 @@ def test_after_an_interruption_the_rings_are_not_trusted(threads: Executor, monk
 
 
 def test_idle_time_is_what_no_lane_worked() -> None:
+    """Over passes that overlap: the second began before the first had ended."""
     task = Task(kind=TaskKind.EMBED, lane=Lane.CPU)
-    now = time.perf_counter()
-    spans = ((now - 0.9, now - 0.7), (now - 0.8, now - 0.6), (now - 0.3, now - 0.2), (now - 0.75, now - 0.72))
-    timeline = Timeline(spans=tuple(Span(task=task, start_s=start, end_s=end) for start, end in spans))
-    assert idle_s(timeline, now - 1.0) == pytest.approx(1.0 - 0.3 - 0.1, abs=0.05)
-    assert idle_s(Timeline(spans=()), now - 1.0) == pytest.approx(1.0, abs=0.05)
+
+    def timeline(*spans: tuple[float, float]) -> Timeline:
+        return Timeline(spans=tuple(Span(task=task, start_s=start, end_s=end) for start, end in spans))
+
+    idle = Idle(10.0)
+    assert idle.until(10.5) == pytest.approx(0.5)
+    idle.add(timeline((10.1, 10.3), (10.2, 10.4), (10.7, 10.8), (10.25, 10.28)))
+    assert idle.until(11.0) == pytest.approx(0.1 + 0.3 + 0.2)
+    idle.add(timeline((10.75, 10.9), (11.0, 11.5)))
+    assert idle.until(11.5) == pytest.approx(0.1 + 0.3 + 0.1)
+    assert idle.until(11.6) == pytest.approx(0.6)

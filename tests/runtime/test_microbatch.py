@@ -11,6 +11,7 @@ from moelight.runtime.microbatch import pack
 from tests.shapes import examples
 
 BLOCK = 16
+ROOM = torch.zeros(8, dtype=torch.int64)
 
 
 @st.composite
@@ -27,21 +28,24 @@ def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
         blocks = list(free[taken : taken + need])
         taken += need
         samples = draw(st.booleans())
-        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, samples=samples, decodes=decodes))
+        place = len(made) * 3 + 1
+        ids = [] if decodes else ids
+        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, place=place, samples=samples, decodes=decodes))
     return made
 
 
 @examples(80)
 @given(given_chunks=chunk_lists())
 def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]) -> None:
-    total = sum(len(chunk.token_ids) for chunk in given_chunks)
-    mb = pack(given_chunks, block_size=BLOCK, hidden=torch.zeros(total, 8), crossing=None, fresh=False)
+    total = sum(chunk.count for chunk in given_chunks)
+    hidden = torch.zeros(total, 8)
+    mb = pack(given_chunks, block_size=BLOCK, hidden=hidden, sampled=ROOM, crossing=None, fresh=False)
     assert mb.tokens == total
     row, prompts, singles, sampled = 0, iter(mb.prompts), 0, []
     for chunk in given_chunks:
-        for offset, token in enumerate(chunk.token_ids):
+        for offset in range(chunk.count):
             position = chunk.start + offset
-            assert mb.token_ids[row] == token
+            assert chunk.decodes or mb.token_ids[row] == chunk.token_ids[offset]
             assert mb.positions[row] == position
             assert mb.cache_slots[row] == chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
             row += 1
@@ -52,19 +56,22 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
             singles += 1
         else:
             first, last, start, table = next(prompts)
-            assert (first, last, start) == (row - len(chunk.token_ids), row, chunk.start)
+            assert (first, last, start) == (row - chunk.count, row, chunk.start)
             assert table.tolist() == list(chunk.blocks)
         if chunk.samples:
             sampled.append(row - 1)
     assert next(prompts, None) is None
     assert mb.decoding == singles
     assert mb.sample_rows.tolist() == sampled
+    assert mb.sample_places.tolist() == [chunk.place for chunk in given_chunks if chunk.samples]
+    assert mb.places.tolist() == [chunk.place for chunk in given_chunks if chunk.decodes]
+    assert (mb.sampled.numel(), mb.sampled.data_ptr()) == (len(sampled), ROOM.data_ptr())
     assert mb.cache_slots.unique().numel() == total, "no two tokens share a place in the cache"
 
 
 def test_types_are_those_the_kernels_want() -> None:
-    chunk = Chunk(token_ids=[5], start=17, blocks=[3, 1], samples=True, decodes=True)
-    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(1, 8), crossing=None, fresh=True)
+    chunk = Chunk(token_ids=[], start=17, blocks=[3, 1], place=2, samples=True, decodes=True)
+    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(1, 8), sampled=ROOM, crossing=None, fresh=True)
     assert (mb.token_ids.dtype, mb.positions.dtype, mb.cache_slots.dtype) == (torch.int64,) * 3
     assert (mb.block_tables.dtype, mb.seq_lens.dtype) == (torch.int32, torch.int32)
     assert (mb.cache_slots.item(), mb.seq_lens.item()) == (1 * BLOCK + 1, 18)
@@ -72,8 +79,8 @@ def test_types_are_those_the_kernels_want() -> None:
 
 
 def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
-    chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], samples=False, decodes=False)
-    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(2, 8), crossing=None, fresh=False)
+    chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], place=0, samples=False, decodes=False)
+    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(2, 8), sampled=ROOM, crossing=None, fresh=False)
     assert mb.decoding == 0
     assert mb.block_tables.shape[0] == 0
     assert mb.sample_rows.numel() == 0
