@@ -193,13 +193,13 @@ class Engine:
                     idle.add(self.timeline)
                     if trace is not None:
                         trace.append(self.timeline)
-                now_s = time.perf_counter()
-                self._wall_s = wall_before + now_s - began_s
-                self._python_s = idle_before + idle.until(now_s)
+                self._wall_s = wall_before + time.perf_counter() - began_s
+                self._python_s = idle_before + idle.seconds
                 self.progress_tokens = tokens_before + answers.tokens
                 if on_pass is not None:
                     on_pass()
                 yield from finished
+            self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
         finally:
             self._batcher.clear()
             self._serving = False

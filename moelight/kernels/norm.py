@@ -55,19 +55,21 @@ def cpu_rms_norm(
     """
     _, _, threads = checks.scalars(1.0, None, threads)
     eps = _epsilon(eps)
-    _rows("x", x)
-    checks._layout("weight", weight, 1, x.dtype)
-    checks._shape("weight", weight, (x.shape[-1],))
-    if add is not None:
-        _like("add", add, x)
-    out = _output(out, x)
     extension = native.module()
     if extension is None:
+        _rows("x", x)
+        checks._layout("weight", weight, 1, x.dtype)
+        checks._shape("weight", weight, (x.shape[-1],))
+        if add is not None:
+            _like("add", add, x)
+        out = _output(out, x)
         if add is not None:
             x += add
         return out.copy_(reference.rms_norm(x, weight, eps))
-    lent_add = None if add is None else view("add", _headed(add))
-    extension.rms_norm(view("x", _headed(x)), view("weight", weight), eps, lent_add, view("out", _headed(out)), threads)
+    rows, added = _headed("x", x), None if add is None else _headed("add", add)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    extension.rms_norm(rows, view("weight", weight), eps, added, _headed("out", out), threads)
     return out
 
 
@@ -84,17 +86,19 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
     _, _, threads = checks.scalars(1.0, None, threads)
-    _rows("x", x)
-    if x.ndim != 3 or x.shape[2] % 2:
-        raise ValueError(f"x: must be [T, heads, D] with an even D, has shape {list(x.shape)}")
-    for name, angles in (("cos", cos), ("sin", sin)):
-        checks._layout(name, angles, 2, x.dtype)
-        checks._shape(name, angles, (x.shape[0], x.shape[2]))
-    out = _output(out, x)
     extension = native.module()
     if extension is None:
-        return out.copy_(reference.rotate(x, cos, sin))
-    extension.rotate(view("x", x), view("cos", cos), view("sin", sin), view("out", out), threads)
+        _rows("x", x)
+        if x.ndim != 3 or x.shape[2] % 2:
+            raise ValueError(f"x: must be [T, heads, D] with an even D, has shape {list(x.shape)}")
+        for name, angles in (("cos", cos), ("sin", sin)):
+            checks._layout(name, angles, 2, x.dtype)
+            checks._shape(name, angles, (x.shape[0], x.shape[2]))
+        return _output(out, x).copy_(reference.rotate(x, cos, sin))
+    rows = view("x", x)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    extension.rotate(rows, view("cos", cos), view("sin", sin), view("out", out), threads)
     return out
 
 
@@ -125,6 +129,6 @@ def _output(out: Tensor | None, x: Tensor) -> Tensor:
     return out
 
 
-def _headed(x: Tensor) -> Tensor:
-    """[T, H] as tokens of one head."""
-    return x.unsqueeze(1) if x.ndim == 2 else x
+def _headed(name: str, x: Tensor) -> object:
+    """[T, G, H], or [T, H] as tokens of one head, lent to the extension."""
+    return view(name, x.unsqueeze(1) if getattr(x, "ndim", 0) == 2 else x)

@@ -179,9 +179,9 @@ def runs(draw: st.DrawFn) -> Run:
 
 def test_blocks_and_places_are_free_when_the_last_pass_is_launched() -> None:
     """For the pass after it: its lanes work in order. Early ends free theirs when they are known, and once only."""
-    batcher = small(n=2, blocks=4)
-    one, two = generation(0, 20, 1), generation(1, 20, 9)
-    batcher.add([one, two, generation(2, 20, 9)])
+    batcher = small(n=2, blocks=2)
+    one, two = generation(0, 7, 1), generation(1, 7, 9)
+    batcher.add([one, two, generation(2, 7, 9)])
     launch(batcher)
     assert [g.request.index for g in batcher.alive] == [1]
     pieces = [piece for load in batcher.next_pass() for piece in load.pieces]

@@ -55,7 +55,8 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
 
 def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
     total = sum(chunk.count for chunk in chunks)
-    return pack(chunks, block_size=BLOCK, hidden=torch.zeros(total, 8), crossing=None, fresh=False).cache_slots
+    hidden, room = torch.zeros(total, 8), torch.zeros(len(chunks), dtype=torch.int64)
+    return pack(chunks, block_size=BLOCK, hidden=hidden, sampled=room, crossing=None, fresh=False).cache_slots
 
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:

@@ -65,7 +65,8 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
     assert mb.sample_rows.tolist() == sampled
     assert mb.sample_places.tolist() == [chunk.place for chunk in given_chunks if chunk.samples]
     assert mb.places.tolist() == [chunk.place for chunk in given_chunks if chunk.decodes]
-    assert (mb.sampled.numel(), mb.sampled.data_ptr()) == (len(sampled), ROOM.data_ptr())
+    assert mb.sampled.numel() == len(sampled)
+    assert not sampled or mb.sampled.data_ptr() == ROOM.data_ptr()
     assert mb.cache_slots.unique().numel() == total, "no two tokens share a place in the cache"
 
 

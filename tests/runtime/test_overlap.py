@@ -1,0 +1,102 @@
+"""Passes launched behind one another: whatever they share, nobody writes what an earlier pass still reads."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.core.schedule import Buffer, Lane, Task, TaskKind
+from moelight.core.timeline import Timeline
+from moelight.runtime.executor import Executor, Flight
+from moelight.runtime.lanes import ThreadLane, Work
+from moelight.runtime.machine import find_machine, open_lanes
+from moelight.scheduler import SCHEDULES
+from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
+from tests.shapes import examples, layouts, micro_batches, small_layout
+
+# Arenas that every pass uses again; tensors of micro-batches belong to one pass.
+SHARED = {"hidden", "qkv_host", "attn_host", "routed_host", "experts_host", "ring", "pinned", "context"}
+
+
+def places(buffers: tuple[Buffer, ...], layout: Layout, position: int) -> set[tuple[str, int]]:
+    """Where they really are, for a pass whose page stream stands at ``position``. What micro-batches share by rows is
+    taken as one place."""
+    slots = {"ring": layout.ring_slots, "pinned": layout.pinned_slots}
+    found = set()
+    for buffer in buffers:
+        if buffer.space in slots:
+            found.add((buffer.space, (position + buffer.index) % slots[buffer.space]))
+        elif buffer.space in SHARED:
+            found.add((buffer.space, buffer.index if buffer.space == "context" else 0))
+    return found
+
+
+def conflicts(earlier: tuple[Task, int], later: tuple[Task, int], layout: Layout) -> bool:
+    (one, at), (two, then) = earlier, later
+    read, written = places(one.reads, layout, at), places(one.writes, layout, at)
+    new_reads, new = places(two.reads, layout, then), places(two.writes, layout, then)
+    return bool(new & (read | written) or new_reads & written)
+
+
+def check(timelines: list[Timeline], positions: list[int], layout: Layout) -> None:
+    for number, timeline in enumerate(timelines[1:], start=1):
+        for later in timeline.spans:
+            for earlier in timelines[number - 1].spans:
+                pair = (earlier.task, positions[number - 1]), (later.task, positions[number])
+                if earlier.task.page is not None and later.task.page is not None:
+                    continue  # pages that one pass fetches for the next: the schedules' own business
+                if conflicts(*pair, layout):
+                    assert earlier.end_s <= later.start_s, f"{later.task.name} beside the earlier {earlier.task.name}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+@examples(12)
+@given(data=st.data())
+def test_nothing_is_overwritten_while_an_earlier_pass_needs_it(schedule: str, data: st.DataObject) -> None:
+    """Two passes on their way at any time, on threads, with works that take any time."""
+    layout = data.draw(layouts(schedule).filter(lambda layout: layout.discrete))
+    passes = [data.draw(micro_batches(layout)) for _ in range(3)]
+    random = Random(data.draw(st.integers(0, 1 << 20)))
+
+    def perform(task: Task) -> Work:
+        slow = random.random() < 0.3
+        return lambda: time.sleep(0.001 if slow else 0.0)
+
+    executor = Executor({lane: ThreadLane(str(lane)) for lane in Lane})
+    flights, timelines, positions, position = list[Flight](), list[Timeline](), list[int](), 0
+    try:
+        for number, shapes in enumerate(passes):
+            shape = PassShape(micro_batches=shapes, carried=executor.carried, wraps=number < len(passes) - 1)
+            built = SCHEDULES.get(schedule)(layout, shape)
+            positions.append(position)
+            position += built.stream_advance
+            flights.append(executor.launch(built, perform))
+            if len(flights) == 2:
+                timelines.append(executor.finish(flights.pop(0)))
+        timelines += [executor.finish(flight) for flight in flights]
+    finally:
+        executor.close()
+    check(timelines, positions, layout)
+
+
+def test_a_pass_is_launched_while_the_one_before_is_at_work() -> None:
+    """And the compute lane does not wait for anybody in between."""
+    layout = small_layout(near=8)
+    executor = Executor(open_lanes(find_machine("twin"), "threads"))
+    schedule = SCHEDULES.get("cgopipe")(layout, PassShape(micro_batches=(MicroBatchShape(tokens=4),)))
+
+    def perform(task: Task) -> Work:
+        return lambda: time.sleep(0.02 if task.kind is TaskKind.SAMPLE else 0.0)
+
+    began_s = time.perf_counter()
+    one = executor.launch(schedule, perform)
+    two = executor.launch(schedule, perform)
+    assert time.perf_counter() - began_s < 0.02
+    first, second = executor.finish(one), executor.finish(two)
+    executor.close()
+    assert first.end_s <= second.start_s
+    assert second.start_s - first.end_s < 0.01
