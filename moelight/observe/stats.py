@@ -29,7 +29,7 @@ class Stats:
     Attributes:
         wall_s: from the start of the first pass to the last token.
         load_s: from the start of loading to the first pass.
-        python_s: the interpreter's own share of ``wall_s`` (building and walking schedules, bookkeeping).
+        python_s: the part of ``wall_s`` in which no lane worked: launching, bookkeeping, packing that nothing hides.
         lanes: the lanes that exist on the machine.
     """
 

@@ -81,7 +81,7 @@ class Executor:
                 self._carried[task.page] = (task, tickets[position])
         ahead = set(schedule.carried_out)
         flight = Flight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
-        self._last = {(task.lane, task.page is not None): ticket for task, ticket in flight.submitted}
+        self._last |= {(task.lane, task.page is not None): ticket for task, ticket in flight.submitted}
         self.broken = False
         return flight
 
