@@ -49,17 +49,18 @@ def cpu_route(
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
     _, _, threads = checks.scalars(1.0, None, threads)
-    _floats("logits", logits)
+    extension = native.module()
+    lent = _lend("logits", logits)
+    if extension is None:
+        _floats("logits", logits)
     tokens, experts = logits.shape
     if experts > MOST_EXPERTS:
         raise ValueError(f"logits: at most {MOST_EXPERTS} experts are routed, has {experts}")
     _whole("top_k", top_k, 1, experts)
-    extension = native.module()
     if extension is None:
         return reference.route(logits, top_k, normalize=normalize, round_weights=round_weights)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
-    lent = view("logits", logits)
     extension.route(
         lent, top_k, bool(normalize), bool(round_weights), view("weights", weights), view("ids", ids), threads
     )
@@ -71,13 +72,15 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or id.
     """
-    checks._layout("ids", ids, 2, torch.int32)
+    extension = native.module()
+    lent_ids = _lend("ids", ids)
+    if extension is None:
+        checks._layout("ids", ids, 2, torch.int32)
     _whole("experts", experts, 0, MOST_EXPERTS)
     tokens, top_k = ids.shape
     rows = tokens * top_k
     if rows > _MOST_ROWS:
         raise ValueError(f"ids: has too many rows: shape {list(ids.shape)}")
-    extension = native.module()
     if extension is None:
         _range("ids", ids, 0, experts)
         return SortedRows(*reference.sort_by_expert(ids, experts))
@@ -87,8 +90,8 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
         position=torch.empty(tokens, top_k, dtype=torch.int32),
         offsets=torch.empty(experts + 1, dtype=torch.int32),
     )
-    lent = (view(name, tensor) for name, tensor in found._asdict().items())
-    extension.sort_by_expert(view("ids", ids), experts, *lent)
+    lent = (view(name, tensor) for name, tensor in zip(found._fields, found, strict=True))
+    extension.sort_by_expert(lent_ids, experts, *lent)
     return found
 
 
@@ -103,14 +106,17 @@ def cpu_gather_rows(
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or token.
     """
     _, _, threads = checks.scalars(1.0, None, threads)
-    _floats("x", x)
-    checks._layout("token_of_row", token_of_row, 1, torch.int32)
-    out = _output(out, x, token_of_row.shape[0])
     extension = native.module()
     if extension is None:
+        _floats("x", x)
+        checks._layout("token_of_row", token_of_row, 1, torch.int32)
+        out = _output(out, x, token_of_row.shape[0])
         _range("token_of_row", token_of_row, 0, x.shape[0])
         return out.copy_(reference.gather_rows(x, token_of_row))
-    extension.gather_rows(view("x", x), view("token_of_row", token_of_row), view("out", out), threads)
+    rows, tokens = _lend("x", x), view("token_of_row", token_of_row)
+    if out is None:
+        out = torch.empty(token_of_row.numel(), x.shape[1], dtype=x.dtype)
+    extension.gather_rows(rows, tokens, view("out", out), threads)
     return out
 
 
@@ -139,26 +145,30 @@ def cpu_scatter_sum(
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or position.
     """
     _, _, threads = checks.scalars(1.0, None, threads)
-    _floats("rows", rows)
-    checks._layout("position", position, 2, torch.int32)
-    checks._layout("weights", weights, 2, torch.float32)
-    checks._shape("weights", weights, tuple(position.shape))
     if residual and out is None:
         raise ValueError("out: must hold the residual")
-    out = _output(out, rows, position.shape[0])
     extension = native.module()
     if extension is None:
+        _floats("rows", rows)
+        checks._layout("position", position, 2, torch.int32)
+        checks._layout("weights", weights, 2, torch.float32)
+        checks._shape("weights", weights, tuple(position.shape))
+        out = _output(out, rows, position.shape[0])
         _range("position", position, -(1 << 31), rows.shape[0])
         return reference.scatter_sum(rows, position, weights, out, residual=residual)
-    extension.scatter_sum(
-        view("rows", rows),
-        view("position", position),
-        view("weights", weights),
-        view("out", out),
-        bool(residual),
-        threads,
-    )
+    lent, places = _lend("rows", rows), _lend("position", position)
+    if out is None:
+        out = torch.empty(position.shape[0], rows.shape[1], dtype=rows.dtype)
+    extension.scatter_sum(lent, places, view("weights", weights), view("out", out), bool(residual), threads)
     return out
+
+
+def _lend(name: str, tensor: Tensor) -> object:
+    """A matrix lent to the extension, which checks all but what its face needs to know."""
+    lent = view(name, tensor)
+    if tensor.ndim != 2:
+        raise ValueError(f"{name}: must have 2 dimensions, has shape {list(tensor.shape)}")
+    return lent
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:
