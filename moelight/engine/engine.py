@@ -207,9 +207,10 @@ class Engine:
     def _land_all(self, answers: Answers) -> Iterator[list[Completion]]:
         """Pass after pass, and what finished with each.
 
-        While one runs, the next is packed for the case that every sequence goes on. Where a device computes it is
-        launched too, before the tokens are here: a sequence that ended early rides in it once more, for nothing.
-        Elsewhere it waits for the tokens, and is packed anew if a sequence ended early.
+        When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
+        or streams, while it runs. Where a device computes the next is launched too, before the tokens are here: a
+        sequence that ended early rides in it once more, for nothing. Elsewhere it waits for the tokens, and is packed
+        anew if a sequence ended early.
         """
         passes, batcher = self._loaded, self._batcher
         flying = self._launch(answers, self._pack_next())

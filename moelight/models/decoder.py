@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
-from moelight.kernels.norm import rms_norm, rotate
+from moelight.kernels.norm import cpu_rotate, rms_norm, rotate
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, parts
 from moelight.models.moe import ExpertWeights, Routed, mixture, route
 from moelight.models.rope import Rotation
@@ -40,6 +40,8 @@ class Decoder:
         spec, mine = self.model.attention, self.weights.layers[layer]
         x = rms_norm(hidden, mine.input_norm, self.model.norm_eps)
         qkv = linear(x, mine.qkv, mine.qkv_bias)
+        if spec.qk_norm == "none" and qkv.device.type == "cpu":
+            return self._turned_in_place(qkv, rope)
         q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._norm_qk(mine, q, k)
@@ -49,6 +51,17 @@ class Decoder:
         if spec.qk_norm == "head":
             q, k = self._norm_qk(mine, q, k)
         return rotate(q, *rope), rotate(k, *rope), v.contiguous()
+
+    def _turned_in_place(self, qkv: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """The same where queries and keys lie side by side and need no norm: three views of ``qkv``."""
+        spec = self.model.attention
+        if spec.clip_qkv is not None:
+            qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
+        heads = qkv.unflatten(-1, (-1, spec.head_dim))
+        turned = heads[:, : spec.num_heads + spec.num_kv_heads]
+        cpu_rotate(turned, *rope, out=turned)
+        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        return q, k, v
 
     def post_attention(
         self, layer: int, hidden: Tensor, attention: Tensor, experts: Sequence[ExpertWeights | None]
