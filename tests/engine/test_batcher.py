@@ -124,6 +124,10 @@ class Run:
         policy = self.policy
         assert len(self.batcher.alive) <= policy.batch_size
         assert sum(load.tokens for load in loads) <= pass_tokens(policy)
+        if policy.attention_device == "cpu" and all(piece.decodes for load in loads for piece in load.pieces):
+            live = [len(load.pieces) for load in loads]
+            assert len(live) == -(-sum(live) // policy.micro_batch_size), "a tail is as few micro-batches as hold it"
+            assert max(live) - min(live) <= 1, "and they are equally full"
         for load in loads:
             assert 1 <= len(load.pieces) <= policy.micro_batch_size
             assert 1 <= load.tokens <= policy.micro_batch_tokens
