@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -176,6 +175,11 @@ def read_page(reader: PageReader, page: Page) -> torch.Tensor:
     return slot
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("small"), "mixtral", num_hidden_layers=1)
+
+
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("way", ["past the cache", "through the cache", "converted"])
@@ -194,11 +198,6 @@ def test_any_part_of_a_page_is_that_part(
             part = torch.zeros(end - begin, dtype=torch.uint8)
             reader.read(page, part, begin)
             assert torch.equal(part, whole[begin:end])
-
-
-@cache
-def _saved(factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(factory.mktemp("pages"), "mixtral", num_hidden_layers=1)
 
 
 def test_a_page_past_the_cache_that_cannot_be_read_names_file_and_tensor(tmp_path: Path) -> None:
