@@ -183,10 +183,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("way", ["past the cache", "through the cache", "converted"])
-def test_any_part_of_a_page_is_that_part(
-    tmp_path_factory: pytest.TempPathFactory, way: str, data: st.DataObject
-) -> None:
-    weight_map, model = opened(_saved(tmp_path_factory))
+def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObject) -> None:
+    weight_map, model = opened(small)
     dtype = torch.bfloat16 if way == "converted" else torch.float32
     with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
         past = PageReader(weight_map, model, dtype, lambda parts: files.submit([Part(*each) for each in parts]))
