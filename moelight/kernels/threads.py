@@ -24,7 +24,7 @@ class Gang:
     """
 
     def __init__(self, threads: int, places: Sequence[Sequence[int]] = ()) -> None:
-        if not isinstance(threads, int) or threads < 1:
+        if threads < 1:
             raise ValueError(f"threads: must be a positive integer, is {threads!r}")
         if places and len(places) != threads:
             raise ValueError(f"places: must be one for each of the {threads} threads, are {len(places)}")

@@ -30,7 +30,7 @@ class Core:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One NUMA node with memory. ``available_bytes``: free, or file pages that go first."""
+    """One NUMA node with memory. ``available_bytes``: free, or pages of files, which go first."""
 
     number: int
     total_bytes: int
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plug:
-    """Where a GPU is plugged in. ``node``, ``bytes_per_s`` (of its slot, one way): None where the system does not say."""
+    """Where a GPU is plugged in: its NUMA node, and the bytes its link carries one way; None where nobody says."""
 
     address: str
     node: int | None = None
@@ -121,7 +121,7 @@ def _read_node(sys: Path, number: int) -> Node:
     return Node(
         number=number,
         total_bytes=sizes.get("MemTotal", 0),
-        available_bytes=sizes.get("MemFree", 0) + sizes.get("Inactive(file)", 0),
+        available_bytes=sum(sizes.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)")),
     )
 
 
