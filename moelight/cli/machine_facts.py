@@ -26,8 +26,8 @@ _FREE = 0.9  # of the memory that is free a plan takes so much, unless it is tol
 def machine_facts(torch_threads: int | None, plugs: list[Plug], model: Path | None) -> dict[str, Any]:
     """Cores, threads, NUMA, huge pages, direct reads, pinned memory, ready for JSON.
 
-    ``torch_threads``: the most that torch would take, None where it does not load. ``plugs``: where devices are. ``model``:
-    whose files are read and whose size host memory would have to hold.
+    ``torch_threads``: the most that torch would take, None where it does not load. ``plugs``: where devices are.
+    ``model``: whose files are read and whose size host memory would have to hold.
     """
     topology = read_topology()
     link = plugs[0].bytes_per_s or LINK_BYTES_PER_S if plugs else LINK_BYTES_PER_S
