@@ -141,10 +141,10 @@ def _numbers(text: str) -> list[int]:
     """The numbers of a list such as ``0-3,8``; none of what is no such list."""
     found: list[int] = []
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
+        bounds = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if bounds is None:
             return []
-        found.extend(range(int(first), int(last or first) + 1))
+        found.extend(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 
 from moelight.kernels import native
 from moelight.kernels.copies import copy_pages
-from moelight.kernels.norm import rms_norm
+from moelight.kernels.ffn import cpu_linear
 from moelight.kernels.threads import Gang
 
 TASKS = Path("/proc/self/task")
@@ -141,12 +141,12 @@ def test_gangs_nest_and_the_outer_one_comes_back(before: set[int]) -> None:
 
 @compiled
 def test_results_do_not_depend_on_the_gang() -> None:
-    x, weight = torch.randn(37, 256), torch.randn(256)
-    alone = rms_norm(x, weight, 1e-6, threads=1)
+    x, weight = torch.randn(37, 256), torch.randn(512, 256)
+    alone = cpu_linear(x, weight, threads=1)
     for threads in (1, 2, 3):
         gang = Gang(threads, [[0]] * threads)
         with gang.working():
-            assert torch.equal(rms_norm(x, weight, 1e-6, threads=4), alone)
+            assert torch.equal(cpu_linear(x, weight, threads=4), alone)
         gang.close()
 
 
