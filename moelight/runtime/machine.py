@@ -18,7 +18,7 @@ from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import Gang
 from moelight.memory.arena import allocate
 from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
-from moelight.runtime.lanes import InlineLane, LaneRunner, StreamLane, ThreadLane
+from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.numa import place_memory, placing, refusal, settle
 from moelight.runtime.topology import plug_of, read_topology
 from moelight.runtime.twin import TwinEvent, TwinStream
@@ -87,7 +87,12 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     lanes: dict[Lane, LaneRunner] = {}
     for lane in host:
         inline = kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete)
-        lanes[lane] = InlineLane(gangs.get(lane)) if inline else ThreadLane(str(lane), gangs.get(lane))
+        if inline:
+            lanes[lane] = InlineLane(gangs.get(lane))
+        elif lane is Lane.DISK:
+            lanes[lane] = PendingLane(str(lane))
+        else:
+            lanes[lane] = ThreadLane(str(lane), gangs.get(lane))
     for lane in _DEVICE_LANES if machine.discrete else ():
         lanes[lane] = _device_lane(machine, lane, kind, gangs.get(lane))
     return lanes
