@@ -1,6 +1,7 @@
 #include "moelight/threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +18,7 @@ namespace moelight {
 namespace {
 
 thread_local bool inside_body = false;
+thread_local std::shared_ptr<Gang> my_gang;
 
 // How long a thread looks out for what it waits for before it sleeps: waking it takes 22 us, and 7 of who wakes it.
 // Measured at 50 and 200; between them by choice.
@@ -38,22 +40,69 @@ struct Job {
   }
 };
 
-// A job offers `places_` tickets. A thread that wakes takes one, works, and signs off through `busy_`. When the
-// caller finds no index left it withdraws the tickets nobody took, so a slow waker is never waited for.
+// Whether `seen` came true in time. Others who want the processor get it at once.
+template <class F>
+bool look_out(F&& seen) {
+  const auto until = std::chrono::steady_clock::now() + kLookOut;
+  while (!seen()) {
+    if (std::chrono::steady_clock::now() >= until) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+#ifdef __linux__
+int processor_here() { return ::sched_getcpu(); }
+
+// Where the system refuses (the processor is gone, or not allowed any more) the thread runs where it may.
+void stay_at(const Place& place) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int processor : place)
+    if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(processor, &set);
+  static_cast<void>(::pthread_setaffinity_np(::pthread_self(), sizeof set, &set));
+}
+#else
+int processor_here() { return -1; }
+void stay_at(const Place&) {}
+#endif
+
+std::atomic<int> forks{0};
+
+}  // namespace
+
+// A job gives each thread it wants a ticket, the number of a worker. A thread that wakes takes its ticket, works, and
+// signs off through `busy_`. When the caller finds no index left it withdraws the tickets not taken, so a slow waker is
+// never waited for.
 class Pool {
  public:
+  explicit Pool(std::vector<Place> places) : places_(std::move(places)) {
+    for (size_t at = 0; at < places_.size(); ++at) {
+      for (const int processor : places_[at]) {
+        if (processor < 0) continue;
+        const auto index = static_cast<size_t>(processor);
+        if (place_of_.size() <= index) place_of_.resize(index + 1, -1);
+        place_of_[index] = static_cast<int>(at);
+      }
+    }
+  }
+
   void run(int threads, Job& job) {
     std::lock_guard<std::mutex> turn(turn_);
-    const int helpers = grow(threads - 1);
+    const int wanted = threads - 1, here = place_here();
+    const int there = grow(here < 0 ? wanted : wanted + 1);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
-      places_ = helpers;
+      int given = 0;
+      for (int i = 0; i < there && given < wanted; ++i)
+        if (i != here) helpers_[i]->ticket = ++given;
     }
-    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+    for (int i = 0, woken = 0; i < there && woken < wanted; ++i)
+      if (i != here) helpers_[i]->wake.notify_one(), ++woken;
     job.work(0);
     std::unique_lock<std::mutex> lock(mutex_);
-    places_ = 0;
+    for (int i = 0; i < there; ++i) helpers_[i]->ticket = 0;
     if (busy_ > 0) {
       lock.unlock();
       look_out([this] { return busy_.load(std::memory_order_relaxed) == 0; });
@@ -63,42 +112,64 @@ class Pool {
     job_ = nullptr;
   }
 
+  void end() {
+    std::lock_guard<std::mutex> turn(turn_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ending_ = true;
+    }
+    for (const auto& helper : helpers_) helper->wake.notify_one();
+    for (const auto& helper : helpers_) helper->thread.join();
+    helpers_.clear();
+  }
+
  private:
-  // Threads are detached and the pool is never destroyed, so the end of the process joins nothing.
+  struct Helper {
+    std::condition_variable wake;
+    std::atomic<int> ticket{0};  // changed under the lock, looked at without
+    std::thread thread;
+  };
+
+  int place_here() const {
+    const int processor = place_of_.empty() ? -1 : processor_here();
+    return processor < 0 || processor >= static_cast<int>(place_of_.size()) ? -1 : place_of_[processor];
+  }
+
+  // How many of `wanted` threads there are.
   int grow(int wanted) {
+    if (!places_.empty()) wanted = std::min(wanted, static_cast<int>(places_.size()));
     try {
-      while (size_ < wanted) {
+      while (static_cast<int>(helpers_.size()) < wanted && !ending_) {
         const NoSignals guard;
-        std::thread([this] { serve(); }).detach();
-        ++size_;
+        const size_t at = helpers_.size();
+        helpers_.push_back(std::make_unique<Helper>());
+        try {
+          helpers_[at]->thread = std::thread([this, at, helper = helpers_[at].get()] {
+            if (at < places_.size()) stay_at(places_[at]);
+            serve(*helper);
+          });
+        } catch (const std::system_error&) {
+          helpers_.pop_back();
+          throw;
+        }
       }
     } catch (const std::system_error&) {
       // The system gives no more threads: go on with those there are.
     }
-    return std::min(size_, wanted);
+    return std::min(static_cast<int>(helpers_.size()), wanted);
   }
 
-  // Whether `seen` came true in time. Others who want the processor get it at once.
-  template <class F>
-  static bool look_out(F&& seen) {
-    const auto until = std::chrono::steady_clock::now() + kLookOut;
-    while (!seen()) {
-      if (std::chrono::steady_clock::now() >= until) return false;
-      std::this_thread::yield();
-    }
-    return true;
-  }
-
-  void serve() {
+  void serve(Helper& me) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      while (places_ == 0) {
+      while (me.ticket == 0) {
+        if (ending_) return;
         lock.unlock();
-        const bool seen = look_out([this] { return places_.load(std::memory_order_relaxed) > 0; });
+        const bool seen = look_out([&me] { return me.ticket.load(std::memory_order_relaxed) > 0; });
         lock.lock();
-        if (!seen) wake_.wait(lock, [this] { return places_ > 0; });
+        if (!seen) me.wake.wait(lock, [this, &me] { return me.ticket > 0 || ending_; });
       }
-      const int worker = places_--;
+      const int worker = me.ticket.exchange(0);
       ++busy_;
       Job& job = *job_;
       lock.unlock();
@@ -108,39 +179,70 @@ class Pool {
     }
   }
 
-  std::mutex turn_;
+  const std::vector<Place> places_;
+  std::vector<int> place_of_;  // by processor; -1: none
+  std::mutex turn_;            // held through a whole call; what grows and ends does so under it
   std::mutex mutex_;
-  std::condition_variable wake_, done_;
+  std::condition_variable done_;
+  std::vector<std::unique_ptr<Helper>> helpers_;
   Job* job_ = nullptr;
-  std::atomic<int> places_{0}, busy_{0};  // changed under the lock, looked at without
-  int size_ = 0;
+  bool ending_ = false;       // changed under both
+  std::atomic<int> busy_{0};  // changed under the lock, looked at without
 };
+
+namespace {
 
 std::atomic<Pool*> current{nullptr};
 
-// The child of a fork has none of the pool's threads and perhaps its locks held: it forgets the pool.
-void forget_pool() { current.store(nullptr); }
+// The child of a fork has none of the threads and perhaps their locks held: it forgets them.
+void forget_threads() {
+  current.store(nullptr);
+  forks.fetch_add(1, std::memory_order_relaxed);
+}
 
-Pool& pool() {
-  static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+void watch_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
   static_cast<void>(registered);
+}
+
+// Never destroyed, so the end of the process joins nothing.
+Pool& shared_pool() {
+  watch_forks();
   Pool* existing = current.load();
   if (existing != nullptr) return *existing;
-  Pool* fresh = new Pool;
-  if (current.compare_exchange_strong(existing, fresh)) return *fresh;
-  delete fresh;
-  return *existing;
+  auto fresh = std::make_unique<Pool>(std::vector<Place>{});
+  return current.compare_exchange_strong(existing, fresh.get()) ? *fresh.release() : *existing;
 }
 
 }  // namespace
 
+Gang::Gang(int threads, std::vector<Place> places)
+    : threads_(places.empty() ? threads : static_cast<int>(places.size())),
+      fork_((watch_forks(), forks.load(std::memory_order_relaxed))),
+      pool_(std::make_unique<Pool>(std::move(places))) {}
+
+Gang::~Gang() {
+  end();
+  if (pool() == nullptr) static_cast<void>(pool_.release());
+}
+
+Pool* Gang::pool() const { return fork_ == forks.load(std::memory_order_relaxed) ? pool_.get() : nullptr; }
+
+void Gang::end() {
+  if (Pool* const mine = pool()) mine->end();
+}
+
+std::shared_ptr<Gang> work_with(std::shared_ptr<Gang> gang) { return std::exchange(my_gang, std::move(gang)); }
+
 void run_parallel(int threads, int64_t n, ParallelBody body, void* context) {
-  const int useful = static_cast<int>(std::min<int64_t>(threads, n));
+  Pool* const mine = my_gang == nullptr ? nullptr : my_gang->pool();
+  const int most = mine == nullptr ? threads : std::min(threads, my_gang->threads());
+  const int useful = static_cast<int>(std::min<int64_t>(most, n));
   Job job{body, context, n};
   if (useful <= 1 || inside_body) {
     job.work(0);
   } else {
-    pool().run(useful, job);
+    (mine == nullptr ? shared_pool() : *mine).run(useful, job);
   }
 }
 

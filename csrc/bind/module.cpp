@@ -68,4 +68,5 @@ NB_MODULE(_native, module) {
   add_prefill(module);
   add_read(module);
   add_route(module);
+  add_threads(module);
 }

@@ -9,15 +9,19 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from moelight import __version__
+from moelight.cli.machine_facts import machine_facts, machine_lines
 from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.serving import serving
 from moelight.runtime import measure
+from moelight.runtime.topology import Plug, plug_of
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 MENDING = (
@@ -26,8 +30,10 @@ MENDING = (
 )
 
 
-def facts() -> dict[str, Any]:
-    """Everything ``moelight doctor`` says, ready for JSON. Sizes are in bytes."""
+def facts(model: Path | None = None) -> dict[str, Any]:
+    """Everything ``moelight doctor`` says, ready for JSON. Sizes are in bytes. ``model``: a directory of weights."""
+    torch = _torch()
+    plugs = [Plug(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
     return {
         "moelight": __version__,
         "python": platform.python_version(),
@@ -39,7 +45,8 @@ def facts() -> dict[str, Any]:
             "limit_bytes": measure.memory_limit_bytes(),
             "available_bytes": measure.available_bytes(),
         },
-        "torch": _torch(),
+        **machine_facts(torch["threads"], plugs, model),
+        "torch": torch,
         "extension": {"available": native.available(), "reason": native.reason()},
         "kernels": [
             {"operation": row.operation, "implementation": row.implementation, "reason": row.reason}
@@ -74,13 +81,17 @@ def _about(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "libraries", libraries
     processor = found["processor"]
     yield "processor", processor["name"]
-    yield "", f"{processor['cores']} cores, {processor['threads']} threads, {processor['usable']} of them usable here"
+    cores = found["cores"]
+    quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g} processors"
+    usable = f"{cores['usable']} cores, {cores['processors']} threads, {quota}"
+    yield "", f"{processor['cores']} cores, {processor['threads']} threads; usable here: {usable}"
     sets = ", ".join(name for name, there in processor["instructions"].items() if there)
     yield "instructions", sets or f"{found['torch']['cpu_capability']}, as torch sees it"
     memory = {name: format_bytes(size) for name, size in found["memory"].items()}
     yield "memory", f"{memory['physical_bytes']} physical, {memory['available_bytes']} available"
     if found["memory"]["limit_bytes"] < found["memory"]["physical_bytes"]:
         yield "", f"{memory['limit_bytes']} is the limit of this control group"
+    yield from machine_lines(found)
     torch = found["torch"]
     if torch["fault"]:
         yield "torch", f"does not load: {torch['fault']}"
@@ -129,6 +140,7 @@ def _torch() -> dict[str, Any]:
                     "id": f"{accelerator.type}:{index}",
                     "name": properties.name,
                     "total_bytes": properties.total_memory,
+                    "plug": None if (plug := plug_of(torch.device(accelerator.type, index))) is None else asdict(plug),
                 }
             )
     return found

@@ -26,7 +26,7 @@ from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_t
 from moelight.hrm.placement import place
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, Part
-from moelight.memory.arena import allocate, typed
+from moelight.memory.arena import typed
 from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
@@ -34,7 +34,7 @@ from moelight.runtime.attending import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, find_context
 from moelight.runtime.crossing import CrossingArena
 from moelight.runtime.executor import Executor, Flight
-from moelight.runtime.machine import Machine, open_lanes
+from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
 from moelight.runtime.microbatch import MicroBatch, pack
 from moelight.runtime.mixing import KeptArena, Mixing
 from moelight.runtime.ops import Operations
@@ -84,16 +84,16 @@ class PassRunner:
         self.pool = BlockPool(kv_blocks(policy))
         with ExitStack() as opened:
             self._reader = opened.enter_context(_page_reader(source, torch_dtype, opened))
-            runners = open_lanes(machine, lanes)
+            runners = open_lanes(machine, lanes, cores_for(machine, self._policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self._executor = Executor(runners)
             opened.callback(self._executor.close)
-            self._load(source, machine.device, torch_dtype)
+            self._load(source, machine, torch_dtype)
             self._opened = opened.pop_all()
 
-    def _load(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
+    def _load(self, source: Source, machine: Machine, dtype: torch.dtype) -> None:
         policy, profile = self._policy, self._profile
-        arenas = allocate(footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype), device)
+        arenas = allocate_for(machine, footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype))
         tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
         self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
         self._crossing: CrossingArena | None = None
@@ -129,10 +129,10 @@ class PassRunner:
                 most_rows=policy.micro_batch_tokens,
             ),
             start_page=self._reader.start,
-            pool=torch.zeros(policy.batch_size, dtype=torch.int64, device=device),
+            pool=torch.zeros(policy.batch_size, dtype=torch.int64, device=machine.device),
         )
         # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
-        room = torch.empty((3, policy.batch_size), dtype=torch.int64, pin_memory=device.type != "cpu")
+        room = torch.empty((3, policy.batch_size), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
         self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:

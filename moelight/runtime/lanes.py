@@ -10,11 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from moelight.core.errors import MoelightError
+from moelight.kernels.threads import Gang
 
 
 class Pending(Protocol):
@@ -98,10 +100,11 @@ class HostTicket:
 
 
 class InlineLane:
-    """The calling thread itself: work is done when ``submit`` returns."""
+    """The calling thread itself: work is done when ``submit`` returns, its kernels on the threads of ``gang``."""
 
-    def __init__(self) -> None:
+    def __init__(self, gang: Gang | None = None) -> None:
         self._broken: BaseException | None = None
+        self._gang = gang
 
     def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
         if self._broken is not None:
@@ -110,20 +113,26 @@ class InlineLane:
         try:
             for ticket in after:
                 ticket.wait()
-            mine.carry_out(work)
+            with _working(self._gang):
+                mine.carry_out(work)
         except BaseException as error:  # whatever it is, later work may depend on this
             self._broken = error
             raise
         return mine
 
     def close(self) -> None:
-        """Nothing is ever left to finish."""
+        """No work is ever left to finish; the gang's threads end."""
+        _dismiss(self._gang)
 
 
 class ThreadLane:
-    """A thread of its own. Kernels and reads release the interpreter, so lanes overlap."""
+    """A thread of its own. Kernels and reads release the interpreter, so lanes overlap.
 
-    def __init__(self, name: str) -> None:
+    With a ``gang`` it stays on the gang's cores, and so do the threads that torch starts for it.
+    """
+
+    def __init__(self, name: str, gang: Gang | None = None) -> None:
+        self._gang = gang
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], HostTicket, threading.Event] | None]
         self._queue = queue.SimpleQueue()
         self._broken: BaseException | None = None
@@ -143,8 +152,15 @@ class ThreadLane:
         self._closed = True
         self._queue.put(None)
         self._thread.join()
+        _dismiss(self._gang)
 
     def _serve(self) -> None:
+        if self._gang is not None:
+            self._gang.settle()
+        with _working(self._gang):
+            self._carry_out_all()
+
+    def _carry_out_all(self) -> None:
         while (item := self._queue.get()) is not None:
             work, after, ticket, done = item
             try:
@@ -248,10 +264,11 @@ class StreamLane:
     """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU).
 
     Work is launched by the calling thread. Streams wait for streams on the device; work of a host lane is waited for
-    by the launching thread.
+    by the launching thread. A twin's work is done by that thread and the ``gang``.
     """
 
-    def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
+    def __init__(self, stream: Any, new_event: Callable[[], Any], gang: Gang | None = None) -> None:
+        self._gang = gang
         self._stream, self._new_event = stream, new_event
         self._clock = StreamClock(new_event, stream)
         self._broken: BaseException | None = None
@@ -277,7 +294,7 @@ class StreamLane:
             else:
                 ticket.wait()
         start, done = self._new_event(), self._new_event()
-        with self._stream:
+        with self._stream, _working(self._gang):
             start.record(self._stream)
             outcome = work()
             done.record(self._stream)
@@ -285,3 +302,13 @@ class StreamLane:
 
     def close(self) -> None:
         self._stream.synchronize()
+        _dismiss(self._gang)
+
+
+def _working(gang: Gang | None) -> AbstractContextManager[None]:
+    return nullcontext() if gang is None else gang.working()
+
+
+def _dismiss(gang: Gang | None) -> None:
+    if gang is not None:
+        gang.close()

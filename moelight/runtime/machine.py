@@ -8,11 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
 from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
+from moelight.hrm.footprint import Footprint
+from moelight.kernels.threads import Gang
+from moelight.memory.arena import allocate
+from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
+from moelight.runtime.numa import place_memory, placing, refusal, settle
+from moelight.runtime.topology import plug_of, read_topology
 from moelight.runtime.twin import TwinEvent, TwinStream
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
@@ -67,27 +75,70 @@ def find_machine(name: str) -> Machine:
     return Machine(device=device, discrete=True, bf16=bf16)
 
 
-def open_lanes(machine: Machine, kind: str = "auto") -> dict[Lane, LaneRunner]:
-    """A runner for every lane the machine has.
+def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
+    """A runner for every lane the machine has, each with the threads that ``shares`` give it.
 
     ``auto``: compute on the calling thread (or on streams), everything else on threads of its own.
     """
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     host = _HOST_LANES if machine.discrete else (Lane.DISK, Lane.CPU)
+    gangs = {} if shares is None else gangs_of(shares)
     lanes: dict[Lane, LaneRunner] = {}
     for lane in host:
         inline = kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete)
-        runner = PendingLane if lane is Lane.DISK else ThreadLane
-        lanes[lane] = InlineLane() if inline else runner(str(lane))
+        if inline:
+            lanes[lane] = InlineLane(gangs.get(lane))
+        elif lane is Lane.DISK:
+            lanes[lane] = PendingLane(str(lane))
+        else:
+            lanes[lane] = ThreadLane(str(lane), gangs.get(lane))
     for lane in _DEVICE_LANES if machine.discrete else ():
-        lanes[lane] = _device_lane(machine, lane, kind)
+        lanes[lane] = _device_lane(machine, lane, kind, gangs.get(lane))
     return lanes
 
 
-def _device_lane(machine: Machine, lane: Lane, kind: str) -> LaneRunner:
+def gangs_of(shares: CoreShares) -> dict[Lane, Gang]:
+    """The threads of each lane that computes. Lanes with the same share have the same gang, and take turns."""
+    made: dict[Share, Gang] = {}
+    found = {}
+    for lane in Lane:
+        share = shares.of(lane)
+        if share is not None:
+            if share not in made:
+                made[share] = Gang(share.threads, share.places)
+            found[lane] = made[share]
+    return found
+
+
+def cores_for(machine: Machine, policy: Policy) -> CoreShares:
+    """How the lanes of a run of ``policy`` share the cores of this process. A twin's device is the processor itself."""
+    device = machine.discrete and not machine.twin
+    plug = plug_of(machine.device) if device else None
+    return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
+
+
+def allocate_for(machine: Machine, footprint: Footprint) -> dict[str, Tensor]:
+    """The arenas of ``footprint`` (`memory.arena.allocate`), those in host memory on the NUMA nodes that suit a run."""
+    plug = plug_of(machine.device)
+    tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
+    place = place_memory(
+        read_topology(),
+        sum(footprint.total(tier) for tier in tiers),
+        device_node=None if plug is None else plug.node,
+        refusal=refusal(),
+    )
+    with placing(place):  # pinned memory is touched when it is taken; the rest later, by whatever thread
+        arenas = allocate(footprint, machine.device)
+    for arena in arenas.values():
+        if arena.device.type == "cpu":
+            settle(place, arena.data_ptr(), arena.numel())
+    return arenas
+
+
+def _device_lane(machine: Machine, lane: Lane, kind: str, gang: Gang | None) -> LaneRunner:
     if not machine.twin:
         return StreamLane.on(machine.device)
     if kind == "auto":
-        return StreamLane(TwinStream(), TwinEvent)
-    return InlineLane() if kind == "inline" else ThreadLane(str(lane))
+        return StreamLane(TwinStream(), TwinEvent, gang)
+    return InlineLane(gang) if kind == "inline" else ThreadLane(str(lane), gang)

@@ -1,4 +1,4 @@
-"""Facts of this process and machine: memory that there is, is allowed and is used, and the processor's name.
+"""Facts of this process and machine: memory that there is, is allowed and is used, the processor's name and quota.
 
 Knows /proc, control groups (both versions) and getrusage. Refuses to know tensors and devices; never imports torch.
 """
@@ -75,33 +75,48 @@ def processor_name(*, proc: Path = PROC) -> str:
     return platform.processor() or platform.machine()
 
 
+def processor_quota(*, proc: Path = PROC) -> float | None:
+    """How many processors' worth of time the control groups of this process grant; None where they grant all."""
+    granted = []
+    for directory, version in _groups(proc, "cpu"):
+        if version == 2:
+            quota, _, period = "".join(_lines(directory / "cpu.max")).strip().partition(" ")
+        else:
+            quota, period = ("".join(_lines(directory / f"cpu.cfs_{name}_us")).strip() for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            granted.append(int(quota) / int(period))
+    return min(granted, default=None)
+
+
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """``(limit, used)`` of every control group with a limit, from this process's own upwards, in bytes.
 
     Page cache the kernel would drop first does not count as used.
     """
-    for directory, files in _groups(proc):
+    for directory, version in _groups(proc, "memory"):
+        files = _V2 if version == 2 else _V1
         limit = _number(directory / files.limit)
         if limit is not None:
             used = (_number(directory / files.usage) or 0) - _inactive_file(directory, files)
             yield limit, max(0, used)
 
 
-def _groups(proc: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """This process's memory groups and their parents, up to where each hierarchy is mounted."""
+def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """This process's groups of ``controller`` and their parents, up to where each hierarchy is mounted, each with the
+    version of control groups that it speaks."""
     paths = _paths_of_process(proc)
     for fstype, options, root, mount in _mounts(proc):
         if fstype == "cgroup2" and "" in paths:
-            own, files = paths[""], _V2
-        elif fstype == "cgroup" and "memory" in options and "memory" in paths:
-            own, files = paths["memory"], _V1
+            own, version = paths[""], 2
+        elif fstype == "cgroup" and controller in options and controller in paths:
+            own, version = paths[controller], 1
         else:
             continue
         # Inside a container the mount may show a subtree whose path the process's own file does not repeat.
         below = own[len(root) :] if root != "/" and own.startswith(root) else own
         directory = mount / below.strip("/")
         while True:
-            yield directory, files
+            yield directory, version
             if directory == mount:
                 break
             directory = directory.parent

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.hrm.footprint import sample_rows
+from moelight.kernels.copies import copy_pages
 from moelight.memory.pages import PageStore, StartPage
 from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
@@ -70,7 +71,7 @@ class Operations:
         if task.kind is TaskKind.READ_PAGE:
             return self._start_page(page, target)
         if task.kind is TaskKind.STAGE_PAGE:
-            target.copy_(self._pages.far_home(page))
+            copy_pages(target, self._pages.far_home(page))
         else:
             (source,) = task.reads
             target.copy_(self._pages.slot(source, position), non_blocking=True)

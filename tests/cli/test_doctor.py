@@ -6,15 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from moelight import __version__
 from moelight.cli import facts
+from moelight.cli import machine_facts as machine_facts_room
+from moelight.cli.machine_facts import machine_facts, machine_lines
+from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.serving import serving
-from tests.cli.program import ROOT, moelight
+from moelight.runtime.topology import Plug
+from tests.cli.program import DEMO, ROOT, moelight
+from tests.runtime.machines import topology
 
 
 def test_facts_as_json() -> None:
@@ -29,6 +35,55 @@ def test_facts_as_json() -> None:
     assert 0 < memory["available_bytes"] <= memory["limit_bytes"] <= memory["physical_bytes"]
     assert 1 <= found["processor"]["usable"] <= found["processor"]["threads"] <= os.cpu_count()
     assert found["torch"]["fault"] is None
+    cores, threads = found["cores"], found["threads"]
+    assert cores["processors"] == found["processor"]["usable"] >= cores["usable"] == len(cores["places"])
+    assert threads["compute"]["threads"] >= 1 and threads["reason"]
+    assert found["numa"]["placement"]["kind"] in ("anywhere", "bound", "interleaved")
+    assert found["huge_pages"] in ("always", "madvise", "never", None)
+    assert found["direct_reads"]["directory"] == str(ROOT)
+
+
+def test_files_of_a_model_are_tried() -> None:
+    found = json.loads(moelight("doctor", "--model", "demo", "--json").stdout)
+    assert found["direct_reads"]["directory"] == str(DEMO)
+    assert found["direct_reads"]["direct"] in ((True, False) if native.available() else (False,))
+    weights = sum(file.stat().st_size for file in DEMO.glob("*.safetensors"))
+    assert found["numa"]["placement"]["for_bytes"] == weights > 0
+
+
+def test_a_directory_without_weights_is_tried_with_a_file_that_goes_again(tmp_path: Path) -> None:
+    found = machine_facts(2, [], tmp_path)["direct_reads"]
+    assert (found["directory"], found["direct"] is None) == (str(tmp_path), False)
+    assert list(tmp_path.iterdir()) == []
+    missing = machine_facts(2, [], tmp_path / "gone")["direct_reads"]
+    if native.available():
+        assert missing["direct"] is None and "gone" in missing["reason"]
+
+
+def test_no_such_model_is_refused() -> None:
+    done = moelight("doctor", "--model", "owner/name")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "moelight: error: --model owner/name: no such directory\n"
+
+
+def test_a_big_machine_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = topology(16, nodes=2, siblings=2)
+    monkeypatch.setattr(machine_facts_room, "read_topology", lambda: there)
+    monkeypatch.setattr(machine_facts_room, "refusal", lambda: None)
+    found = machine_facts(16, [Plug(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
+    weights = found["numa"]["placement"]["for_bytes"]
+    lines = [f"{name}: {said}" for name, said in machine_lines(json.loads(json.dumps(found)))]
+    assert lines[:5] == [
+        "threads: 16 threads, each bound to its core: 4 to stage pages, 11 to compute, 1 core left to launch work",
+        "NUMA: node 0: 64.0GiB, 48.0GiB available",
+        ": node 1: 64.0GiB, 48.0GiB available",
+        ": device at 0000:81:00.0: node 1, its link carries 32 GB/s",
+        f"host memory: bound: node 1, the device's, has room for {format_bytes(weights)}",
+    ]
+    assert any(line.startswith("pinning: ulimit -l: ") for line in lines)
+    unknown = machine_facts(16, [Plug(address="0000:81:00.0")], None)
+    assert unknown["numa"]["placement"]["kind"] == "interleaved"
+    assert ("", "device at 0000:81:00.0: an unknown node") in list(machine_lines(unknown))
 
 
 def test_facts_for_people() -> None:
@@ -36,7 +91,8 @@ def test_facts_for_people() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for row in serving():
         assert row.operation in done.stdout
-    for said in ("moelight", "torch", "memory", "physical", "instructions", "kernels", "served by", "why"):
+    said_too = ("threads", "NUMA", "host memory", "huge pages", "direct reads", "no quota")
+    for said in ("moelight", "torch", "memory", "physical", "instructions", "kernels", "served by", "why", *said_too):
         assert said in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 

@@ -76,7 +76,7 @@ OPTIONS = {
     "report": {"TRACE", "--output", "-o"},
     "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
     "profile": {"--device", "--output", "-o", "--quick", "--disk-dir"},
-    "doctor": {"--json"},
+    "doctor": {"--model", "-m", "--json"},
 }
 # Every command that plans can be asked for its help.
 PLANNING = ("optimize", "simulate", "roofline", "inspect")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy, Shares
@@ -337,3 +339,23 @@ def test_weights_may_be_held_in_another_format(model: Path, dtype: str, devices:
     policy = Policy(model=str(model), weight_dtype=dtype, weights=Shares(host=0.5, disk=0.5), **devices)
     with Engine(policy, device="twin" if policy.discrete else "cpu") as engine:
         assert all(c.completion_tokens == 8 for c in engine.generate(PROMPTS, EIGHT))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
+@pytest.mark.parametrize(("device", "lanes"), [("cpu", "auto"), ("cpu", "threads"), ("twin", "auto")])
+def test_a_process_keeps_its_cores_and_threads(
+    model: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch, device: str, lanes: str
+) -> None:
+    """Bound threads are the engine's own: the caller's affinity is what it was, and they end with the engine."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: len(os.sched_getaffinity(0)))
+    mine, tasks = os.sched_getaffinity(0), Path("/proc/self/task")
+    gpu = {"ffn_device": "gpu"} if device == "twin" else {}
+    before = {task.name for task in tasks.iterdir()}
+    with Engine(Policy(model=str(model), **gpu), device=device, lanes=lanes) as engine:  # type: ignore[arg-type]
+        found = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4, ignore_eos=True))
+        during = os.sched_getaffinity(0)
+    assert found[0].token_ids == plain[0].token_ids[:4]
+    assert during == os.sched_getaffinity(0) == mine
+    # torch's own threads stay
+    left = [task for task in tasks.iterdir() if task.name not in before]
+    assert all(os.sched_getaffinity(int(task.name)) == mine for task in left)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +15,13 @@ import torch
 
 from moelight.core.errors import CheckpointError, ConfigError, MoelightError
 from moelight.core.schedule import Lane
+from moelight.kernels.threads import Gang
+from moelight.runtime import machine as machine_room
+from moelight.runtime.cores import Demands, share_cores
 from moelight.runtime.lanes import SKIPPED, InlineLane, LaneRunner, PendingLane, StreamLane, StreamTicket, ThreadLane
 from moelight.runtime.machine import Machine, find_machine, open_lanes
 from moelight.runtime.twin import TwinEvent, TwinStream
+from tests.runtime.machines import topology
 
 PATIENCE_S = 10.0
 KINDS: dict[str, Callable[[], LaneRunner]] = {
@@ -315,6 +321,52 @@ def test_a_machine_has_the_lanes_it_needs(kind: str) -> None:
             assert all(isinstance(lanes[each], StreamLane) for each in wanted & {Lane.H2D, Lane.D2H, Lane.DEVICE})
         for runner in lanes.values():
             runner.close()
+
+
+@pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
+@pytest.mark.parametrize("device", [False, True])
+def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane that computes works on its own gang, a twin's all on one; every gang is closed."""
+    here, closed = threading.local(), []
+
+    class Noted(Gang):
+        @contextmanager
+        def working(self) -> Iterator[None]:
+            before, here.gang = getattr(here, "gang", None), self
+            yield
+            here.gang = before
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(machine_room, "Gang", Noted)
+    demands = Demands(device=device, stages=device)
+    shares = share_cores(topology(8), demands, at_most=6)
+    lanes, seen = open_lanes(TWIN, kind, shares), {}
+    for lane, runner in lanes.items():
+        runner.submit(lambda lane=lane: seen.update({lane: getattr(here, "gang", None)}), ()).wait()  # type: ignore[misc]
+    for runner in lanes.values():
+        runner.close()
+    sizes = {lane: gang.threads for lane, gang in seen.items() if gang is not None}
+    if device:
+        assert sizes == {Lane.CPU: 4, Lane.STAGE: 1}
+    else:
+        assert sizes == dict.fromkeys(set(Lane) - {Lane.DISK}, 6)
+        assert len({id(gang) for gang in seen.values() if gang is not None}) == 1
+    assert {id(gang) for gang in closed} == {id(gang) for gang in seen.values() if gang is not None}
+    assert getattr(here, "gang", None) is None
+
+
+def test_a_lanes_own_thread_stays_on_the_cores_of_its_gang() -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    seen: list[set[int]] = []
+    lane = ThreadLane("near", Gang(1, [[mine[-1]]]))
+    lane.submit(lambda: seen.append(os.sched_getaffinity(0)), ()).wait()
+    lane.close()
+    inline = InlineLane(Gang(1, [[mine[-1]]]))
+    inline.submit(lambda: seen.append(os.sched_getaffinity(0)), ()).wait()
+    inline.close()
+    assert seen == [{mine[-1]}, set(mine)]
 
 
 @pytest.mark.gpu

@@ -74,6 +74,28 @@ def test_version_1_takes_the_smallest_limit_on_the_way_up(tmp_path: Path) -> Non
     assert measure.available_bytes(proc=proc) == 16 * MiB
 
 
+def test_a_quota_of_time_is_the_smallest_on_the_way_up(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    proc = machine(tmp_path, "0::/a/b\n", [mount_v2(root)])
+    group(root / "a" / "b", cpu__max="max 100000")
+    group(root)
+    assert measure.processor_quota(proc=proc) is None
+    group(root / "a", cpu__max="150000 100000")
+    assert measure.processor_quota(proc=proc) == 1.5
+    group(root / "a" / "b", cpu__max="50000 100000")
+    assert measure.processor_quota(proc=proc) == 0.5
+
+
+def test_a_quota_of_version_1(tmp_path: Path) -> None:
+    root = tmp_path / "cpu"
+    proc = machine(tmp_path, "2:cpu,cpuacct:/z\n4:memory:/x\n", [mount_v1(root, controllers="cpu,cpuacct")])
+    group(root / "z", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert measure.processor_quota(proc=proc) is None
+    group(root, cpu__cfs_quota_us=400000, cpu__cfs_period_us=100000)
+    assert measure.processor_quota(proc=proc) == 4.0
+    assert measure.processor_quota(proc=tmp_path / "nothing") is None
+
+
 def test_a_container_that_sees_its_own_subtree_as_the_mount(tmp_path: Path) -> None:
     root = tmp_path / "memory"
     proc = machine(tmp_path, "4:memory:/docker/abc\n", [mount_v1(root, root="/docker/abc")])

@@ -15,6 +15,7 @@ from moelight.core.request import SamplingParams
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.engine.engine import Engine
 from moelight.engine.passes import PassRunner
+from moelight.runtime import ops
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import PassShape
 from moelight.scheduler.validate import validate
@@ -112,6 +113,7 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
         return wrap
 
     monkeypatch.setattr(Operations, "bind", counted)
+    monkeypatch.setattr(ops, "copy_pages", lambda dst, src: dst.copy_(src))
     generate(open_policy(model, devices))
     crossing = {kind for kind in moved if not kind.name.endswith("_PAGE")}
     down_and_up = {TaskKind.OFFLOAD_QKV, TaskKind.LOAD_HIDDEN, TaskKind.OFFLOAD_KV}

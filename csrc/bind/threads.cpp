@@ -1,0 +1,34 @@
+// Gangs of threads for the lanes of a run. Knows no kernel.
+
+#include "moelight/threads.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "checks.h"
+
+namespace moelight::bind {
+namespace {
+
+using namespace nb::literals;
+
+std::shared_ptr<Gang> make_gang(int64_t threads, std::vector<Place> places) {
+  for (const Place& place : places) {
+    if (place.empty()) refuse("places", "each must name a processor");
+    for (const int processor : place)
+      if (processor < 0 || processor >= (1 << 16)) refuse("places", "a processor is " + std::to_string(processor));
+  }
+  if (!places.empty() && static_cast<int64_t>(places.size()) != threads)
+    refuse("places", "must be one for each of the " + std::to_string(threads) + " threads");
+  return std::make_shared<Gang>(checked_threads(threads), std::move(places));
+}
+
+}  // namespace
+
+void add_threads(nb::module_& module) {
+  nb::class_<Gang>(module, "Gang").def("end", &Gang::end, nb::call_guard<nb::gil_scoped_release>());
+  module.def("make_gang", make_gang, "threads"_a, "places"_a);
+  module.def("work_with", work_with, "gang"_a.none());
+}
+
+}  // namespace moelight::bind
