@@ -52,6 +52,14 @@ class TaskKind(str, enum.Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def moves_page(self) -> bool:
+        """True for what moves a page of weights; such tasks may run ahead into the pass before theirs."""
+        return self in _PAGE_KINDS
+
+
+_PAGE_KINDS = frozenset((TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_PAGE, TaskKind.CARRIED_PAGE))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Page:

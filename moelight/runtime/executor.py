@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
+from moelight.core.timeline import Span, Timeline, last_to_end
 from moelight.runtime.lanes import LaneRunner, Ticket, Work
 
 Perform = Callable[[Task], Work]
+Submitted = tuple[Task, Ticket, Sequence[tuple[Task, Ticket]]]  # and what it waits for
 
 
 class Executor:
@@ -18,7 +19,7 @@ class Executor:
 
     def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
         self._lanes = lanes
-        self._carried: dict[Page, tuple[Task, Ticket]] = {}
+        self._carried: dict[Page, Submitted] = {}
         self._broken = False
 
     @property
@@ -35,36 +36,46 @@ class Executor:
         if self._broken:
             raise MoelightError("an earlier pass failed or was interrupted; close this engine and open it anew")
         self._broken = True
-        tickets: list[Ticket] = []
-        spans: list[tuple[Task, Ticket]] = []
+        submitted: list[Submitted] = []
         for task in schedule.tasks:
             if task.kind is TaskKind.CARRIED_PAGE and task.page is not None:
-                fetched, ticket = self._carried[task.page]
-                spans.append((fetched, ticket))
+                submitted.append(self._carried[task.page])
             else:
-                after = [tickets[dep] for dep in task.deps]
-                ticket = self._lanes[task.lane].submit(perform(task), after)
-                spans.append((task, ticket))
-            tickets.append(ticket)
+                after = [submitted[dep][:2] for dep in task.deps]
+                ticket = self._lanes[task.lane].submit(perform(task), [earlier for _, earlier in after])
+                submitted.append((task, ticket, after))
         ahead = set(schedule.carried_out)
         self._carried = {}
         for position in schedule.carried_out:
-            task = schedule.tasks[position]
-            if task.page is not None:
-                self._carried[task.page] = (task, tickets[position])
-        done = []
-        for position, (task, ticket) in enumerate(spans):
-            if position not in ahead:
-                ticket.wait()
-                start_s, end_s = ticket.span()
-                done.append(Span(task=task, start_s=start_s, end_s=end_s))
+            page = schedule.tasks[position].page
+            if page is not None:
+                self._carried[page] = submitted[position]
+        timeline = _timeline([each for position, each in enumerate(submitted) if position not in ahead])
         self._broken = False
-        return Timeline(spans=tuple(done))
+        return timeline
 
     def close(self) -> None:
         """Finish what is on its way and stop the lanes."""
         for lane in self._lanes.values():
             lane.close()
+
+
+def _timeline(submitted: Sequence[Submitted]) -> Timeline:
+    """Wait for every task, and say when it ran and what it waited for last."""
+    done: dict[Ticket, tuple[float, float]] = {}  # a device is asked once for each
+
+    def span(ticket: Ticket) -> tuple[float, float]:
+        if ticket not in done:
+            ticket.wait()
+            done[ticket] = ticket.span()
+        return done[ticket]
+
+    spans = []
+    for task, ticket, after in submitted:
+        start_s, end_s = span(ticket)
+        last, until_s = last_to_end((dep, span(earlier)[1]) for dep, earlier in after)
+        spans.append(Span(task=task, start_s=start_s, end_s=end_s, waited_for=last, waited_until_s=until_s))
+    return Timeline(spans=tuple(spans))
 
 
 def idle_s(timeline: Timeline, began_s: float) -> float:
