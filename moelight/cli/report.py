@@ -122,7 +122,8 @@ def _bubbles(found: Report) -> list[RenderableType]:
     def rest(lane: LaneReport) -> str:
         return f"{seconds_text(lane.idle_s)} ({share_text(1 - lane.busy_share)})"
 
-    binding, parts = found.binding, list[RenderableType]()
+    parts: list[RenderableType] = []
+    binding = found.binding
     if not found.bubbles:
         parts.append(Text(f"{binding.lane} never stood still."))
     else:

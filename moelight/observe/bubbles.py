@@ -85,7 +85,7 @@ class Bubbles:
         works = [span for span in timeline.spans if not span.task.kind.moves_page]
         if works:  # the pass, but for its pages
             first_s = min(span.start_s for span in works)
-            if self._worked_s is not None and first_s > self._worked_s:
+            if self._worked_s is not None and first_s - self._worked_s > _LEAST_S:
                 self._gaps.append((self._worked_s, first_s))
             self._worked_s = max(span.end_s for span in works)
         self._pending += [(span.start_s, number, span) for span in timeline.spans]
@@ -179,7 +179,7 @@ def _wait(pieces: dict[str, list[float]], span: Span, from_s: float, to_s: float
     if until_s is None:
         _add(pieces, UNRECORDED, from_s, to_s)
         return
-    if span.waited_for is not None and until_s > from_s:
+    if span.waited_for is not None and until_s - from_s > _LEAST_S:
         until_s = min(until_s, to_s)
         _add(pieces, cause_of(span.task.kind, span.waited_for.kind), from_s, until_s)
         from_s = until_s
