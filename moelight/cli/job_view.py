@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from moelight.batch import job
@@ -22,6 +22,9 @@ from moelight.cli.tables import printable
 from moelight.core.units import format_bytes
 from moelight.observe.figures import share_text
 from moelight.observe.stats import Binding
+
+_SHORTEST_BAR, _LONGEST_BAR = 6, 30
+_BESIDE_THE_BAR = 68  # columns that the words take in a run of ten thousand tokens
 
 
 def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
@@ -91,8 +94,8 @@ class Bar(job.Progress):
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            _Tokens(),
+            BarColumn(bar_width=max(_SHORTEST_BAR, min(_LONGEST_BAR, console.width - _BESIDE_THE_BAR))),
+            _Tokens(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
             console=console,
             transient=True,

@@ -104,7 +104,7 @@ def _head(report: Report, title: str) -> Iterator[str]:
     if report.predicted_pass_s is not None:
         yield _card(seconds_text(report.predicted_pass_s), "decode pass, predicted")
     binding = report.binding
-    yield _card(f"{escape(binding.lane)} {share_text(binding.busy_share)}", "binding lane, busy share of the run")
+    yield _card(f"{escape(binding.lane)} {share_text(binding.busy_share)}", "the binding lane at work")
     yield "</div>\n"
 
 
