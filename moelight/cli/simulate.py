@@ -132,11 +132,14 @@ def _pass_as_dict(run: PassRun) -> dict[str, Any]:
 def _write_trace(path: Path, stage: Stage, run: Rehearsal) -> None:
     from moelight.batch.forecast import about
     from moelight.batch.output import whole_file
-    from moelight.observe.trace import write_trace
+    from moelight.observe.trace import TraceWriter
 
     facts = about(stage, run.schedule, source="simulated")
     with whole_file(path, what="trace") as write:
-        write_trace(write, run.timelines, facts)
+        writer = TraceWriter(write)
+        for timeline in run.timelines:
+            writer.add(timeline)
+        writer.finish(facts)
 
 
 def _plot(path: Path, question: ask.Question, found: Sequence[Rehearsal]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 
 from moelight.core.schedule import Lane, TaskKind
@@ -42,6 +43,7 @@ class Bubble:
     layer: int
 
 
+@cache
 def cause_of(waiting: TaskKind, last: TaskKind) -> str:
     """What a task that waited for ``last`` waited for: its outcome or, for a page, the room it took."""
     if waiting.moves_page and not last.moves_page:
@@ -59,7 +61,7 @@ class Bubbles:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Lane, dict[str, _Sum]] = {}
+        self._found: dict[tuple[Lane, str], _Sum] = {}
         self._passes = 0
         self._begin(None)
 
@@ -103,8 +105,8 @@ class Bubbles:
 
     def of(self, lane: Lane) -> Mapping[str, Bubble]:
         """By cause, longest first, what ``lane`` lost up to the last pass but one, or to the last `end`."""
-        found = sorted(self._found.get(lane, {}).items(), key=lambda each: -each[1].seconds)
-        return {cause: mine.bubble() for cause, mine in found}
+        found = [(cause, mine) for (theirs, cause), mine in self._found.items() if theirs is lane]
+        return {cause: mine.bubble() for cause, mine in sorted(found, key=lambda each: -each[1].seconds)}
 
     def _release(self, horizon_s: float) -> None:
         """Look at everything that began before ``horizon_s``; nothing that is still to come did."""
@@ -123,14 +125,8 @@ class Bubbles:
 
     def _gap(self, from_s: float, span: Span, number: int) -> None:
         """The lane of ``span`` stood still from ``from_s`` until it began."""
-        crossed = []
-        for gap in reversed(self._gaps):
-            if gap[1] <= from_s:
-                break
-            if gap[0] < span.start_s:
-                crossed.append(gap)
         pieces: dict[str, list[float]] = {}
-        for between_from_s, between_to_s in reversed(crossed):
+        for between_from_s, between_to_s in self._crossed(from_s, span.start_s):
             start_s, end_s = max(from_s, between_from_s), min(span.start_s, between_to_s)
             _wait(pieces, span, from_s, start_s)
             _add(pieces, BETWEEN, start_s, end_s)
@@ -141,11 +137,20 @@ class Bubbles:
         for cause, (at_s, seconds) in pieces.items():
             self._note(task.lane, cause, at_s, seconds, number, layer)
 
+    def _crossed(self, from_s: float, to_s: float) -> list[tuple[float, float]]:
+        """The gaps between passes, in order, that have something in common with a time; mostly there are none."""
+        found: list[tuple[float, float]] = []
+        for gap in reversed(self._gaps):
+            if gap[1] <= from_s:
+                break
+            if gap[0] < to_s:
+                found.insert(0, gap)
+        return found
+
     def _note(self, lane: Lane, cause: str, at_s: float, seconds: float, number: int, layer: int) -> None:
-        found = self._found.setdefault(lane, {})
-        if cause not in found:
-            found[cause] = _Sum()
-        mine = found[cause]
+        mine = self._found.get((lane, cause))
+        if mine is None:
+            mine = self._found[lane, cause] = _Sum()
         mine.seconds += seconds
         mine.count += 1
         if seconds > mine.longest[0]:

@@ -132,14 +132,14 @@ class LaneTotals:
 
     def add(self, timeline: Timeline) -> None:
         """Count the spans of one pass; a lane not named at construction joins at its first span."""
-        busy_s, crossed, tasks = self._busy_s, self._bytes, self._tasks
         mine = timeline.busy_s()
-        for span in timeline.spans:
-            lane = span.task.lane
-            crossed[lane] = crossed.get(lane, 0) + span.task.bytes
-            tasks[lane] = tasks.get(lane, 0) + 1
         for lane, seconds in mine.items():
-            busy_s[lane] = busy_s.get(lane, 0.0) + seconds
+            self._busy_s[lane] = self._busy_s.get(lane, 0.0) + seconds
+        crossed, tasks = self._bytes, self._tasks
+        for span in timeline.spans:
+            task = span.task
+            crossed[task.lane] = crossed.get(task.lane, 0) + task.bytes
+            tasks[task.lane] = tasks.get(task.lane, 0) + 1
         if mine:
             before_s, self._ended_s = self._ended_s, timeline.end_s
             self._recent.append((timeline.end_s - (timeline.start_s if before_s is None else before_s), mine))

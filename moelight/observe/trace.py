@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from moelight.core.schedule import Lane
+from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Span, Timeline
 
 _PROCESS = 1
 _ROWS = {lane: row for row, lane in enumerate(Lane, start=1)}
+_LANES, _KINDS = {lane: str(lane) for lane in Lane}, {kind: str(kind) for kind in TaskKind}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,12 +103,17 @@ class TraceWriter:
         self._write("".join(f",\n{event}" for event in events).encode())
 
 
-def write_trace(write: Callable[[bytes], object], timelines: Iterable[Timeline], about: About | None = None) -> None:
-    """A whole trace of ``timelines``, one per pass, on one clock."""
-    writer = TraceWriter(write)
-    for timeline in timelines:
-        writer.add(timeline)
-    writer.finish(about)
+def write_trace(path: Path, timelines: Iterable[Timeline], about: About | None = None) -> None:
+    """A whole trace: every span of ``timelines`` (one per pass, on one clock) goes to ``path``.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    with path.open("wb") as file:
+        writer = TraceWriter(file.write)
+        for timeline in timelines:
+            writer.add(timeline)
+        writer.finish(about)
 
 
 def _metadata(name: str, row: int, args: dict[str, Any]) -> str:
@@ -118,7 +125,7 @@ def _bar(span: Span, *, origin_s: float, pass_number: int) -> str:
     task, page = span.task, span.task.page
     layer, expert = (task.layer, "") if page is None else (page.layer, f', "expert": {page.expert}')
     return (
-        f'{{"ph": "X", "name": "{task.kind.value}", "cat": "{task.lane.value}", '
+        f'{{"ph": "X", "name": "{_KINDS[task.kind]}", "cat": "{_LANES[task.lane]}", '
         f'"pid": {_PROCESS}, "tid": {_ROWS[task.lane]}, '
         f'"ts": {_us(span.start_s - origin_s)}, "dur": {_us(span.end_s - span.start_s)}, '
         f'"args": {{"pass": {pass_number}, "layer": {layer}, "micro_batch": {task.micro_batch}, '
@@ -132,8 +139,8 @@ def _waited(span: Span, origin_s: float) -> str:
     last = span.waited_for
     if last is None:
         return ', "waited_for": null'
-    until = _us(max(0.0, span.waited_until_s - origin_s))
-    return f', "waited_for": "{last.kind.value}", "waited_lane": "{last.lane.value}", "waited_until": {until}'
+    lane, until = _LANES[last.lane], _us(span.waited_until_s - origin_s)
+    return f', "waited_for": "{_KINDS[last.kind]}", "waited_lane": "{lane}", "waited_until": {until}'
 
 
 def _us(seconds: float) -> str:

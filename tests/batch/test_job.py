@@ -234,7 +234,7 @@ def test_a_trace_keeps_no_pass(engine: StandIn, tmp_path: Path) -> None:
 
     class Counting(job.Progress):
         def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-            alive.append(sum(isinstance(thing, Timeline) for thing in gc.get_objects()))
+            alive.append(sum(type(thing) is Timeline for thing in gc.get_objects()))
 
     trace = tmp_path / "trace.json"
     path = prompts(tmp_path, *({"prompt": "a"} for _ in range(30)))

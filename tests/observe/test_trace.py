@@ -11,7 +11,7 @@ import pytest
 
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
-from moelight.observe.trace import About, LaneForecast, TraceWriter, write_trace
+from moelight.observe.trace import About, LaneForecast, TraceWriter
 from tests.observe.traces import write_timelines
 
 PASSES = (
@@ -79,7 +79,10 @@ def test_bars_of_one_row_do_not_overlap(events: list[dict]) -> None:  # type: ig
 
 def written(passes: Sequence[Timeline], about: About | None = None) -> dict[str, Any]:
     pieces: list[bytes] = []
-    write_trace(pieces.append, passes, about)
+    writer = TraceWriter(pieces.append)
+    for timeline in passes:
+        writer.add(timeline)
+    writer.finish(about)
     return json.loads(b"".join(pieces))  # type: ignore[no-any-return]
 
 

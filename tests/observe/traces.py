@@ -51,6 +51,5 @@ def write_passes(path: Path, passes: int, *, about: About | None = ABOUT, tasks:
 
 def write_timelines(path: Path, timelines: Iterable[Timeline], about: About | None = None) -> Path:
     """A trace of ``timelines``."""
-    with path.open("wb") as file:
-        write_trace(file.write, timelines, about)
+    write_trace(path, timelines, about)
     return path
