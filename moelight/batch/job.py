@@ -25,12 +25,13 @@ from moelight.batch.format import (
     to_json_line,
 )
 from moelight.batch.output import check_writable, whole_file
+from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.tokenizer import Tokenizer
-from moelight.observe.stats import Stats
-from moelight.observe.trace import About, trace_text
+from moelight.observe.stats import Binding, Stats
+from moelight.observe.trace import About
 from moelight.optimizer.rehearse import Stage
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
@@ -38,7 +39,6 @@ from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
-    from moelight.core.timeline import Timeline
     from moelight.engine.engine import Engine
 
 LONGEST_SHOWN = 400
@@ -85,8 +85,9 @@ class Progress:
     def planned(self, why: str) -> None:
         """The model is loaded; ``why`` says how it will be run."""
 
-    def tokens(self, done: int, expected: int) -> None:
-        """``done`` tokens are generated of at most ``expected``, which shrinks as sequences end early."""
+    def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
+        """``done`` tokens are generated of at most ``expected``, which shrinks as sequences end early; ``binding`` was
+        the busiest lane of the last few passes."""
 
     def row(self, shown: str, row: dict[str, Any]) -> None:
         """The next row of the output, and what a person would call its prompt."""
@@ -143,7 +144,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None) -> JobResu
 
     Raises:
         UserError: the job cannot be done at all: a path, the model, a budget or an option is at fault. An earlier
-            output is as it was, unless the disk refuses the reports, which are written after the output.
+            output is as it was, unless the disk refuses stats or trace, which is said once the output is written.
     """
     told = progress if progress is not None else Progress()
     _check_paths(options)
@@ -153,10 +154,14 @@ def run_job(options: JobOptions, *, progress: Progress | None = None) -> JobResu
     directory = resolve_model(options.model)
     context = profile_from_dir(directory).max_positions
     batch = _encode(itertools.chain([first], lines), Tokenizer.from_dir(directory), context=context)
-    trace = None if options.trace is None else _Trace()
-    with _open_output(options.output) as write:
-        stats = _answer(batch, options, told, write, trace)
-    _write_reports(options, stats, trace)
+    with open_trace(options.trace) as trace:
+        with _open_output(options.output) as write:
+            stats = _answer(batch, options, told, write, trace)
+        if options.stats is not None:
+            with whole_file(options.stats, what="stats") as write:
+                write(json.dumps(stats.as_dict(), indent=2).encode() + b"\n")
+        if trace is not None:
+            trace.finish()
     failed = len(batch.refused)
     return JobResult(
         completed=len(batch.lines) - failed,
@@ -234,7 +239,7 @@ def _answer(
     options: JobOptions,
     told: Progress,
     write: Callable[[bytes], None],
-    trace: _Trace | None,
+    trace: RunTrace | None,
 ) -> Stats:
     """Write every row of ``batch`` through ``write``, each as soon as those before it are written."""
     rows = _Rows(batch.lines, told, write)
@@ -248,9 +253,11 @@ def _answer(
         expected = sum(batch.room(asked) for asked in accepted)
 
         def on_pass() -> None:
-            told.tokens(engine.progress_tokens, expected)
+            told.tokens(engine.progress_tokens, expected, engine.binding)
+            if trace is not None and engine.timeline is not None:
+                trace.add(engine.timeline)
 
-        for completion in engine.run(requests, on_pass=on_pass, trace=None if trace is None else trace.timelines):
+        for completion in engine.run(requests, on_pass=on_pass):
             asked = accepted[completion.index]
             expected -= batch.room(asked) - completion.completion_tokens
             custom_id = batch.lines[asked.number].custom_id
@@ -295,14 +302,6 @@ def _accept(batch: _Batch, engine: Engine) -> tuple[list[_Asked], list[Request]]
     return accepted, requests
 
 
-@dataclass(kw_only=True, slots=True)
-class _Trace:
-    """The timeline of every pass, and what the trace will say of the run."""
-
-    timelines: list[Timeline] = field(default_factory=list)
-    about: About | None = None
-
-
 class _Rows:
     """Rows arrive in any order and leave in the order of the input."""
 
@@ -343,13 +342,3 @@ def _nothing_ran() -> Stats:
         peak_rss_bytes=peak_rss_bytes(),
         lanes={},
     )
-
-
-def _write_reports(options: JobOptions, stats: Stats, trace: _Trace | None) -> None:
-    if options.stats is not None:
-        with whole_file(options.stats, what="stats") as write:
-            write(json.dumps(stats.as_dict(), indent=2).encode() + b"\n")
-    if options.trace is not None and trace is not None:
-        with whole_file(options.trace, what="trace") as write:
-            for piece in trace_text(trace.timelines, trace.about):
-                write(piece.encode())

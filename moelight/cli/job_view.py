@@ -13,13 +13,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from moelight.batch import job
 from moelight.batch.output import STANDARD_OUTPUT
 from moelight.cli.tables import printable
 from moelight.core.units import format_bytes
+from moelight.observe.figures import share_text
+from moelight.observe.stats import Binding
+
+_SHORTEST_BAR, _LONGEST_BAR = 6, 30
+_BESIDE_THE_BAR = 68  # columns that the words take in a run of ten thousand tokens
 
 
 def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
@@ -89,8 +94,8 @@ class Bar(job.Progress):
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            _Tokens(),
+            BarColumn(bar_width=max(_SHORTEST_BAR, min(_LONGEST_BAR, console.width - _BESIDE_THE_BAR))),
+            _Tokens(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -109,9 +114,9 @@ class Bar(job.Progress):
         self._progress.console.print(Text(printable(why), style="dim"), soft_wrap=True)
         self._progress.reset(self._task, description="generating")
 
-    def tokens(self, done: int, expected: int) -> None:
+    def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=done, total=max(done, expected))
+        self._progress.update(self._task, completed=done, total=max(done, expected), binding=binding)
 
     def row(self, shown: str, row: dict[str, Any]) -> None:
         """Pass the row on."""
@@ -136,11 +141,13 @@ class Bar(job.Progress):
 
 
 class _Tokens(ProgressColumn):
-    """``1,234/16,384 tokens  56 tok/s``"""
+    """``1,234/16,384 tokens  56 tok/s  disk 97 %``: the last is the busiest lane and its share of the last passes."""
 
     def render(self, task: Task) -> Text:
         """The column's text; empty until the first pass."""
         if task.total is None:
             return Text("")
         speed = "" if not task.speed else f"  {task.speed:,.0f} tok/s"
-        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{speed}")
+        binding: Binding | None = task.fields.get("binding")
+        lane = "" if binding is None else f"  {binding.lane} {share_text(binding.share)}"
+        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{speed}{lane}")

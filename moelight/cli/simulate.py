@@ -132,12 +132,14 @@ def _pass_as_dict(run: PassRun) -> dict[str, Any]:
 def _write_trace(path: Path, stage: Stage, run: Rehearsal) -> None:
     from moelight.batch.forecast import about
     from moelight.batch.output import whole_file
-    from moelight.observe.trace import trace_text
+    from moelight.observe.trace import TraceWriter
 
     facts = about(stage, run.schedule, source="simulated")
     with whole_file(path, what="trace") as write:
-        for piece in trace_text(run.timelines, facts):
-            write(piece.encode())
+        writer = TraceWriter(write)
+        for timeline in run.timelines:
+            writer.add(timeline)
+        writer.finish(facts)
 
 
 def _plot(path: Path, question: ask.Question, found: Sequence[Rehearsal]) -> None:

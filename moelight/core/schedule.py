@@ -20,6 +20,8 @@ class Lane(str, enum.Enum):
     DEVICE = "device"
     CPU = "cpu"
 
+    __hash__ = str.__hash__  # an enumeration's own is ten times slower, and every pass looks up thousands
+
     def __str__(self) -> str:
         return self.value
 
@@ -49,8 +51,18 @@ class TaskKind(str, enum.Enum):
     SEND_PAGE = "send_page"
     CARRIED_PAGE = "carried_page"
 
+    __hash__ = str.__hash__
+
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def moves_page(self) -> bool:
+        """True for what moves a page of weights; such tasks may run ahead into the pass before theirs."""
+        return self in _PAGE_KINDS
+
+
+_PAGE_KINDS = frozenset((TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_PAGE, TaskKind.CARRIED_PAGE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moelight.core.schedule import Lane, Task
 
+FREE = -math.inf  # when the last dependency of a task that has none ended
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One task's time in work, waiting excluded. Seconds on one monotonic clock."""
+    """One task's time in work, waiting excluded. Seconds on one monotonic clock.
+
+    ``waited_for`` is the dependency that ended last, at ``waited_until_s``. A task without any waited for None until
+    `FREE`; where nobody noted it, ``waited_until_s`` is None.
+    """
 
     task: Task
     start_s: float
     end_s: float
+    waited_for: Task | None = None
+    waited_until_s: float | None = None
+
+
+def last_to_end(deps: Iterable[tuple[Task, float]]) -> tuple[Task | None, float]:
+    """Of dependencies and their ends the last: ``waited_for`` and ``waited_until_s`` of the task that has them."""
+    last, until_s = None, FREE
+    for task, end_s in deps:
+        if end_s > until_s:
+            last, until_s = task, end_s
+    return last, until_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

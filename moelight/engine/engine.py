@@ -7,6 +7,7 @@ and which order they run in (``scheduler``).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from moelight.engine.planning import Wishes, plan_for, resolve
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
-from moelight.observe.stats import LaneTotals, Stats
+from moelight.observe.stats import Binding, LaneTotals, Stats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
@@ -70,6 +71,7 @@ class Engine:
         )
         self._ahead = machine.discrete
         self._totals = LaneTotals(self._passes.lanes)
+        self._counts: Counter[str] = Counter()  # what `Stats.counts` shows
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
         self._num_passes = self._prompt_tokens = 0
@@ -171,13 +173,11 @@ class Engine:
         requests: Sequence[Request],
         *,
         on_pass: Callable[[], None] | None = None,
-        trace: list[Timeline] | None = None,
     ) -> Iterator[Completion]:
         """Serve ``requests`` that ``check`` let through; completions come as they finish.
 
         Args:
-            on_pass: called after every pass.
-            trace: receives the timeline of every pass.
+            on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then speak of it.
         """
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
@@ -187,12 +187,11 @@ class Engine:
         self._prompt_tokens += sum(len(request.token_ids) for request in requests)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         idle, idle_before = Idle(began_s), self._python_s
+        self._totals.begin(began_s)
         try:
             for finished in self._land_all(answers):
                 if self.timeline is not None:
                     idle.add(self.timeline)
-                    if trace is not None:
-                        trace.append(self.timeline)
                 self._wall_s = wall_before + time.perf_counter() - began_s
                 self._python_s = idle_before + idle.seconds
                 self.progress_tokens = tokens_before + answers.tokens
@@ -201,6 +200,7 @@ class Engine:
                 yield from finished
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
         finally:
+            self._totals.end(began_s + self._wall_s - wall_before)
             self._batcher.clear()
             self._serving = False
 
@@ -253,7 +253,13 @@ class Engine:
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
+            counts=dict(self._counts),
         )
+
+    @property
+    def binding(self) -> Binding | None:
+        """The busiest lane of the last few passes; None before the first."""
+        return self._totals.binding
 
     @property
     def _loaded(self) -> PassRunner:

@@ -29,7 +29,6 @@ _LANE_NAMES = {
     Lane.DEVICE: "GPU",
     Lane.CPU: "CPU",
 }
-_PAGES = (TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_PAGE, TaskKind.CARRIED_PAGE)
 _LEFT, _RIGHT = 0.098, 0.885  # of the width; names of lanes on the left, their load on the right
 _ROW, _BAR = 0.36, 0.78  # inches a lane takes; the part of them its bars do
 _HEAD, _GAP, _FOOT = 0.95, 0.68, 0.62  # inches above, between and below the panels
@@ -223,6 +222,6 @@ class _Panel:
 
 def _short(task: Task) -> str:
     """Which page, or which micro-batch."""
-    if task.kind in _PAGES and task.page is not None:
+    if task.kind.moves_page and task.page is not None:
         return f"{task.page.layer}:e{task.page.expert}"
     return str(task.micro_batch) if task.micro_batch >= 0 else ""

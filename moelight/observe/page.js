@@ -243,6 +243,10 @@
       lines.push(size(moved) + (us > 0 ? " at " + digits(rate) + " GB/s" : "")
         + (us > 0 && roof ? " (" + Math.round((rate * 1e11) / roof) + " % of the roof)" : ""));
     }
+    if (bars.cause[found] >= 0) {
+      const late = bars.start[found] - bars.until[found];
+      lines.push("waited for " + data.causes[bars.cause[found]] + ", done " + seconds(Math.max(0, late)) + " before");
+    }
     tip.replaceChildren();
     tip.appendChild(document.createElement("b")).textContent = data.kinds[bars.kind[found]].name + " on " + lanes[bars.lane[found]];
     for (const line of lines) tip.appendChild(document.createElement("div")).textContent = line;
@@ -302,6 +306,14 @@
   document.getElementById("closer").addEventListener("click", () => zoom(.5));
   document.getElementById("farther").addEventListener("click", () => zoom(2));
   document.getElementById("whole").addEventListener("click", () => look(0, end));
+  for (const button of document.querySelectorAll("button.goto")) {
+    const from = Number(button.dataset.from), length = Number(button.dataset.length);
+    button.addEventListener("click", () => {
+      look(from - length, from + 2 * length);
+      gantt.focus({ preventScroll: true });
+      overview.scrollIntoView({ block: "center" });
+    });
+  }
   const again = () => { readColours(); draw(); };
   window.addEventListener("resize", again);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);

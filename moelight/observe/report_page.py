@@ -13,6 +13,7 @@ from typing import Any
 
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.units import format_bytes
+from moelight.observe.bubbles import Bubble, cause_of
 from moelight.observe.figures import rate_text, seconds_text, share_text
 from moelight.observe.report import LaneReport, PassFigures, Report
 from moelight.observe.trace_reading import Recording
@@ -47,6 +48,8 @@ COLOURS = {
     TaskKind.SAMPLE: "#64748b",
 }
 _PALE = 150
+_KINDS = tuple(TaskKind)
+_CAUSES = tuple(dict.fromkeys(cause_of(waiting, last) for waiting in TaskKind for last in TaskKind))
 
 
 def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[str]:
@@ -65,6 +68,7 @@ def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[s
     yield f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n<main>\n"
     yield from _head(report, title)
     yield from _lanes(report)
+    yield from _bubbles(report)
     yield from _chart(report, shown, set(recording.bars.kinds))
     yield from _policy(report)
     version = f"moelight {escape(report.about.version)}" if report.about is not None else "moelight"
@@ -99,8 +103,8 @@ def _head(report: Report, title: str) -> Iterator[str]:
     yield _card(seconds_text(report.pass_s), f"median pass, {report.source}")
     if report.predicted_pass_s is not None:
         yield _card(seconds_text(report.predicted_pass_s), "decode pass, predicted")
-    busiest = report.busiest
-    yield _card(f"{escape(busiest.lane)} {share_text(busiest.share_of_pass)}", "the busiest lane")
+    binding = report.binding
+    yield _card(f"{escape(binding.lane)} {share_text(binding.busy_share)}", "the binding lane at work")
     yield "</div>\n"
 
 
@@ -125,10 +129,12 @@ def _lanes(report: Report) -> Iterator[str]:
     else:
         yield f"<section><h2>Lanes: predicted beside {source}</h2>\n"
         yield f"<p class=note>Predicted is one steady decode pass, {source} the median over all passes, lane by lane. "
-    yield "Rates are bytes over seconds in work, over the whole run.</p>\n<div class=wide><table><tr>"
+    yield "Rates are bytes over seconds in work, over the whole run; of a lane that moves nothing, predicted over "
+    yield f"{source} seconds stand for the share of the roof. Busy and idle are of the whole run.</p>\n"
+    yield "<div class=wide><table><tr>"
     keys = f"{_key('var(--predicted)')}predicted&ensp;{_key('var(--measured)')}{source}"
-    heads = ("lane", keys, "predicted", source, "off by", "of the pass", "bytes, predicted", f"bytes, {source}")
-    yield "".join(f"<th>{head}</th>" for head in (*heads, "rate", "of its roof")) + "</tr>\n"
+    heads = ("lane", keys, "predicted", source, "off by", "bytes, predicted", f"bytes, {source}")
+    yield "".join(f"<th>{head}</th>" for head in (*heads, "rate", "of its roof", "busy", "idle")) + "</tr>\n"
     longest = max(max(lane.busy_s, lane.predicted_s or 0.0) for lane in report.lanes) or 1.0
     for lane in report.lanes:
         yield _lane(lane, longest)
@@ -147,13 +153,51 @@ def _lane(lane: LaneReport, longest: float) -> str:
         f"<td>{_none() if lane.predicted_s is None else seconds_text(lane.predicted_s)}</td>",
         f"<td>{seconds_text(lane.busy_s)}</td>",
         f"<td>{off}</td>",
-        f"<td>{share_text(lane.share_of_pass)}</td>",
         f"<td>{format_bytes(lane.predicted_bytes) if lane.predicted_bytes else _none()}</td>",
         f"<td>{format_bytes(round(lane.bytes)) if lane.bytes else _none()}</td>",
         f"<td>{_none() if lane.bytes_per_s is None else rate_text(lane.bytes_per_s)}</td>",
         f"<td>{_none() if lane.share_of_roof is None else share_text(lane.share_of_roof)}</td>",
+        f"<td>{share_text(lane.busy_share)}</td>",
+        f"<td>{seconds_text(lane.idle_s)}</td>",
     )
     return f"<tr><td>{escape(lane.lane)}</td>{''.join(cells)}</tr>\n"
+
+
+def _bubbles(report: Report) -> Iterator[str]:
+    """What the binding lane lost, by cause; the script makes the longest a way into the chart."""
+    binding = report.binding
+    yield f"<section><h2>Why {escape(binding.lane)} stood still</h2>\n<p class=note>The binding lane did nothing for "
+    yield f"{seconds_text(binding.idle_s)}, {share_text(1 - binding.busy_share)} of the run. A cause is what its next "
+    yield "task waited for last: another task; its launch, once nothing was missing; or the host, between passes.</p>\n"
+    if not report.bubbles:
+        yield "</section>\n"
+        return
+    yield "<div class=wide><table><tr>"
+    heads = ("cause", "", "seconds", "of the run", "times", "longest", "before")
+    yield "".join(f"<th>{head}</th>" for head in heads) + "</tr>\n"
+    longest = max(bubble.seconds for bubble in report.bubbles.values())
+    for cause, bubble in report.bubbles.items():
+        cells = (
+            f"<td class=bars>{_bar('i', bubble.seconds / longest)}</td>",
+            f"<td>{seconds_text(bubble.seconds)}</td>",
+            f"<td>{share_text(bubble.seconds / report.wall_s)}</td>",
+            f"<td>{bubble.count:,}</td>",
+            f"<td>{_longest(bubble)}</td>",
+            f"<td>{_place(bubble)}</td>",
+        )
+        yield f"<tr><td>{escape(cause)}</td>{''.join(cells)}</tr>\n"
+    yield "</table></div></section>\n"
+
+
+def _longest(bubble: Bubble) -> str:
+    where = f"data-from={1e6 * bubble.longest_at_s:.3f} data-length={1e6 * bubble.longest_s:.3f}"
+    return f"<button class=goto {where} title='show it in the chart'>{seconds_text(bubble.longest_s)}</button>"
+
+
+def _place(bubble: Bubble) -> str:
+    if bubble.pass_number < 0:
+        return "the end"
+    return f"pass {bubble.pass_number}" + (f", layer {bubble.layer}" if bubble.layer >= 0 else "")
 
 
 def _bar(kind: str, share: float) -> str:
@@ -211,6 +255,7 @@ def _data(report: Report, recording: Recording, shown: Sequence[int]) -> str:
         "lanes": lanes,
         "roofs": [lane.roof_bytes_per_s for lane in report.lanes],
         "kinds": [{"name": str(kind), "colour": COLOURS[kind], "dark": _is_dark(COLOURS[kind])} for kind in TaskKind],
+        "causes": _CAUSES,
         "numPasses": len(report.passes),
         "passes": _windows(report, shown),
         "first": len(shown) // 2,
@@ -262,7 +307,15 @@ def _bars(recording: Recording, passes: set[int], lanes: Sequence[str]) -> dict[
         "batch": [bars.micro_batches[i] for i in kept],
         "expert": [bars.experts[i] for i in kept],
         "bytes": [bars.bytes[i] for i in kept],
+        "cause": [_cause(recording, i) for i in kept],
+        "until": [round(bars.until_us[i], 1) for i in kept],
     }
+
+
+def _cause(recording: Recording, i: int) -> int:
+    """The position in `_CAUSES` of what task ``i`` waited for; -1 for nothing, and where it was not recorded."""
+    kind, last = recording.bars.kinds[i], recording.bars.waited_for[i]
+    return -1 if last < 0 else _CAUSES.index(cause_of(_KINDS[kind], _KINDS[last]))
 
 
 def _is_dark(colour: str) -> bool:

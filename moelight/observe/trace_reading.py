@@ -26,13 +26,19 @@ _FOREIGN = "not a trace that moelight wrote (generate --trace and simulate --tra
 _BLANK = " \t\r\n"
 _LANES = {str(lane): number for number, lane in enumerate(Lane)}
 _KINDS = {str(kind): number for number, kind in enumerate(TaskKind)}
+FOR_NOTHING, NOT_RECORDED = -1, -2
 
 
 class Bars:
-    """Every task of a trace as columns: 40 bytes a task. ``lanes`` and ``kinds`` number the two enumerations."""
+    """Every task of a trace as columns: 51 bytes a task. ``lanes`` and ``kinds`` number the two enumerations.
+
+    ``waited_for`` numbers the kind of the dependency that ended last, at ``until_us``; or it is `FOR_NOTHING`, or
+    `NOT_RECORDED` in a trace of a version that did not note it.
+    """
 
     def __init__(self) -> None:
-        self.start_us, self.length_us = array("d"), array("d")
+        self.start_us, self.length_us, self.until_us = array("d"), array("d"), array("d")
+        self.waited_for = array("b")
         self.lanes, self.kinds = array("B"), array("B")
         self.passes, self.layers, self.micro_batches, self.experts = (array("i") for _ in range(4))
         self.bytes = array("q")
@@ -179,6 +185,14 @@ def _add(bars: Bars, event: Any, number: int) -> None:
     bars.micro_batches.append(_integer(args.get("micro_batch", -1), f"event {number}: micro_batch", least=-1))
     bars.experts.append(_integer(args.get("expert", -1), f"event {number}: expert", least=-1))
     bars.bytes.append(_integer(args.get("bytes", 0), f"event {number}: bytes", most=_MOST))
+    waited_for, until_us = NOT_RECORDED, 0.0
+    if "waited_for" in args:
+        waited_for = FOR_NOTHING
+        if args["waited_for"] is not None:
+            waited_for = _word(args["waited_for"], _KINDS, f"event {number}: waited_for")
+            until_us = _number(args.get("waited_until"), f"event {number}: waited_until")
+    bars.waited_for.append(waited_for)
+    bars.until_us.append(until_us)
 
 
 def _about(data: Any) -> About | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
+from moelight.core.timeline import Span, Timeline, last_to_end
 from moelight.runtime.lanes import LaneRunner, Ticket, Work
 
 Perform = Callable[[Task], Work]
+Submitted = tuple[Task, Ticket, Sequence[tuple[Task, Ticket]]]  # and what it waits for
 # With whom a lane meets in which memory, as (lane, its tasks with pages or those without).
 _MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
     Lane.DISK: ((Lane.H2D, True), (Lane.STAGE, True), (Lane.CPU, False)),  # the pinned ring; the ring beside the CPU
@@ -26,7 +27,7 @@ _MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
 class Flight:
     """A pass on its way: its tasks but those that fetch for the next one, in schedule order."""
 
-    submitted: tuple[tuple[Task, Ticket], ...]
+    submitted: tuple[Submitted, ...]
 
 
 class Executor:
@@ -40,8 +41,8 @@ class Executor:
 
     def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
         self._lanes = lanes
-        self._carried: dict[Page, tuple[Task, Ticket]] = {}
-        self._last: dict[tuple[Lane, bool], Ticket] = {}
+        self._carried: dict[Page, Submitted] = {}
+        self._last: dict[tuple[Lane, bool], tuple[Task, Ticket]] = {}
         self.broken = False
 
     @property
@@ -60,42 +61,37 @@ class Executor:
         knows what it left in the rings.
         """
         self._begin()
-        tickets: list[Ticket] = []
-        submitted: list[tuple[Task, Ticket]] = []
+        submitted: list[Submitted] = []
         begun: set[Lane] = set()
         for task in schedule.tasks:
             if task.kind is TaskKind.CARRIED_PAGE and task.page is not None:
-                fetched = self._carried[task.page]
-            else:
-                after = [tickets[dep] for dep in task.deps]
-                if task.lane not in begun:
-                    begun.add(task.lane)
-                    after += [self._last[other] for other in _MEETS[task.lane] if other in self._last]
-                fetched = task, self._lanes[task.lane].submit(perform(task), after)
-            submitted.append(fetched)
-            tickets.append(fetched[1])
+                submitted.append(self._carried[task.page])
+                continue
+            after = [submitted[dep][:2] for dep in task.deps]
+            if task.lane not in begun:
+                begun.add(task.lane)
+                after += [self._last[other] for other in _MEETS[task.lane] if other in self._last]
+            ticket = self._lanes[task.lane].submit(perform(task), [earlier for _, earlier in after])
+            submitted.append((task, ticket, after))
         self._carried = {}
         for position in schedule.carried_out:
-            task = schedule.tasks[position]
-            if task.page is not None:
-                self._carried[task.page] = (task, tickets[position])
+            page = schedule.tasks[position].page
+            if page is not None:
+                self._carried[page] = submitted[position]
         ahead = set(schedule.carried_out)
         flight = Flight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
-        self._last |= {(task.lane, task.page is not None): ticket for task, ticket in flight.submitted}
+        self._last |= {(task.lane, task.page is not None): (task, ticket) for task, ticket, _ in flight.submitted}
         self.broken = False
         return flight
 
     def finish(self, flight: Flight) -> Timeline:
-        """Wait for all of ``flight``, and say when each task ran. Raises what a task raised."""
+        """Wait for all of ``flight``, and say when each task ran and what it waited for last. Raises what a task
+        raised."""
         self._begin()
-        for _, ticket in reversed(flight.submitted):  # of each lane the last one first: the others are done then
+        for _, ticket, _ in reversed(flight.submitted):  # of each lane the last one first: the others are done then
             ticket.wait()
         self.broken = False
-        spans = []
-        for task, ticket in flight.submitted:
-            start_s, end_s = ticket.span()
-            spans.append(Span(task=task, start_s=start_s, end_s=end_s))
-        return Timeline(spans=tuple(spans))
+        return _timeline(flight.submitted)
 
     def _begin(self) -> None:
         if self.broken:
@@ -106,6 +102,23 @@ class Executor:
         """Finish what is on its way and stop the lanes."""
         for lane in self._lanes.values():
             lane.close()
+
+
+def _timeline(submitted: Sequence[Submitted]) -> Timeline:
+    """When each task ran and what it waited for last."""
+    done: dict[Ticket, tuple[float, float]] = {}  # a device is asked once for each
+
+    def span(ticket: Ticket) -> tuple[float, float]:
+        if ticket not in done:
+            done[ticket] = ticket.span()
+        return done[ticket]
+
+    spans = []
+    for task, ticket, after in submitted:
+        start_s, end_s = span(ticket)
+        last, until_s = last_to_end((dep, span(earlier)[1]) for dep, earlier in after)
+        spans.append(Span(task=task, start_s=start_s, end_s=end_s, waited_for=last, waited_until_s=until_s))
+    return Timeline(spans=tuple(spans))
 
 
 class Idle:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ScheduleError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
+from moelight.core.timeline import FREE, Span, Timeline, last_to_end
 from moelight.hrm.seconds import Cost
 
 Price = Callable[[Task], Cost]
@@ -94,9 +94,9 @@ def steady_pass(
 
 class _Errand:
     """One task on its way. ``share``: bytes per second of host memory it wants; ``left_s``: seconds at full speed until
-    it is done."""
+    it is done. ``waits_for``: its dependencies until it begins, ``waited`` the one that ended last."""
 
-    __slots__ = ("done", "ends_s", "left_s", "missing", "share", "starts_s", "task", "waiters")
+    __slots__ = ("done", "ends_s", "left_s", "missing", "share", "starts_s", "task", "waited", "waiters", "waits_for")
 
     def __init__(self, task: Task, cost: Cost, dram_bytes_per_s: float | None) -> None:
         self.task, self.left_s, self.share = task, cost.seconds, 0.0
@@ -106,8 +106,22 @@ class _Errand:
             self.share = cost.dram_bytes / self.left_s
         self.missing = 0
         self.waiters: list[_Errand] = []
+        self.waits_for: list[_Errand] = []
+        self.waited: tuple[Task | None, float] = (None, FREE)
         self.starts_s = self.ends_s = 0.0
         self.done = False
+
+    def begin(self, now_s: float) -> None:
+        """Everything it waits for is done; those errands, and what they waited for, need not be kept any longer."""
+        self.starts_s = now_s
+        self.waited = last_to_end((dep.task, dep.ends_s) for dep in self.waits_for)
+        self.waits_for = []
+
+    @property
+    def span(self) -> Span:
+        """What became of it."""
+        last, until_s = self.waited
+        return Span(task=self.task, start_s=self.starts_s, end_s=self.ends_s, waited_for=last, waited_until_s=until_s)
 
 
 class VirtualClock:
@@ -138,7 +152,7 @@ class VirtualClock:
                     blockers = next(launching, None)
         carried = [errands[position] for position in schedule.carried_out]
         self._carried = {errand.task.page: errand for errand in carried if errand.task.page is not None}
-        return Timeline(spans=tuple(Span(task=each.task, start_s=each.starts_s, end_s=each.ends_s) for each in awaited))
+        return Timeline(spans=tuple(each.span for each in awaited))
 
     def _errand(self, task: Task, cost: Price) -> _Errand:
         if task.kind is not TaskKind.CARRIED_PAGE:
@@ -156,7 +170,8 @@ class VirtualClock:
         for task, errand in zip(schedule.tasks, errands, strict=True):
             if task.kind is TaskKind.CARRIED_PAGE:
                 continue
-            open_deps = [errands[dep] for dep in task.deps if not errands[dep].done]
+            errand.waits_for = [errands[dep] for dep in task.deps]
+            open_deps = [dep for dep in errand.waits_for if not dep.done]
             if self._launcher and task.lane in _STREAMS:
                 on_host = [dep for dep in open_deps if dep.task.lane not in _STREAMS]
                 if on_host:
@@ -176,7 +191,7 @@ class VirtualClock:
         if lane in self._running or not queue or queue[0].missing:
             return
         errand = queue.popleft()
-        errand.starts_s = self.now_s
+        errand.begin(self.now_s)
         self._running[lane] = errand
 
     def _advance(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import random
 import shutil
@@ -13,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from moelight.batch import job
+from moelight.batch import job, run_trace
+from moelight.batch.output import whole_file
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.stats import LaneStats, Stats
+from moelight.observe.stats import Binding, LaneStats, Stats
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
 
@@ -34,6 +37,8 @@ class StandIn:
         self.policy = Policy(model="demo", batch_size=2, micro_batch_size=2, kv_tokens=64)
         self.profile = profile_from_dir(DEMO)
         self.progress_tokens = 0
+        self.timeline: Timeline | None = None
+        self.binding: Binding | None = Binding(lane=Lane.CPU, share=0.5)
         self.requests: list[Request] = []
         self.workload: Workload | None = None
         self.fault: Exception | None = None
@@ -50,18 +55,15 @@ class StandIn:
         if len(request.token_ids) > 20:
             raise InputError("longer than 20 tokens", code="context_length_exceeded")
 
-    def run(
-        self, requests: Sequence[Request], *, on_pass: Callable[[], None], trace: list[Timeline] | None
-    ) -> Iterator[Completion]:
+    def run(self, requests: Sequence[Request], *, on_pass: Callable[[], None]) -> Iterator[Completion]:
         self.requests = list(requests)
         order = list(requests)
         random.Random(5).shuffle(order)
         for request in order[self.lost :]:
             if self.fault is not None:
                 raise self.fault
-            if trace is not None:
-                task = Task(kind=TaskKind.SAMPLE, lane=Lane.CPU)
-                trace.append(Timeline(spans=(Span(task=task, start_s=1.0, end_s=2.0),)))
+            task = Task(kind=TaskKind.SAMPLE, lane=Lane.CPU)
+            self.timeline = Timeline(spans=(Span(task=task, start_s=1.0, end_s=2.0),))
             self.progress_tokens += 2
             on_pass()
             yield Completion(
@@ -101,13 +103,15 @@ class Heard(job.Progress):
     def __init__(self) -> None:
         self.why = ""
         self.counts: list[tuple[int, int]] = []
+        self.bound: list[Binding | None] = []
         self.rows: list[tuple[str, dict[str, Any]]] = []
 
     def planned(self, why: str) -> None:
         self.why = why
 
-    def tokens(self, done: int, expected: int) -> None:
+    def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
         self.counts.append((done, expected))
+        self.bound.append(binding)
 
     def row(self, shown: str, row: dict[str, Any]) -> None:
         self.rows.append((shown, row))
@@ -145,6 +149,7 @@ def test_expected_tokens_shrink_as_sequences_end(engine: StandIn, tmp_path: Path
     job.run_job(job.JobOptions(prompts=path), progress=heard)
     assert heard.counts[0] == (2, 40)
     assert heard.counts[1] in ((4, 32), (4, 12))
+    assert heard.bound == [engine.binding] * 2
 
 
 def test_bad_lines_keep_their_place(engine: StandIn, tmp_path: Path) -> None:
@@ -222,6 +227,53 @@ def test_stats_and_trace(engine: StandIn, tmp_path: Path) -> None:
     data = json.loads(trace.read_text())["otherData"]
     assert data["source"] == "measured" and data["policy"]["batch_size"] == 2
     assert data["predicted"]["cpu"]["busy_s"] > 0 and data["hardware"]
+
+
+def test_a_trace_keeps_no_pass(engine: StandIn, tmp_path: Path) -> None:
+    alive: list[int] = []
+
+    class Counting(job.Progress):
+        def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
+            alive.append(sum(type(thing) is Timeline for thing in gc.get_objects()))
+
+    trace = tmp_path / "trace.json"
+    path = prompts(tmp_path, *({"prompt": "a"} for _ in range(30)))
+    job.run_job(job.JobOptions(prompts=path, trace=trace), progress=Counting())
+    assert len(alive) == 30 and max(alive) <= alive[0] + 1
+    assert json.loads(trace.read_text())["traceEvents"][-1]["args"]["pass"] == 29
+
+
+def test_a_disk_too_full_for_the_trace_costs_no_answers(
+    engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said at the end; answers and stats are written, an earlier trace is as it was."""
+
+    @contextlib.contextmanager
+    def full(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
+        with whole_file(path, what=what) as write:
+
+            def some(data: bytes) -> None:
+                if b"thread_name" in data:
+                    raise InputError(f"{what} {path}: cannot be written (no space left)", code="output_path")
+                write(data)
+
+            yield some
+
+    monkeypatch.setattr(run_trace, "whole_file", full)
+    out, stats, trace = tmp_path / "out.jsonl", tmp_path / "stats.json", tmp_path / "trace.json"
+    trace.write_text("earlier")
+    path = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(InputError, match="no space left"):
+        job.run_job(job.JobOptions(prompts=path, output=out, stats=stats, trace=trace))
+    assert [row["text"] for row in rows(out)] == ["answer 0", "answer 1"]
+    assert json.loads(stats.read_text())["passes"] == 3
+    assert trace.read_text() == "earlier"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "prompts.jsonl",
+        "stats.json",
+        "trace.json",
+    ]
 
 
 def test_a_policy_is_told_where_no_plan_says_why(engine: StandIn, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def check_stats(stats: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "passes",
         "peak_rss_bytes",
         "lanes",
+        "binding",
+        "counts",
     }
     assert stats["completion_tokens"] == sum(row["usage"]["completion_tokens"] for row in rows)
     assert stats["prompt_tokens"] == sum(row["usage"]["prompt_tokens"] for row in rows)
@@ -84,8 +86,10 @@ def check_stats(stats: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     assert stats["wall_s"] > 0 and stats["load_s"] > 0 and stats["peak_rss_bytes"] > 1 << 20
     assert set(stats["lanes"]) <= {str(lane) for lane in Lane}
     for lane in stats["lanes"].values():
-        assert set(lane) == {"busy_s", "bytes", "tasks"}
+        assert set(lane) == {"busy_s", "busy_share", "bytes", "bytes_per_s", "tasks"}
         assert 0 <= lane["busy_s"] <= stats["wall_s"]
+    binding = stats["binding"]
+    assert sum(binding["bubbles_s"].values()) == pytest.approx(binding["idle_share"] * stats["wall_s"])
 
 
 def check_trace(trace: dict[str, Any], stats: dict[str, Any]) -> None:

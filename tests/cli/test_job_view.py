@@ -11,7 +11,7 @@ from moelight.batch.job import JobResult
 from moelight.cli.job_view import Bar, TableOfRows
 from moelight.cli.tables import printable
 from moelight.core.schedule import Lane
-from moelight.observe.stats import LaneStats, Stats
+from moelight.observe.stats import Binding, LaneStats, Stats
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_bar_counts_tokens_and_sums_up() -> None:
     with Bar(console, table) as bar:
         bar.planned("mixtral: everything stays")
         bar.tokens(500, 2000)
-        bar.tokens(900, 1000)
+        bar.tokens(900, 1000, Binding(lane=Lane.DISK, share=0.968))
         bar.row("p", {"text": "t", "finish_reason": "stop"})
     stats = Stats(
         wall_s=2.0,
@@ -76,6 +76,7 @@ def test_the_bar_counts_tokens_and_sums_up() -> None:
     for said in (
         "mixtral: everything stays",
         "900/1,000 tokens",
+        "  disk 97 %",
         "7 completions, 900 tokens in 2.0 s",
         "450 tok/s",
         "3.0GiB",

@@ -73,7 +73,7 @@ OPTIONS = {
         "--json",
     },
     "roofline": {*QUESTION, *CHOICES, "--policy", "--plot", "--json"},
-    "report": {"TRACE", "--output", "-o"},
+    "report": {"TRACE", "--output", "-o", "--json"},
     "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
     "profile": {"--device", "--output", "-o", "--quick", "--disk-dir"},
     "doctor": {"--model", "-m", "--json"},

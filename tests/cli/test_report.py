@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.core.timeline import Span, Timeline
+from moelight.observe.report import report_of
 from moelight.observe.trace import About, LaneForecast
+from moelight.observe.trace_reading import read_trace
 from tests.cli.program import moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
-from tests.observe.traces import write_passes
+from tests.observe.traces import write_passes, write_timelines
 
 
 def test_the_table_and_the_page(tmp_path: Path) -> None:
@@ -18,12 +23,16 @@ def test_the_table_and_the_page(tmp_path: Path) -> None:
     words = " ".join(done.stdout.split())
     for said in (
         "demo on t4 · 5 passes measured, 5.00 s",
-        "The median pass took 1.00 s; 1.25 s were predicted (−20 %). h2d was the busiest lane",
-        "lane predicted measured off by of pass",
-        "h2d 500 ms 500 ms 0 % 50 %",
-        "2.00 kB/s 50 %",
-        "cpu 200 ms 250 ms +25 % 25 %",
-        "device – 500 ms – 50 %",
+        "The median pass took 1.00 s; 1.25 s were predicted (−20 %).",
+        "h2d was the binding lane, at work for 50 % of the run.",
+        "lane predicted measured off by bytes rate of roof busy",
+        "h2d 500 ms 500 ms 0 % 1000B 2.00 kB/s 50 % 50 %",
+        "cpu 200 ms 250 ms +25 % – – 80 % 25 %",
+        "device – 500 ms – – – – 50 %",
+        "h2d stood still for 2.50 s (50 %), because of cause seconds of run times longest before pass, layer",
+        "not recorded 2.00 s 40 % 4 500 ms 1, 1",
+        "no task left 500 ms 10 % 1 500 ms the end",
+        "The others stood still: device 2.50 s (50 %), cpu 3.75 s (75 %).",
         f"page: {tmp_path / 'run.html'}",
     ):
         assert said in words, said
@@ -38,6 +47,23 @@ def test_the_page_may_lie_elsewhere(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["else.html", "run.json"]
     done = run("report", trace, "-o", "-")
     assert done.returncode == 0 and done.stdout == (tmp_path / "else.html").read_text()
+
+
+def test_figures_for_programs(tmp_path: Path) -> None:
+    trace = write_passes(tmp_path / "run.json", 5)
+    done = run("report", trace, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == report_of(read_trace(trace)).as_dict()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    again = run("report", trace, "--json", "-o", tmp_path / "page.html")
+    assert again.stdout == done.stdout and (tmp_path / "page.html").exists()
+
+
+def test_a_lane_that_never_stood_still(tmp_path: Path) -> None:
+    task = Task(kind=TaskKind.SAMPLE, lane=Lane.CPU)
+    timeline = Timeline(spans=(Span(task=task, start_s=1.0, end_s=2.0),))
+    done = run("report", write_timelines(tmp_path / "run.json", [timeline]))
+    assert "cpu never stood still.\n" in done.stdout and "The others" not in done.stdout
 
 
 @pytest.mark.parametrize("width", ["80", "100", "120"])
@@ -68,6 +94,7 @@ REFUSED = {
     "empty": ("@/empty.json", ["@/empty.json", "cut off"]),
     "over the trace": ("@/good.json -o @/good.json", ["same file"]),
     "in no directory": ("@/good.json -o @/none/page.html", ["@/none"]),
+    "two things printed": ("@/good.json -o - --json", ["--json", "contradict"]),
     "nothing named": ("", ["TRACE"]),
 }
 

@@ -33,7 +33,13 @@ def requests(how: SamplingParams = HOW) -> list[Request]:
 
 def traced(engine: Engine, how: SamplingParams = HOW) -> list[Timeline]:
     trace: list[Timeline] = []
-    assert len(list(engine.run(requests(how), trace=trace))) == len(PROMPTS)
+
+    def on_pass() -> None:
+        assert engine.timeline is not None and engine.binding is not None
+        assert 0 < engine.binding.share <= 1
+        trace.append(engine.timeline)
+
+    assert len(list(engine.run(requests(how), on_pass=on_pass))) == len(PROMPTS)
     return trace
 
 
@@ -57,6 +63,9 @@ def test_the_figures_add_up(model: Path) -> None:
     assert 0 < stats.python_s < stats.wall_s
     assert stats.tokens_per_s == pytest.approx(stats.completion_tokens / stats.wall_s)
     assert stats.peak_rss_bytes > 10 << 20
+    for lane in stats.lanes.values():  # two runs, and the time between them is no lane's
+        assert lane.busy_s + sum(lane.bubbles_s.values()) == pytest.approx(stats.wall_s)
+    assert stats.binding is not None and "not recorded" not in stats.lanes[stats.binding.lane].bubbles_s
     assert list(stats.as_dict()) == [
         "wall_s",
         "load_s",
@@ -66,6 +75,8 @@ def test_the_figures_add_up(model: Path) -> None:
         "passes",
         "peak_rss_bytes",
         "lanes",
+        "binding",
+        "counts",
     ]
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from moelight.core.schedule import Lane, TaskKind
+from moelight.core.timeline import Timeline
+from moelight.hrm.seconds import Cost
+from moelight.observe.bubbles import Bubble, Bubbles
 from moelight.observe.report import Report, report_of
-from moelight.observe.trace import About, write_trace
+from moelight.observe.trace import About
 from moelight.observe.trace_reading import read_trace
-from tests.observe.traces import ABOUT, one_pass, write_passes
+from moelight.scheduler import SCHEDULES
+from moelight.scheduler.layout import MicroBatchShape, PassShape
+from moelight.scheduler.simulate import simulate_passes
+from tests.observe.traces import ABOUT, one_pass, write_passes, write_timelines
+from tests.shapes import small_layout
 
 
 def report(path: Path) -> Report:
@@ -23,13 +32,14 @@ def test_the_figures_of_equal_passes(tmp_path: Path) -> None:
     assert found.predicted_pass_s == 1.25 and found.error == pytest.approx(-0.2)
     h2d, device, cpu = found.lanes
     assert [lane.lane for lane in found.lanes] == ["h2d", "device", "cpu"]
-    assert h2d.busy_s == pytest.approx(0.5) and h2d.bytes == 1000 and h2d.share_of_pass == pytest.approx(0.5)
+    assert h2d.busy_s == pytest.approx(0.5) and h2d.bytes == 1000 and h2d.busy_share == pytest.approx(0.5)
+    assert (h2d.total_s, h2d.idle_s) == (pytest.approx(2.5), pytest.approx(2.5))
     assert (h2d.predicted_s, h2d.predicted_bytes, h2d.error) == (0.5, 1000, pytest.approx(0.0))
     assert h2d.total_bytes == 5000 and h2d.tasks == 5
     assert h2d.bytes_per_s == pytest.approx(2000) and h2d.share_of_roof == pytest.approx(0.5)
     assert device.predicted_s is None and device.error is None
     assert device.bytes_per_s is None and device.share_of_roof is None
-    assert cpu.error == pytest.approx(0.25)
+    assert cpu.error == pytest.approx(0.25) and cpu.share_of_roof == pytest.approx(0.8)  # of the predicted speed
 
 
 def test_one_slow_pass_does_not_move_the_median(tmp_path: Path) -> None:
@@ -37,18 +47,82 @@ def test_one_slow_pass_does_not_move_the_median(tmp_path: Path) -> None:
     for send_s in (0.5, 0.5, 9.5, 0.5, 0.5):
         passes.append(one_pass(at, send_s=send_s))
         at = passes[-1].end_s
-    write_trace(tmp_path / "t.json", passes, ABOUT)
+    write_timelines(tmp_path / "t.json", passes, ABOUT)
     found = report(tmp_path / "t.json")
     assert found.pass_s == pytest.approx(1.0) and found.wall_s == pytest.approx(14.0)
     h2d = found.lanes[0]
     assert h2d.busy_s == pytest.approx(0.5) and h2d.total_s == pytest.approx(11.5)
-    assert found.busiest.lane == "h2d"
+    assert found.binding is h2d
+    for lane in found.lanes:
+        assert lane.total_s + lane.idle_s == pytest.approx(14.0)
+
+
+def test_the_rest_of_the_binding_lane_by_cause(tmp_path: Path) -> None:
+    """The link is as busy as the device, and comes first: half a second of every pass it waits for the device."""
+    found = report(write_passes(tmp_path / "t.json", 5))
+    assert found.binding.lane == "h2d"
+    assert found.bubbles == {
+        "not recorded": Bubble(
+            seconds=pytest.approx(2.0),
+            count=4,
+            longest_s=pytest.approx(0.5),
+            longest_at_s=pytest.approx(0.5),
+            pass_number=1,
+            layer=1,
+        ),
+        "no task left": Bubble(
+            seconds=pytest.approx(0.5),
+            count=1,
+            longest_s=pytest.approx(0.5),
+            longest_at_s=pytest.approx(4.5),
+            pass_number=-1,
+            layer=-1,
+        ),
+    }
+    assert sum(bubble.seconds for bubble in found.bubbles.values()) == pytest.approx(found.binding.idle_s)
+
+
+def test_the_causes_of_a_simulated_run_survive_the_file(tmp_path: Path) -> None:
+    layout, costs = small_layout((True, True, True), experts=3, near=1, host=4), {TaskKind.SEND_PAGE: 1.0}
+    steps, carried = [], 0
+    for _ in range(3):
+        shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 2, carried=carried, wraps=True)
+        built = SCHEDULES.get("cgopipe")(layout, shape)
+        carried = len(built.carried_out)
+        steps.append((built, lambda task: Cost(seconds=costs.get(task.kind, 0.375))))
+    timelines = simulate_passes(steps, launcher=True)
+    direct = Bubbles()
+    for timeline in timelines:
+        direct.add(timeline)
+    direct.end()
+    found = report(write_timelines(tmp_path / "t.json", timelines))
+    lost = direct.of(Lane(found.binding.lane))
+    assert len(lost) > 2 and set(found.bubbles) == set(lost)
+    for cause, bubble in found.bubbles.items():
+        assert bubble.seconds == pytest.approx(lost[cause].seconds) and bubble.count == lost[cause].count
+
+
+def test_passes_keep_their_numbers(tmp_path: Path) -> None:
+    """A pass in which nothing ran is not in the file; the one after it is still the third."""
+    passes = [one_pass(0.0), Timeline(spans=()), one_pass(3.0)]
+    found = report(write_timelines(tmp_path / "t.json", passes))
+    assert [figures.number for figures in found.passes] == [0, 2]
+    assert found.bubbles["between passes"].pass_number == 2
+
+
+def test_a_report_as_one_object(tmp_path: Path) -> None:
+    found = json.loads(json.dumps(report(write_passes(tmp_path / "t.json", 5)).as_dict()))
+    assert list(found) == ["source", "passes", "run_s", "pass_s", "predicted_pass_s", "lanes", "binding", "bubbles"]
+    assert (found["passes"], found["run_s"], found["binding"]) == (5, 5.0, "h2d")
+    lane = found["lanes"]["h2d"]
+    assert lane["busy_s"] + lane["idle_s"] == pytest.approx(5.0) and lane["share_of_roof"] == pytest.approx(0.5)
+    assert found["bubbles"]["not recorded"]["share"] == pytest.approx(0.4)
 
 
 def test_a_pass_lasts_from_the_end_of_the_one_before(tmp_path: Path) -> None:
     """The second one's transfer begins while the first still computes."""
     first, second = one_pass(0.0), one_pass(0.75)
-    write_trace(tmp_path / "t.json", [first, second])
+    write_timelines(tmp_path / "t.json", [first, second])
     found = report(tmp_path / "t.json")
     assert [figures.length_us for figures in found.passes] == [1_000_000, 750_000]
     assert found.about is None and found.predicted_pass_s is None and found.error is None

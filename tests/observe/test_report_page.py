@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from moelight.core.schedule import TaskKind
+from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.core.timeline import Span, Timeline
 from moelight.observe import report_page
 from moelight.observe.report import report_of
 from moelight.observe.report_page import COLOURS, page_text, shown_passes
 from moelight.observe.trace import About, LaneForecast
 from moelight.observe.trace_reading import read_trace
-from tests.observe.traces import write_passes
+from tests.observe.traces import write_passes, write_timelines
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -69,6 +70,12 @@ def test_figures_and_policy_are_there(tmp_path: Path) -> None:
         "3passes",
         "1.25 sdecode pass, predicted",
         "h2d",
+        "h2d 50 %the binding lane at work",
+        "Why h2d stood still",
+        "did nothing for 1.50 s, 50 % of the run",
+        "not recorded",
+        "pass 1, layer 1",
+        "the end",
         "+25 %",
         "2.00 kB/s",
         "50 %",
@@ -77,6 +84,31 @@ def test_figures_and_policy_are_there(tmp_path: Path) -> None:
         "moelight 1.2.3",
     ):
         assert said in text.text, said
+
+
+def test_the_longest_rests_lead_into_the_chart(tmp_path: Path) -> None:
+    elements = Elements()
+    elements.feed(page(write_passes(tmp_path / "t.json", 3)))
+    ways = [attributes for tag, attributes in elements.elements if attributes.get("class") == "goto"]
+    assert [(way["data-from"], way["data-length"]) for way in ways] == [
+        ("500000.000", "500000.000"),
+        ("2500000.000", "500000.000"),
+    ]
+
+
+def test_a_lane_that_never_stood_still_has_no_table(tmp_path: Path) -> None:
+    task = Task(kind=TaskKind.SAMPLE, lane=Lane.CPU)
+    path = write_timelines(tmp_path / "t.json", [Timeline(spans=(Span(task=task, start_s=1.0, end_s=2.0),))])
+    assert "did nothing for 0 s" in page(path) and "<th>cause" not in page(path)
+
+
+def test_a_bar_says_what_it_waited_for(tmp_path: Path) -> None:
+    data = data_of(page(write_passes(tmp_path / "t.json", 1)))
+    said = {
+        data["kinds"][kind]["name"]: (data["causes"][cause] if cause >= 0 else None, until)
+        for kind, cause, until in zip(data["bars"]["kind"], data["bars"]["cause"], data["bars"]["until"], strict=True)
+    }
+    assert said == {"send_page": (None, 0), "cpu_attention": (None, 0), "post_attention": ("send_page", 500_000)}
 
 
 def test_a_trace_without_a_prediction_says_so(tmp_path: Path) -> None:

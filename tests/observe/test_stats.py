@@ -9,7 +9,7 @@ import pytest
 
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.stats import LaneStats, LaneTotals, Stats
+from moelight.observe.stats import Binding, LaneStats, LaneTotals, Stats
 
 
 def span(lane: Lane, start_s: float, end_s: float, crossed: int = 0) -> Span:
@@ -24,8 +24,12 @@ def stats(**changed: object) -> Stats:
         "completion_tokens": 20,
         "passes": 3,
         "peak_rss_bytes": 99,
-        "lanes": {Lane.DISK: LaneStats(busy_s=0.5, bytes=7, tasks=2)},
+        "lanes": {
+            Lane.DISK: LaneStats(busy_s=0.5, bytes=7, tasks=2),
+            Lane.CPU: LaneStats(busy_s=3.0, tasks=5, bubbles_s={"read_page": 0.75, "launch": 0.25}),
+        },
         "python_s": 0.1,
+        "counts": {"things": 3},
     }
     return Stats(**{**values, **changed})  # type: ignore[arg-type]
 
@@ -40,12 +44,20 @@ def test_the_keys_are_those_of_the_stats_file() -> None:
         "tokens_per_s": 5.0,
         "passes": 3,
         "peak_rss_bytes": 99,
-        "lanes": {"disk": {"busy_s": 0.5, "bytes": 7, "tasks": 2}},
+        "lanes": {
+            "disk": {"busy_s": 0.5, "busy_share": 0.125, "bytes": 7, "bytes_per_s": 14.0, "tasks": 2},
+            "cpu": {"busy_s": 3.0, "busy_share": 0.75, "bytes": 0, "bytes_per_s": 0.0, "tasks": 5},
+        },
+        "binding": {"lane": "cpu", "idle_share": 0.25, "bubbles_s": {"read_page": 0.75, "launch": 0.25}},
+        "counts": {"things": 3},
     }
 
 
 def test_nothing_ran() -> None:
-    assert stats(wall_s=0.0, completion_tokens=0).tokens_per_s == 0.0
+    found = stats(wall_s=0.0, completion_tokens=0, lanes={Lane.CPU: LaneStats()})
+    assert found.tokens_per_s == 0.0 and found.binding is None
+    assert found.as_dict()["lanes"]["cpu"]["busy_share"] == 0.0 and found.as_dict()["binding"] is None
+    assert stats(lanes={}).binding is None
 
 
 def test_frozen() -> None:
@@ -59,12 +71,43 @@ def test_totals_add_up_over_passes_in_lane_order() -> None:
     totals.add(Timeline(spans=(span(Lane.DISK, 4.0, 4.25, 1),)))
     totals.add(Timeline(spans=()))
     found = totals.stats()
-    assert found == {
+    assert {lane: dataclasses.replace(mine, bubbles_s={}) for lane, mine in found.items()} == {
         Lane.DISK: LaneStats(busy_s=2.25, bytes=101, tasks=2),
         Lane.H2D: LaneStats(busy_s=0.5, bytes=10, tasks=1),
         Lane.CPU: LaneStats(),
     }
     assert list(found) == [Lane.DISK, Lane.H2D, Lane.CPU]
+
+
+def test_work_and_bubbles_of_a_run_make_its_wall_time() -> None:
+    totals = LaneTotals((Lane.CPU, Lane.DISK))
+    for began_s in (10.0, 50.0):  # two calls of the engine, with a pause that is nobody's
+        totals.begin(began_s)
+        totals.add(
+            Timeline(spans=(span(Lane.DISK, began_s + 1, began_s + 3), span(Lane.DISK, began_s + 4, began_s + 6)))
+        )
+        totals.add(Timeline(spans=(span(Lane.DISK, began_s + 6, began_s + 9),)))
+        totals.end(began_s + 10)
+    disk = totals.stats()[Lane.DISK]
+    assert disk.bubbles_s == {"not recorded": 4.0, "no task left": 2.0}
+    assert disk.busy_s + sum(disk.bubbles_s.values()) == 20.0
+
+
+def test_the_lane_that_binds_now_is_that_of_the_last_passes() -> None:
+    totals = LaneTotals((Lane.CPU, Lane.DISK))
+    assert totals.binding is None
+    for n in range(4):
+        totals.add(
+            Timeline(spans=(span(Lane.DISK, n, n + 0.75), span(Lane.CPU, n, n + 0.5), span(Lane.CPU, n + 0.75, n + 1)))
+        )
+    assert totals.binding == Binding(lane=Lane.DISK, share=pytest.approx(0.75))
+    for n in range(4, 20):
+        totals.add(Timeline(spans=(span(Lane.DISK, n, n + 0.25), span(Lane.CPU, n + 0.1, n + 1))))
+    assert totals.binding == Binding(lane=Lane.CPU, share=pytest.approx(0.9))
+    totals.begin(100.0)
+    assert totals.binding is None
+    totals.add(Timeline(spans=(span(Lane.DISK, 101.0, 102.0),)))
+    assert totals.binding == Binding(lane=Lane.DISK, share=pytest.approx(0.5))
 
 
 def test_totals_agree_with_the_timeline() -> None:

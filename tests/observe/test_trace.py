@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moelight.core.schedule import Lane, Page, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
-from moelight.observe.trace import About, LaneForecast, trace_text, write_trace
+from moelight.core.timeline import FREE, Span, Timeline
+from moelight.observe.trace import About, LaneForecast, TraceWriter
+from tests.observe.traces import write_timelines
 
 PASSES = (
     Timeline(
@@ -18,11 +21,14 @@ PASSES = (
                 task=Task(kind=TaskKind.READ_PAGE, lane=Lane.DISK, page=Page(layer=2, expert=5), bytes=64),
                 start_s=100.5,
                 end_s=100.75,
+                waited_for=Task(kind=TaskKind.POST_ATTENTION, lane=Lane.CPU, layer=0),
+                waited_until_s=100.375,
             ),
             Span(
                 task=Task(kind=TaskKind.CPU_ATTENTION, lane=Lane.CPU, layer=1, micro_batch=3),
                 start_s=100.25,
                 end_s=101.0,
+                waited_until_s=FREE,
             ),
         )
     ),
@@ -34,9 +40,7 @@ PASSES = (
 
 @pytest.fixture
 def events(tmp_path: Path) -> list[dict]:  # type: ignore[type-arg]
-    path = tmp_path / "trace.json"
-    write_trace(path, PASSES)
-    trace = json.loads(path.read_text())
+    trace = json.loads(write_timelines(tmp_path / "trace.json", PASSES).read_text())
     assert trace["displayTimeUnit"] == "ms"
     return trace["traceEvents"]  # type: ignore[no-any-return]
 
@@ -60,9 +64,10 @@ def test_bars_are_microseconds_from_the_first_span(events: list[dict]) -> None: 
 
 def test_what_a_bar_tells(events: list[dict]) -> None:  # type: ignore[type-arg]
     page, attention, sample = (event["args"] for event in events if event["ph"] == "X")
-    assert page == {"pass": 0, "layer": 2, "micro_batch": -1, "bytes": 64, "expert": 5}
-    assert attention == {"pass": 0, "layer": 1, "micro_batch": 3, "bytes": 0}
-    assert sample["pass"] == 1
+    waited = {"waited_for": "post_attention", "waited_lane": "cpu", "waited_until": 125_000.0}
+    assert page == {"pass": 0, "layer": 2, "micro_batch": -1, "bytes": 64, "expert": 5, **waited}
+    assert attention == {"pass": 0, "layer": 1, "micro_batch": 3, "bytes": 0, "waited_for": None}
+    assert sample["pass"] == 1 and "waited_for" not in sample
 
 
 def test_bars_of_one_row_do_not_overlap(events: list[dict]) -> None:  # type: ignore[type-arg]
@@ -72,9 +77,40 @@ def test_bars_of_one_row_do_not_overlap(events: list[dict]) -> None:  # type: ig
         rows[event["tid"]] = event["ts"] + event["dur"]
 
 
+def written(passes: Sequence[Timeline], about: About | None = None) -> dict[str, Any]:
+    pieces: list[bytes] = []
+    writer = TraceWriter(pieces.append)
+    for timeline in passes:
+        writer.add(timeline)
+    writer.finish(about)
+    return json.loads(b"".join(pieces))  # type: ignore[no-any-return]
+
+
 def test_an_empty_run_is_a_trace_too() -> None:
-    events = json.loads("".join(trace_text([])))["traceEvents"]
-    assert [event["ph"] for event in events] == ["M"]
+    assert [event["ph"] for event in written([])["traceEvents"]] == ["M"]
+
+
+def test_every_pass_is_written_as_it_comes() -> None:
+    """And none is kept: what is written after it does not depend on it but for its number."""
+    pieces: list[bytes] = []
+    writer = TraceWriter(pieces.append)
+    writer.add(Timeline(spans=()))
+    for number, timeline in enumerate(PASSES):
+        before = len(pieces)
+        writer.add(timeline)
+        assert b"".join(pieces[before:]).count(b'"ph": "X"') == len(timeline.spans), number
+    assert not any(isinstance(held, Timeline | tuple | list) for held in vars(writer).values())
+    writer.finish()
+    events = json.loads(b"".join(pieces))["traceEvents"]
+    assert [event["args"]["pass"] for event in events if event["ph"] == "X"] == [1, 1, 2]
+
+
+def test_a_row_is_named_when_it_is_first_used() -> None:
+    late = Timeline(spans=(Span(task=Task(kind=TaskKind.SAMPLE, lane=Lane.DEVICE), start_s=103.0, end_s=104.0),))
+    events = written([*PASSES, late])["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    orders = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert names == ["disk", "cpu", "device"] and orders == {1: 1, 6: 6, 5: 5}
 
 
 ABOUT = About(
@@ -90,7 +126,7 @@ ABOUT = About(
 
 
 def test_what_a_trace_says_of_its_run() -> None:
-    data = json.loads("".join(trace_text(PASSES, ABOUT)))["otherData"]
+    data = written(PASSES, ABOUT)["otherData"]
     assert data == {
         "moelight": "1.2.3",
         "source": "measured",
@@ -104,4 +140,4 @@ def test_what_a_trace_says_of_its_run() -> None:
 
 
 def test_saying_nothing_leaves_the_words_out() -> None:
-    assert set(json.loads("".join(trace_text(PASSES)))) == {"displayTimeUnit", "traceEvents"}
+    assert set(written(PASSES)) == {"displayTimeUnit", "traceEvents"}

@@ -11,7 +11,7 @@ import pytest
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane, TaskKind
 from moelight.observe import trace_reading
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, read_trace
 from tests.observe.traces import ABOUT, write_passes
 
 
@@ -34,6 +34,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert list(bars.bytes[:4]) == [500, 500, 0, 0]
     assert list(bars.experts[:4]) == [0, 1, -1, -1]
     assert list(bars.micro_batches[:4]) == [-1, -1, 0, 0]
+    send = kinds.index(TaskKind.SEND_PAGE)
+    assert list(bars.waited_for[:4]) == [NOT_RECORDED, NOT_RECORDED, FOR_NOTHING, send]
+    assert list(bars.until_us[:4]) == [0, 0, 0, 500_000]
 
 
 def test_pieces_of_the_file_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +121,9 @@ HOSTILE = {
     "nested for ever": ('{"traceEvents": [' + "[" * 100_000 + "]" * 100_000 + "]}", ["nested too deeply"]),
     "a number for ever": ('{"traceEvents": [' + "9" * 100_000 + "]}", ["not a trace"]),
     "an event for ever": ('{"traceEvents": [{"name": "' + "x" * 200_000 + '"}]}', ["event 0"]),
+    "waiting for an unknown task": (event(args={"waited_for": "tea"}), ["waited_for", "'tea'"]),
+    "waiting without end": (event(args={"waited_for": "embed"}), ["waited_until"]),
+    "waiting backwards": (event(args={"waited_for": "embed", "waited_until": -1}), ["waited_until", "-1"]),
     "predicted is a list": (about(predicted=[]), ["predicted"]),
     "a lane predicted by a word": (about(predicted={"cpu": "long"}), ["predicted.cpu"]),
     "an unknown lane predicted": (about(predicted={"gpu": {}}), ["predicted", "'gpu'"]),

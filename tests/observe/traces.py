@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from moelight.core.schedule import Lane, Page, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
+from moelight.core.timeline import FREE, Span, Timeline
 from moelight.observe.trace import About, LaneForecast, write_trace
 
 ABOUT = About(
@@ -37,13 +38,18 @@ def one_pass(start_s: float, *, send_s: float = 0.5, size: int = 1000, tasks: in
     return Timeline(
         spans=(
             *sends,
-            Span(task=attention, start_s=start_s, end_s=start_s + 0.25),
-            Span(task=experts, start_s=end_s, end_s=end_s + 0.5),
+            Span(task=attention, start_s=start_s, end_s=start_s + 0.25, waited_until_s=FREE),
+            Span(task=experts, start_s=end_s, end_s=end_s + 0.5, waited_for=sends[-1].task, waited_until_s=end_s),
         )
     )
 
 
 def write_passes(path: Path, passes: int, *, about: About | None = ABOUT, tasks: int = 1) -> Path:
     """A trace of ``passes`` passes of one second each."""
-    write_trace(path, [one_pass(10.0 + number, tasks=tasks) for number in range(passes)], about)
+    return write_timelines(path, [one_pass(10.0 + number, tasks=tasks) for number in range(passes)], about)
+
+
+def write_timelines(path: Path, timelines: Iterable[Timeline], about: About | None = None) -> Path:
+    """A trace of ``timelines``."""
+    write_trace(path, timelines, about)
     return path

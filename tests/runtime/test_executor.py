@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from moelight.core.errors import CheckpointError, MoelightError
-from moelight.core.schedule import Lane, Schedule, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
+from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
+from moelight.core.timeline import FREE, Span, Timeline, last_to_end
 from moelight.runtime.executor import Executor, Idle
 from moelight.runtime.machine import find_machine, open_lanes
 from moelight.scheduler import SCHEDULES
@@ -99,6 +99,32 @@ def test_carried_pages_are_fetched_once_and_counted_where_they_are_used(executor
     assert sent == [len(LAYOUT.streamed)] * 3
     assert performed.count("send_page(0:e1)") == 3
     assert not any(name.startswith("carried") for name in performed)
+
+
+def test_every_span_says_what_it_waited_for_last(executor: Executor) -> None:
+    """In its own pass or, of a page that was fetched ahead, in the one before."""
+    before: dict[Page, list[str]] = {}
+    for wraps in (True, True, False):
+        schedule = build(carried=executor.carried, wraps=wraps)
+        timeline = executor.run(schedule, lambda task: lambda: time.sleep(0.0001))
+        listed = [position for position in range(len(schedule.tasks)) if position not in schedule.carried_out]
+        spans = dict(zip(listed, timeline.spans, strict=True))
+        for position, span in spans.items():
+            task = schedule.tasks[position]
+            assert span.waited_until_s is not None and span.waited_until_s <= span.start_s
+            if task.kind is TaskKind.CARRIED_PAGE:
+                assert task.page is not None and span.waited_for is not None
+                assert span.waited_for.name in before[task.page]
+            elif task.deps:
+                assert span.waited_until_s == max(spans[dep].end_s for dep in task.deps)
+                assert span.waited_for in [spans[dep].task for dep in task.deps]
+            else:
+                assert (span.waited_for, span.waited_until_s) == (None, FREE)
+        before = {
+            page: [schedule.tasks[dep].name for dep in schedule.tasks[position].deps]
+            for position in schedule.carried_out
+            if (page := schedule.tasks[position].page) is not None
+        }
 
 
 def test_a_pass_ends_while_its_carried_pages_are_still_on_their_way(threads: Executor) -> None:
@@ -202,3 +228,9 @@ def test_idle_time_is_what_no_lane_worked() -> None:
     idle.add(timeline((10.75, 10.9), (11.0, 11.5)))
     assert idle.until(11.5) == pytest.approx(0.1 + 0.3 + 0.1)
     assert idle.until(11.6) == pytest.approx(0.6)
+
+
+def test_the_last_of_what_was_waited_for() -> None:
+    tasks = [Task(kind=kind, lane=Lane.CPU) for kind in (TaskKind.EMBED, TaskKind.SAMPLE, TaskKind.ROUTE)]
+    assert last_to_end(zip(tasks, (1.0, 3.0, 2.0), strict=True)) == (tasks[1], 3.0)
+    assert last_to_end([]) == (None, FREE)

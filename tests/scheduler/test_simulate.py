@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import ScheduleError
-from moelight.core.schedule import Lane, Schedule, Task, TaskKind
-from moelight.core.timeline import Timeline
+from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
+from moelight.core.timeline import FREE, Timeline
 from moelight.hrm.seconds import Cost
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
@@ -205,6 +205,31 @@ def test_pages_are_carried_from_pass_to_pass() -> None:
     assert steady.idle_s(Lane.H2D) == pytest.approx(0.0)
     assert steady.idle_s(Lane.CPU) == pytest.approx(51.0 - 12 * 0.25)
     assert steady.idle_s(Lane.DISK) == steady.seconds
+
+
+def test_every_task_says_what_it_waited_for_last() -> None:
+    """In its own pass or, of a page that was fetched ahead, in the one before."""
+    schedules = [cgopipe(4, carried=0), cgopipe(4, carried=4), cgopipe(4, carried=4)]
+    before: dict[Page, list[Task]] = {}
+    for schedule, timeline in zip(schedules, simulate_passes([(each, paged) for each in schedules]), strict=True):
+        listed = [position for position in range(len(schedule.tasks)) if position not in schedule.carried_out]
+        spans = dict(zip(listed, timeline.spans, strict=True))
+        for position, span in spans.items():
+            task = schedule.tasks[position]
+            assert span.waited_until_s is not None and span.waited_until_s <= span.start_s
+            if task.kind is TaskKind.CARRIED_PAGE and before:
+                assert span.waited_for is not None and span.waited_for.kind is not TaskKind.CARRIED_PAGE
+                assert task.page is not None and span.waited_for in before[task.page]
+            elif task.deps:
+                assert span.waited_until_s == max(spans[dep].end_s for dep in task.deps)
+                assert span.waited_for in [spans[dep].task for dep in task.deps]
+            else:
+                assert (span.waited_for, span.waited_until_s) == (None, FREE)
+        before = {
+            page: [schedule.tasks[dep] for dep in schedule.tasks[position].deps]
+            for position in schedule.carried_out
+            if (page := schedule.tasks[position].page) is not None
+        }
 
 
 def test_a_schedule_that_carries_nothing_is_steady_at_once() -> None:

@@ -1,0 +1,200 @@
+"""Where lanes stand still, and what for: the time between two tasks of a lane, each part of it put down to one cause.
+
+Until a task's last dependency ended, its lane waited for that; from then on for the launch of the task. While nothing
+of a pass but its pages had begun, and all but those of the pass before had ended, there was nothing to launch: that
+time lies between passes, whatever the next task waited for. Knows timelines. Refuses to know which lane binds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+
+from moelight.core.schedule import Lane, TaskKind
+from moelight.core.timeline import Span, Timeline
+
+BETWEEN = "between passes"
+LAUNCH = "launch"
+DONE = "no task left"
+UNRECORDED = "not recorded"
+
+_LEAST_S = 2e-9  # what a trace's rounding to nanoseconds leaves between tasks that follow each other at once
+_GAPS_KEPT = 16  # a lane that rests for more passes in a row is not the one that binds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bubble:
+    """All idle time of one lane with one cause.
+
+    Attributes:
+        seconds, count: in all, and in how many pieces.
+        longest_s, longest_at_s: the longest piece, and when it began.
+        pass_number, layer: of the task that came after it; -1 where none came.
+    """
+
+    seconds: float
+    count: int
+    longest_s: float
+    longest_at_s: float
+    pass_number: int
+    layer: int
+
+
+@cache
+def cause_of(waiting: TaskKind, last: TaskKind) -> str:
+    """What a task that waited for ``last`` waited for: its outcome or, for a page, the room it took."""
+    if waiting.moves_page and not last.moves_page:
+        return f"{last} (ring slot)"
+    if last is TaskKind.SEND_PAGE and waiting.moves_page:
+        return f"{last} (staging slot)"
+    return str(last)
+
+
+class Bubbles:
+    """Idle time by lane and cause, added up as passes come.
+
+    Memory does not grow with them: two timelines, and one `Bubble` for each lane and cause. Two, because pages that
+    one pass fetches for the next run between its own tasks, and are listed with the next.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Lane, str], _Sum] = {}
+        self._passes = 0
+        self._begin(None)
+
+    def _begin(self, start_s: float | None) -> None:
+        self._pending: list[tuple[float, int, Span]] = []
+        self._reached: dict[Lane, float] = {}
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
+        self._start_s, self._worked_s, self._end_s = start_s, start_s, float("-inf")
+
+    def begin(self, start_s: float) -> None:
+        """A run begins at ``start_s``; without this it begins with its first task."""
+        self.end()
+        self._begin(start_s)
+
+    def add(self, timeline: Timeline) -> None:
+        """The next pass."""
+        number, horizon_s = self._passes, self._end_s
+        self._passes += 1
+        if not timeline.spans:
+            return
+        if self._start_s is None:
+            self._start_s = timeline.start_s
+        works = [span for span in timeline.spans if not span.task.kind.moves_page]
+        if works:  # the pass, but for its pages
+            first_s = min(span.start_s for span in works)
+            if self._worked_s is not None and first_s - self._worked_s > _LEAST_S:
+                self._gaps.append((self._worked_s, first_s))
+            self._worked_s = max(span.end_s for span in works)
+        self._pending += [(span.start_s, number, span) for span in timeline.spans]
+        self._end_s = max(horizon_s, timeline.end_s)
+        self._release(horizon_s)
+
+    def end(self, at_s: float | None = None) -> None:
+        """The run is over, at ``at_s`` or with its last task."""
+        self._release(float("inf"))
+        last_s = self._end_s if at_s is None else at_s
+        for lane, reached_s in self._reached.items():
+            if last_s - reached_s > _LEAST_S:
+                self._note(lane, DONE, reached_s, last_s - reached_s, -1, -1)
+        self._begin(None)
+
+    def of(self, lane: Lane) -> Mapping[str, Bubble]:
+        """By cause, longest first, what ``lane`` lost up to the last pass but one, or to the last `end`."""
+        found = [(cause, mine) for (theirs, cause), mine in self._found.items() if theirs is lane]
+        return {cause: mine.bubble() for cause, mine in sorted(found, key=lambda each: -each[1].seconds)}
+
+    def _release(self, horizon_s: float) -> None:
+        """Look at everything that began before ``horizon_s``; nothing that is still to come did."""
+        self._pending.sort(key=itemgetter(0))
+        reached, run_s, seen = self._reached, self._start_s or 0.0, 0
+        for start_s, number, span in self._pending:
+            if start_s >= horizon_s:
+                break
+            seen += 1
+            lane = span.task.lane
+            reached_s = reached.get(lane, run_s)
+            if start_s - reached_s > _LEAST_S:
+                self._gap(reached_s, span, number)
+            reached[lane] = max(reached_s, span.end_s)
+        del self._pending[:seen]
+
+    def _gap(self, from_s: float, span: Span, number: int) -> None:
+        """The lane of ``span`` stood still from ``from_s`` until it began."""
+        pieces: dict[str, list[float]] = {}
+        for between_from_s, between_to_s in self._crossed(from_s, span.start_s):
+            start_s, end_s = max(from_s, between_from_s), min(span.start_s, between_to_s)
+            _wait(pieces, span, from_s, start_s)
+            _add(pieces, BETWEEN, start_s, end_s)
+            from_s = end_s
+        _wait(pieces, span, from_s, span.start_s)
+        task = span.task
+        layer = task.layer if task.page is None else task.page.layer
+        for cause, (at_s, seconds) in pieces.items():
+            self._note(task.lane, cause, at_s, seconds, number, layer)
+
+    def _crossed(self, from_s: float, to_s: float) -> list[tuple[float, float]]:
+        """The gaps between passes, in order, that have something in common with a time; mostly there are none."""
+        found: list[tuple[float, float]] = []
+        for gap in reversed(self._gaps):
+            if gap[1] <= from_s:
+                break
+            if gap[0] < to_s:
+                found.insert(0, gap)
+        return found
+
+    def _note(self, lane: Lane, cause: str, at_s: float, seconds: float, number: int, layer: int) -> None:
+        mine = self._found.get((lane, cause))
+        if mine is None:
+            mine = self._found[lane, cause] = _Sum()
+        mine.seconds += seconds
+        mine.count += 1
+        if seconds > mine.longest[0]:
+            mine.longest = (seconds, at_s, number, layer)
+
+
+class _Sum:
+    """A `Bubble` that grows."""
+
+    __slots__ = ("count", "longest", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.count = 0.0, 0
+        self.longest = (0.0, 0.0, -1, -1)
+
+    def bubble(self) -> Bubble:
+        longest_s, at_s, number, layer = self.longest
+        return Bubble(
+            seconds=self.seconds,
+            count=self.count,
+            longest_s=longest_s,
+            longest_at_s=at_s,
+            pass_number=number,
+            layer=layer,
+        )
+
+
+def _wait(pieces: dict[str, list[float]], span: Span, from_s: float, to_s: float) -> None:
+    """Put down the idle time before ``span`` to what it waited for, and from then on to its launch."""
+    until_s = span.waited_until_s
+    if until_s is None:
+        _add(pieces, UNRECORDED, from_s, to_s)
+        return
+    if span.waited_for is not None and until_s - from_s > _LEAST_S:
+        until_s = min(until_s, to_s)
+        _add(pieces, cause_of(span.task.kind, span.waited_for.kind), from_s, until_s)
+        from_s = until_s
+    _add(pieces, LAUNCH, from_s, to_s)
+
+
+def _add(pieces: dict[str, list[float]], cause: str, from_s: float, to_s: float) -> None:
+    if to_s <= from_s:
+        return
+    if cause in pieces:
+        pieces[cause][1] += to_s - from_s
+    else:
+        pieces[cause] = [from_s, to_s - from_s]
