@@ -128,8 +128,10 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
 
 
 def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ...]]:
-    """The micro-batches of one pass; fresh ones only where a link makes a difference, contexts where they cross."""
+    """The micro-batches of one pass; fresh ones only where a link makes a difference, contexts where they cross. Any
+    part of them may be on the device where the cache is on both sides."""
     crosses = layout.context_crosses
+    mixed = crosses and layout.kv_host < 1
     one = st.builds(
         MicroBatchShape,
         tokens=st.integers(1, 40),
@@ -138,4 +140,13 @@ def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ..
         context=st.integers(0, 90) if crosses else st.just(0),
         continues=st.booleans() if crosses else st.just(False),
     )
-    return st.lists(one, min_size=1, max_size=5).map(tuple)
+
+    def with_parts(shape: MicroBatchShape) -> st.SearchStrategy[MicroBatchShape]:
+        return st.builds(
+            replace,
+            st.just(shape),
+            device_tokens=st.integers(0, shape.tokens),
+            device_context=st.integers(0, shape.context),
+        )
+
+    return st.lists(one.flatmap(with_parts) if mixed else one, min_size=1, max_size=5).map(tuple)

@@ -139,10 +139,6 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         name = "attention_device" if policy.ffn_device == "cpu" != policy.attention_device else "ffn_device"
         raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {there}")
     check_policy(policy, discrete=discrete)
-    if policy.attention_device == "gpu" and policy.kv.host not in (0.0, 1.0):
-        raise ConfigError(
-            f"kv host={policy.kv.host:g}: this engine keeps the whole KV cache in one place; take kv host=1 or device=1"
-        )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
     if policy.kv_dtype not in ("auto", policy.weight_dtype):

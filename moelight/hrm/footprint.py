@@ -26,6 +26,7 @@ CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
 PROMPT_MICRO_BATCHES = 8
 KV_BUFFERS = 2
+GATHER_BYTES = 8 * MiB
 WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
 
 
@@ -262,9 +263,15 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 def _carried_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all of
     them where streams may still read them, three where one thread computes), and what the CPU's experts read and
-    give."""
+    give. Where the device attends over blocks on both sides: the new keys and values of either side, and the piece of
+    a context that is gathered at once."""
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":
         each += 2 * model.hidden_size
-    return in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
+    carried = in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
+    if sizes.attention_device == "gpu":
+        cached = model.attention.cache_width * dtype.itemsize
+        carried = carried + np.minimum(GATHER_BYTES, kv_buffer_tokens(sizes) * cached)
+        carried = carried + 2 * sizes.micro_batch_tokens * cached
+    return carried

@@ -21,11 +21,11 @@ def _qkv(layout: Layout, micro_batch: MicroBatchShape) -> int:
 
 
 def _kv(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return layout.kv_down_bytes(micro_batch.tokens)
+    return layout.kv_down_bytes(micro_batch)
 
 
 def _context(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return layout.context_bytes(micro_batch.context)
+    return layout.context_bytes(micro_batch)
 
 
 def _attention(layout: Layout, micro_batch: MicroBatchShape) -> int:

@@ -71,16 +71,19 @@ class Layout:
         """Cached keys and values go up the link to be attended to."""
         return self.attention == "gpu" and self.kv_host > 0
 
-    def kv_down_bytes(self, tokens: int) -> int:
-        """What one layer's new keys and values of ``tokens`` tokens take on their way to host memory."""
-        return costs.kv_bytes(self.model, self.dtype, self._host_tokens(tokens))
+    def kv_down_bytes(self, micro_batch: MicroBatchShape) -> int:
+        """What one layer's new keys and values take on their way to host memory."""
+        crossing = micro_batch.tokens - micro_batch.device_tokens if self.kv_host else 0
+        return costs.kv_bytes(self.model, self.dtype, crossing)
 
-    def context_bytes(self, tokens: int) -> int:
-        """What one layer's keys and values of ``tokens`` cached tokens take on their way up."""
-        return self._host_tokens(tokens) * costs.kv_layer_bytes(self.model, self.kv_dtype)
+    def context_bytes(self, micro_batch: MicroBatchShape) -> int:
+        """What one layer's cached keys and values take on their way up."""
+        crossing = micro_batch.context - micro_batch.device_context
+        return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype)
 
-    def _host_tokens(self, tokens: int) -> int:
-        return math.ceil(tokens * self.kv_host - 1e-9)
+    def device_tokens(self, tokens: int) -> int:
+        """How many of ``tokens`` are in the cache's blocks on the device by the policy's share, where they cross."""
+        return math.floor(tokens * (1.0 - self.kv_host) + 1e-9) if self.context_crosses else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,8 @@ class MicroBatchShape:
             that schedules can be kept by shape.
         continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two). It stays
             False where ``context`` stays 0.
+        device_tokens, device_context: the new tokens, and those of the context, whose blocks are on the device where
+            others are not, and which do not cross.
     """
 
     tokens: int
@@ -100,6 +105,8 @@ class MicroBatchShape:
     samples: bool = True
     context: int = 0
     continues: bool = False
+    device_tokens: int = 0
+    device_context: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

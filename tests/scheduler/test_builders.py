@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from random import Random
 
 import pytest
@@ -96,11 +95,11 @@ def crossings(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> list[
     model, dtype, n = layout.model, layout.dtype, micro_batch.tokens
     moved: list[tuple[Lane, int]] = []
     if layout.attention == "gpu":
-        share = layout.kv_host
-        if share and not micro_batch.fresh and micro_batch.context:
-            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, ceil(share * micro_batch.context))))
-        if share:
-            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, ceil(share * n))))
+        up, down = micro_batch.context - micro_batch.device_context, n - micro_batch.device_tokens
+        if layout.kv_host and up and not micro_batch.fresh:
+            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, up)))
+        if layout.kv_host and down:
+            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, down)))
     elif micro_batch.fresh:
         moved.append((Lane.D2H, costs.kv_bytes(model, dtype, n)))
     else:
