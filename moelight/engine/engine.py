@@ -26,6 +26,7 @@ from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import LaneTotals, Stats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
+from moelight.runtime.allocator import device_peak, limit_device_memory, watch_device_memory
 from moelight.runtime.executor import idle_s
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import peak_rss_bytes
@@ -64,6 +65,11 @@ class Engine:
         self.profile = self._source.profile
         self.policy = resolve(given, self.profile, discrete=machine.discrete)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self._device = machine.device
+        watch_device_memory(self._device)
+        self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
+        if self._device_limit:
+            limit_device_memory(self._device, self._device_limit)
         self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes)
         self._batcher = Batcher(
             self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
@@ -222,6 +228,7 @@ class Engine:
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
+            device_peak_bytes=device_peak(self._device).reserved,
         )
 
     @property
@@ -235,6 +242,8 @@ class Engine:
         if self._passes is not None:
             self._passes.close()
             self._passes = None
+            if self._device_limit:
+                limit_device_memory(self._device, None)
 
     def __enter__(self) -> Engine:
         return self

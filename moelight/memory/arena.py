@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,11 +10,11 @@ from torch import Tensor
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
+from moelight.memory.locking import on_huge_pages, page_locked
 
 _PINNED = frozenset({"pinned_ring", "crossing"})
 _BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
 _BASE_ALIGNMENT = 4096
-_HUGE_PAGE = 2 << 20
 
 
 def allocate(footprint: Footprint, device: torch.device) -> dict[str, Tensor]:
@@ -37,7 +35,7 @@ def allocate(footprint: Footprint, device: torch.device) -> dict[str, Tensor]:
         where = device if arena.tier == "device" else torch.device("cpu")
         pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
         try:
-            arenas[arena.purpose] = _aligned(arena.bytes, where, pinned=pinned)
+            arenas[arena.purpose] = _aligned(arena.bytes, where, device, pinned=pinned)
         except (RuntimeError, MemoryError, OSError):
             raise BudgetError(
                 f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
@@ -62,21 +60,11 @@ def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return arena[:size].view(dtype).view(shape)
 
 
-def _aligned(size: int, where: torch.device, *, pinned: bool) -> Tensor:
-    if where.type == "cpu" and not pinned:
-        return _on_huge_pages(size)
-    raw = torch.empty(size + _BASE_ALIGNMENT, dtype=torch.uint8, device=where, pin_memory=pinned)
+def _aligned(size: int, where: torch.device, device: torch.device, *, pinned: bool) -> Tensor:
+    if pinned:
+        return page_locked(size, device)
+    if where.type == "cpu":
+        return on_huge_pages(size)
+    raw = torch.empty(size + _BASE_ALIGNMENT, dtype=torch.uint8, device=where)
     start = -raw.data_ptr() % _BASE_ALIGNMENT
-    return raw[start : start + size]
-
-
-def _on_huge_pages(size: int) -> Tensor:
-    """Memory of the process, from the start of a huge page on where the system has them: sweeps over weights and caches
-    miss no address translations then (docs/log.md). Taken page by page when it is first written."""
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -raw.data_ptr() % _HUGE_PAGE
     return raw[start : start + size]

@@ -30,6 +30,7 @@ class Stats:
         wall_s: from the start of the first pass to the last token.
         load_s: from the start of loading to the first pass.
         python_s: the interpreter's own share of ``wall_s`` (building and walking schedules, bookkeeping).
+        device_peak_bytes: the most that the device's allocator took since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
     """
 
@@ -41,6 +42,7 @@ class Stats:
     peak_rss_bytes: int
     lanes: Mapping[Lane, LaneStats]
     python_s: float = 0.0
+    device_peak_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,6 +59,7 @@ class Stats:
             "tokens_per_s": self.tokens_per_s,
             "passes": self.passes,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "device_peak_bytes": self.device_peak_bytes,
             "lanes": {
                 str(lane): {"busy_s": stats.busy_s, "bytes": stats.bytes, "tasks": stats.tasks}
                 for lane, stats in self.lanes.items()

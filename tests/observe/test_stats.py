@@ -40,6 +40,7 @@ def test_the_keys_are_those_of_the_stats_file() -> None:
         "tokens_per_s": 5.0,
         "passes": 3,
         "peak_rss_bytes": 99,
+        "device_peak_bytes": 0,
         "lanes": {"disk": {"busy_s": 0.5, "bytes": 7, "tasks": 2}},
     }
 
