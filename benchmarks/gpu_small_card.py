@@ -90,10 +90,10 @@ class RandomPages(passes.PageReader):
 
     pool = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, page: Page, dest: Tensor) -> None:
-        """Fill ``dest`` with weights that depend on the page."""
+    def read(self, page: Page, dest: Tensor, begin: int = 0) -> None:
+        """Fill ``dest`` with weights that depend on the page, and on where in it they ``begin``."""
         pool, done = RandomPages.pool, 0
-        start = 4096 * (page.layer * 131 + page.expert * 17) % (pool.numel() // 2)
+        start = (4096 * (page.layer * 131 + page.expert * 17) + begin) % (pool.numel() // 2)
         while done < dest.numel():
             piece = pool[start : start + dest.numel() - done]
             dest[done : done + piece.numel()].copy_(piece)

@@ -121,6 +121,7 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
         ffn_device=ffn,
         cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
     )
+    policy = replace(policy, host_pages=draw(st.sampled_from(["staged", "pinned"])))
     if attention == "gpu":
         on_device = draw(st.sampled_from([0.0, 0.3, 1.0]))
         policy = replace(policy, kv=Shares(device=on_device, host=1 - on_device))

@@ -18,8 +18,8 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
-from moelight.engine.passes import PassRunner
-from moelight.engine.planning import Wishes, plan_for, resolve
+from moelight.engine.passes import PassRunner, weight_dtype
+from moelight.engine.planning import Wishes, plan_for, resolve, resolve_host_pages
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
@@ -63,7 +63,9 @@ class Engine:
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         self._source = source or open_source(given.model)
         self.profile = self._source.profile
-        self.policy = resolve(given, self.profile, discrete=machine.discrete)
+        resolved = resolve(given, self.profile, discrete=machine.discrete)
+        dtype = weight_dtype(resolved, self._source, machine)
+        self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
         self._device = machine.device
         watch_device_memory(self._device)

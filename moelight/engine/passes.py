@@ -69,7 +69,8 @@ class PassRunner:
 
     def _load(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
         policy, profile = self._policy, self._profile
-        arenas = allocate(footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype), device)
+        announced = footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
+        arenas = allocate(announced, device, pinned_homes=self._layout.pinned_homes)
         tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
         self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
         self._crossing: CrossingArena | None = None

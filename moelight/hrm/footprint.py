@@ -157,8 +157,11 @@ def ring_slots(placement: Placement) -> int:
 
 def pinned_slots(placement: Placement) -> int:
     """Slots of the pinned ring between a far home and the link: one layer's streamed pages; two layers' where some come
-    from disk, so that a slow disk is read while the pages of a whole layer cross."""
+    from disk, so that a slow disk is read while the pages of a whole layer cross; none where every page crosses from
+    its home."""
     from_disk = any(placement.homes[page] == "disk" for page in placement.streamed)
+    if placement.pinned_homes and not from_disk:
+        return 0
     return placement.most_streamed_per_layer * (2 if from_disk else 1)
 
 

@@ -121,4 +121,5 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "weight_dtype": policy.weight_dtype,
         "kv_dtype": policy.kv_dtype,
         "schedule": policy.schedule,
+        "host_pages": policy.host_pages,
     }

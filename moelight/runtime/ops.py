@@ -63,9 +63,10 @@ class Operations:
             self._read_page(page, target)
         elif task.kind is TaskKind.STAGE_PAGE:
             target.copy_(self._pages.far_home(page))
-        else:
-            (source,) = task.reads
-            target.copy_(self._pages.slot(source, position), non_blocking=True)
+        else:  # out of its pinned slot, or from a home that is pinned
+            stop = next(iter(task.reads), None)
+            source = self._pages.far_home(page) if stop is None else self._pages.slot(stop, position)
+            target.copy_(source, non_blocking=True)
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         self._decoder.embed(mb.token_ids, mb.hidden)

@@ -32,7 +32,8 @@ class Layout:
         streamed: the pages that move every pass, in order of use; ``from_disk`` says which come from disk, and
             ``layer_pages`` which positions belong to each layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
-        ring_slots: beside the experts. Across a link, pages pass through ``pinned_slots`` first.
+        ring_slots: beside the experts. Across a link, pages pass through ``pinned_slots`` first; those from host memory
+            do not where their homes are pinned.
     """
 
     model: ModelProfile
@@ -50,6 +51,7 @@ class Layout:
     cpu_layers: tuple[bool, ...]
     ring_slots: int
     pinned_slots: int
+    pinned_homes: bool = False
 
     @property
     def compute(self) -> Lane:
@@ -65,6 +67,10 @@ class Layout:
     def pages_cross(self) -> bool:
         """Pages go up the link; otherwise they are read straight into the ring."""
         return self.discrete and self.experts != "host"
+
+    def stops(self, k: int) -> bool:
+        """Whether position ``k`` of the stream stops in a pinned slot before the link."""
+        return self.pages_cross and (not self.pinned_homes or self.from_disk[k % len(self.streamed)])
 
     @property
     def context_crosses(self) -> bool:
@@ -147,6 +153,7 @@ def layout_of(model: ModelProfile, policy: Policy, dtype: DType, *, discrete: bo
         cpu_layers=_cpu_layers(model, placement, experts) if discrete else (False,) * model.num_layers,
         ring_slots=ring_slots(placement),
         pinned_slots=pinned_slots(placement) if discrete and experts != "host" else 0,
+        pinned_homes=placement.pinned_homes,
     )
 
 

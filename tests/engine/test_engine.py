@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
+from moelight.engine import planning
 from moelight.engine.engine import Engine
+from moelight.engine.planning import resolve, resolve_host_pages
+from moelight.engine.source import open_source
 from moelight.profiles.workload import Workload
+from moelight.runtime.machine import Machine, find_machine
 from tests.engines import Tiny
 from tests.tiny import BOS
 
@@ -287,6 +293,29 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
         Engine.from_pretrained(model, device="cpu", schedule="serail")
 
 
+def test_homes_are_pinned_where_the_machine_locks_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided with a reason; never on a twin, never for pages that do not cross, never where it would take too much."""
+    profile, twin = open_source(str(model)).profile, find_machine("twin")
+    cuda = replace(twin, twin=False, device=torch.device("cuda", 0))
+    policy = resolve(Policy(model=str(model), ffn_device="gpu"), profile, discrete=True)
+
+    def decided(policy: Policy, machine: Machine = cuda) -> tuple[str, str]:
+        found, why = resolve_host_pages(policy, profile, machine, FLOAT32)
+        return found.host_pages, why
+
+    monkeypatch.setattr(planning, "locks_in_place", lambda kind: kind == "cuda")
+    assert decided(policy) == ("pinned", "memory is locked in place, so experts cross from their homes")
+    assert decided(policy, twin) == ("staged", "a twin locks no memory in place")
+    assert decided(policy, replace(cuda, device=torch.device("xpu", 0)))[0] == "staged"
+    assert decided(replace(policy, weights=Shares(disk=1.0)))[1] == "no expert crosses from a home in host memory"
+    assert decided(replace(policy, host_pages="staged")) == ("staged", "the policy says so")
+    monkeypatch.setattr(planning, "memory_limit_bytes", lambda: 1 << 20)
+    assert decided(policy)[0] == "staged" and "too much to lock" in decided(policy)[1]
+    with Engine(Policy(model=str(model), ffn_device="gpu"), device="twin") as engine:
+        assert engine.policy.host_pages == "staged"
+        assert engine.host_pages_reason == "a twin locks no memory in place"
+
+
 def test_a_request_longer_than_a_buffer_for_contexts_is_refused(model: Path) -> None:
     devices = {"ffn_device": "gpu", "attention_device": "gpu"}
     policy = Policy(model=str(model), batch_size=8, micro_batch_size=2, kv_tokens=128, **devices)  # type: ignore[arg-type]
@@ -312,7 +341,7 @@ def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
     with Engine.from_pretrained(model, device="cpu", host_memory="300MiB", workload=work, batch_size=3) as engine:
         assert engine.plan is not None
         assert engine.policy.batch_size == 3
-        assert engine.policy == engine.plan.policy
+        assert engine.policy == replace(engine.plan.policy, host_pages="staged")
         assert engine.plan.use_of("host").total_bytes <= 300 << 20
         assert engine.generate([[BOS, 65]], EIGHT)[0].completion_tokens == 8
 

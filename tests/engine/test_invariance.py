@@ -42,6 +42,7 @@ CACHE_ON_BOTH = Shares(device=0.7, host=0.3)
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"weights": Shares(host=0.3, disk=0.7)},
     "gpu": {"ffn_device": "gpu", "weights": HERE},
+    "gpu-pinned-homes": {"ffn_device": "gpu", "weights": HERE, "host_pages": "pinned"},
     "gpu-attention": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE},
     "gpu-cache": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE, "kv": CACHE_ON_DEVICE},
     "gpu-cache-both": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE, "kv": CACHE_ON_BOTH},

@@ -43,6 +43,7 @@ def policy(**changes: object) -> Policy:
 
 SETTINGS = [
     policy(),
+    policy(host_pages="pinned"),
     policy(attention_device="gpu", kv=Shares(device=0.5, host=0.5)),
     policy(ffn_device="split", cpu_experts=0.25),
     policy(ffn_device="cpu", attention_device="gpu", weights=Shares(host=0.75, disk=0.25)),
@@ -67,7 +68,7 @@ def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> 
     assert terms[1] == pytest.approx((terms[0] + terms[2]) / 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("given_policy", SETTINGS[:4])
+@pytest.mark.parametrize("given_policy", SETTINGS[:5])
 def test_the_links_carry_the_schedules_own_bytes(given_policy: Policy) -> None:
     """Seconds times speed, launches aside, are the bytes of the schedule that the policy makes."""
     speeds = replace(T4, transfer_s=0.0)

@@ -23,6 +23,7 @@ from tests.tiny import save_tiny
 HERE = Shares(device=0.25, host=0.5, disk=0.25)
 DEVICES: dict[str, dict[str, Any]] = {
     "host attention": {"ffn_device": "gpu", "weights": HERE},
+    "pinned homes": {"ffn_device": "gpu", "weights": HERE, "host_pages": "pinned"},
     "device attention": {"ffn_device": "gpu", "weights": HERE, "attention_device": "gpu"},
     "cache on the device": {"weights": HERE, "ffn_device": "gpu", "attention_device": "gpu", "kv": Shares(device=1.0)},
     "cache on both": {
@@ -133,6 +134,7 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
         crossing
         == {
             "host attention": down_and_up,
+            "pinned homes": down_and_up,
             "device attention": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV},
             "cache on the device": set(),
             "cache on both": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV},
@@ -141,3 +143,4 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
         }[devices]
     )
     assert all(moved.values())
+    assert (TaskKind.STAGE_PAGE in moved) == (devices not in ("pinned homes", "experts on the host"))

@@ -86,7 +86,8 @@ def test_weights_cross_once_a_pass_whatever_rides_in_it(builder: str, data: st.D
                 assert task.bytes == (0 if task.kind is TaskKind.CARRIED_PAGE else layout.page_bytes)
     for page, from_disk in zip(layout.streamed, layout.from_disk, strict=True):
         crossings = {kind: count for kind, count in times[page].items() if count and kind is not TaskKind.CARRIED_PAGE}
-        steps = [TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE]
+        stages = [] if layout.pinned_homes else [TaskKind.STAGE_PAGE]
+        steps = [TaskKind.READ_PAGE] if from_disk else stages
         assert crossings == dict.fromkeys(steps + [TaskKind.SEND_PAGE] * layout.pages_cross, len(schedules))
 
 
