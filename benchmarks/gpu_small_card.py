@@ -90,7 +90,7 @@ class RandomPages(passes.PageReader):
 
     pool = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, page: Page, dest: Tensor, begin: int = 0) -> None:
+    def start(self, page: Page, dest: Tensor, begin: int = 0) -> None:
         """Fill ``dest`` with weights that depend on the page, and on where in it they ``begin``."""
         pool, done = RandomPages.pool, 0
         start = (4096 * (page.layer * 131 + page.expert * 17) + begin) % (pool.numel() // 2)
