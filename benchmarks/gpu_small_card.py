@@ -153,6 +153,8 @@ class Card:
                 "contestant": name,
                 "cap_bytes": cap,
                 "policy": policy_as_dict(engine.policy),
+                "admission": engine.policy.admission,
+                "host_pages": [engine.policy.host_pages, engine.host_pages_reason],
                 "load_s": engine.stats.load_s,
                 "steady": asdict(steady),
                 "jobs": [asdict(job) for job in jobs],

@@ -80,6 +80,7 @@ def plan_for(
         fixed={
             **devices,
             "schedule": wishes.schedule,
+            **({"host_pages": "pinned"} if not machine.twin and locks_in_place(machine.device.type) else {}),
             **{key: value for key, value in sizes.items() if value is not None},
         },
         programme=False,
