@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,11 +54,15 @@ _TRAINING_FILES = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomTensor:
-    """A tensor to be written: normal with deviation ``std`` around 0, or all ones where ``std`` is None."""
+    """A tensor to be written: normal with deviation ``std`` around 0, or all ones where ``std`` is None.
+
+    A ``hole`` takes no room on the disk and reads as zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
     std: float | None
+    hole: bool = False
 
     @property
     def elements(self) -> int:
@@ -87,6 +91,7 @@ def make_checkpoint(
     fused: bool = False,
     shard_size: int = 500_000_000,
     seed: int = 0,
+    hollow: bool = False,
 ) -> Written:
     """Write a random checkpoint of the model that ``config`` (raw ``config.json`` values) describes into ``out``.
 
@@ -94,6 +99,7 @@ def make_checkpoint(
         out: a directory that is not there yet, or holds no weights.
         fused: store the experts of a layer as one tensor each, under transformers 5's names.
         shard_size: bytes of weights in one file, at most (a larger tensor has a file of its own).
+        hollow: leave the experts out: holes that take no room and read as zeros, where the file system knows them.
 
     Raises:
         ConfigError: the config is not that of a known family, the vocabulary is too small, or ``out`` is in use.
@@ -110,7 +116,7 @@ def make_checkpoint(
     _write_json(out / "config.json", config)
     _write_json(out / "generation_config.json", {key: config[key] for key in config if key.endswith("_token_id")})
     write_tokenizer(out, model.vocab_size)
-    tensors = list(_tensors(model, fused=fused))
+    tensors = list(_tensors(model, fused=fused, hollow=hollow))
     format_ = dtype_named(dtype)
     shards = write_weights(out, tensors, format_, shard_size=shard_size, seed=seed)
     parameters = sum(tensor.elements for tensor in tensors)
@@ -177,7 +183,10 @@ def write_weights(out: Path, tensors: list[RandomTensor], dtype: DType, *, shard
             with open(out / name, "wb") as file:
                 file.write(_header(shard, dtype))
                 for tensor in shard:
-                    _write_tensor(file, tensor, dtype, seed, pool)
+                    if tensor.hole:
+                        file.truncate(file.seek(tensor.elements * dtype.itemsize, os.SEEK_CUR))
+                    else:
+                        _write_tensor(file, tensor, dtype, seed, pool)
             weight_map.update({tensor.name: name for tensor in shard})
     if len(shards) > 1:
         total = sum(tensor.elements for tensor in tensors) * dtype.itemsize
@@ -217,7 +226,7 @@ def write_tokenizer(out: Path, vocab_size: int) -> None:
     _write_json(out / "tokenizer_config.json", settings)
 
 
-def _tensors(model: ModelProfile, *, fused: bool) -> Iterator[RandomTensor]:
+def _tensors(model: ModelProfile, *, fused: bool, hollow: bool) -> Iterator[RandomTensor]:
     """Every tensor of ``model`` under its name on disk, layer by layer."""
     parts = [part for stored in dense_tensors(model) for part in stored.parts]
     last_of_layer = {part.layer: part for part in parts if part.layer >= 0}
@@ -226,7 +235,8 @@ def _tensors(model: ModelProfile, *, fused: bool) -> Iterator[RandomTensor]:
         name = spellings[-1 if fused else 0].format(layer=part.layer)
         yield RandomTensor(name=name, shape=part.shape, std=_deviation(part, model))
         if part.layer >= 0 and model.moe_layers[part.layer] and part is last_of_layer[part.layer]:
-            yield from _experts(model, part.layer, fused=fused)
+            for tensor in _experts(model, part.layer, fused=fused):
+                yield replace(tensor, hole=hollow)
 
 
 def _experts(model: ModelProfile, layer: int, *, fused: bool) -> Iterator[RandomTensor]:
@@ -326,6 +336,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shard-size", default="500MB", help="bytes of weights in one file, for example 4GB")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fused", action="store_true", help="one tensor for all experts of a layer")
+    parser.add_argument("--hollow", action="store_true", help="leave the experts out: holes that read as zeros")
     return parser.parse_args()
 
 
@@ -333,7 +344,7 @@ def main() -> int:
     """The command line; returns its exit code."""
     options = vars(_arguments())
     out, model = options.pop("out"), options.pop("model")
-    writing = {name: options.pop(name) for name in ("dtype", "fused", "seed")}
+    writing = {name: options.pop(name) for name in ("dtype", "fused", "seed", "hollow")}
     try:
         shard_size = parse_bytes(options.pop("shard_size"), what="--shard-size")
         written = make_checkpoint(out, scaled_config(model, **options), shard_size=shard_size, **writing)

@@ -145,7 +145,13 @@ def build(run: Run) -> Schedule:
     """The order of a steady decode step: it carries in what it carries out."""
     layout = layout_of(MODEL, _policy(run), FLOAT16)
     context = round(run.micro_batch_size * run.context) if layout.context_crosses else 0
-    batches = (MicroBatchShape(tokens=run.micro_batch_size, context=context),) * run.num_micro_batches
+    batch = MicroBatchShape(
+        tokens=run.micro_batch_size,
+        context=context,
+        device_tokens=layout.device_tokens(run.micro_batch_size),
+        device_context=layout.device_tokens(context),
+    )
+    batches = (batch,) * run.num_micro_batches
     carries = run.schedule != "flexgen-loop" or run.merged
     carried = len(layout.layer_pages[0]) if carries else 0
     shape = PassShape(micro_batches=batches, carried=carried, wraps=carries)

@@ -121,6 +121,7 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
         ffn_device=ffn,
         cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
     )
+    policy = replace(policy, host_pages=draw(st.sampled_from(["staged", "pinned"])))
     if attention == "gpu":
         on_device = draw(st.sampled_from([0.0, 0.3, 1.0]))
         policy = replace(policy, kv=Shares(device=on_device, host=1 - on_device))
@@ -128,8 +129,10 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
 
 
 def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ...]]:
-    """The micro-batches of one pass; fresh ones only where a link makes a difference, contexts where they cross."""
+    """The micro-batches of one pass; fresh ones only where a link makes a difference, contexts where they cross. Any
+    part of them may be on the device where the cache is on both sides."""
     crosses = layout.context_crosses
+    mixed = crosses and layout.kv_host < 1
     one = st.builds(
         MicroBatchShape,
         tokens=st.integers(1, 40),
@@ -138,4 +141,13 @@ def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ..
         context=st.integers(0, 90) if crosses else st.just(0),
         continues=st.booleans() if crosses else st.just(False),
     )
-    return st.lists(one, min_size=1, max_size=5).map(tuple)
+
+    def with_parts(shape: MicroBatchShape) -> st.SearchStrategy[MicroBatchShape]:
+        return st.builds(
+            replace,
+            st.just(shape),
+            device_tokens=st.integers(0, shape.tokens),
+            device_context=st.integers(0, shape.context),
+        )
+
+    return st.lists(one.flatmap(with_parts) if mixed else one, min_size=1, max_size=5).map(tuple)

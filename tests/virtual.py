@@ -145,6 +145,10 @@ class VirtualMachine:
 
     def _move_page(self, errand: Errand, page: Page) -> None:
         (into,) = errand.task.writes
+        straight = self._layout.pinned_homes and not self._layout.from_disk[self._layout.streamed.index(page)]
+        if errand.task.kind is TaskKind.SEND_PAGE:
+            assert bool(errand.task.reads) != straight
+        assert errand.task.kind is not TaskKind.STAGE_PAGE or not straight
         for source in errand.task.reads:
             found = self._slots.get(self._absolute(source.space, errand.position + source.index))
             assert found == page, f"{errand.task.name} finds {found}"

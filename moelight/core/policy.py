@@ -12,6 +12,7 @@ PROCESSORS = ("cpu", "gpu")
 FFN_DEVICES = ("cpu", "gpu", "split")
 KV_BLOCK_SIZES = (16, 32, 64, 128)
 ADMISSIONS = ("refill", "static")
+HOST_PAGES = ("auto", "staged", "pinned")
 MOST_LOOK_AHEAD = 8
 
 
@@ -51,6 +52,9 @@ class Policy:
             asks for it.
         admission: ``refill`` (a finished sequence's place is taken in the next pass, and prompts ride along with
             decoding) or ``static`` (a batch is prefilled alone and ends together, as in the published systems).
+        host_pages: how experts at home in host memory come to the link: ``pinned`` (from their home, which is locked),
+            ``staged`` (copied into pinned memory first), or ``auto``: planned as staged, and pinned where the machine
+            locks memory in place.
     """
 
     model: str
@@ -69,6 +73,7 @@ class Policy:
     kv_block_size: int = 32
     look_ahead: int = 2
     admission: str = "refill"
+    host_pages: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
@@ -96,8 +101,8 @@ class Policy:
             raise ConfigError(f"kv_block_size must be one of {KV_BLOCK_SIZES}, not {self.kv_block_size}")
         if not 1 <= self.look_ahead <= MOST_LOOK_AHEAD:
             raise ConfigError(f"look_ahead must be from 1 to {MOST_LOOK_AHEAD}, not {self.look_ahead}")
-        if self.admission not in ADMISSIONS:
-            raise ConfigError(f"admission must be one of {', '.join(ADMISSIONS)}, not {self.admission!r}")
+        _check_word("admission", self.admission, ADMISSIONS)
+        _check_word("host_pages", self.host_pages, HOST_PAGES)
 
     @property
     def num_micro_batches(self) -> int:
@@ -108,3 +113,8 @@ class Policy:
     def discrete(self) -> bool:
         """Whether a GPU takes part, so that a link lies between two memories."""
         return self.ffn_device != "cpu" or self.attention_device == "gpu"
+
+
+def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, not {word!r}")

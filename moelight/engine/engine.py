@@ -19,14 +19,15 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
-from moelight.engine.passes import Launched, Packed, PassRunner
-from moelight.engine.planning import Wishes, plan_for, resolve
+from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
+from moelight.engine.planning import Wishes, plan_for, resolve, resolve_host_pages
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import Binding, LaneTotals, Stats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
+from moelight.runtime.allocator import device_peak, limit_device_memory, watch_device_memory
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import peak_rss_bytes
@@ -63,8 +64,15 @@ class Engine:
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         self._source = source or open_source(given.model)
         self.profile = self._source.profile
-        self.policy = resolve(given, self.profile, discrete=machine.discrete)
+        resolved = resolve(given, self.profile, discrete=machine.discrete)
+        dtype = weight_dtype(resolved, self._source, machine)
+        self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self._device = machine.device
+        watch_device_memory(self._device)
+        self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
+        if self._device_limit:
+            limit_device_memory(self._device, self._device_limit)
         self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes)
         self._batcher = Batcher(
             self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
@@ -254,6 +262,7 @@ class Engine:
             lanes=self._totals.stats(),
             python_s=self._python_s,
             counts=dict(self._counts),
+            device_peak_bytes=device_peak(self._device).reserved,
         )
 
     @property
@@ -272,6 +281,8 @@ class Engine:
         if self._passes is not None:
             self._passes.close()
             self._passes = None
+            if self._device_limit:
+                limit_device_memory(self._device, None)
 
     def __enter__(self) -> Engine:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -22,7 +22,7 @@ from moelight.core.timeline import Timeline
 from moelight.engine.batcher import Load, Piece
 from moelight.engine.source import Source
 from moelight.hrm import costs
-from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_tokens, pass_tokens
+from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_tokens, kv_device_blocks, pass_tokens
 from moelight.hrm.placement import place
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, Part
@@ -31,7 +31,7 @@ from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
 from moelight.runtime.attending import Act, DeviceAttention, HostAttention
-from moelight.runtime.context import Chunk, find_context
+from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.crossing import CrossingArena
 from moelight.runtime.executor import Executor, Flight
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
@@ -81,7 +81,7 @@ class PassRunner:
         self._build = SCHEDULES.get(policy.schedule)
         self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
         self._position = 0
-        self.pool = BlockPool(kv_blocks(policy))
+        self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         with ExitStack() as opened:
             self._reader = opened.enter_context(_page_reader(source, torch_dtype, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, self._policy))
@@ -93,7 +93,8 @@ class PassRunner:
 
     def _load(self, source: Source, machine: Machine, dtype: torch.dtype) -> None:
         policy, profile = self._policy, self._profile
-        arenas = allocate_for(machine, footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype))
+        announced = footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
+        arenas = allocate_for(machine, announced, pinned_homes=self._layout.pinned_homes)
         tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
         self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
         self._crossing: CrossingArena | None = None
@@ -136,18 +137,24 @@ class PassRunner:
         self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
-        """What attention does, on the host or on the device, over a cache on the host or on the device."""
+        """What attention does, on the host over its cache, or on the device over blocks on either side."""
         policy, spec, layers = self._policy, self._profile.attention, self._profile.num_layers
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
             paged = KVCache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
             return HostAttention(spec, paged).table
-        there = policy.kv.device > 0
-        cache = TokenCache(
-            arenas["device_kv" if there else "kv"], spec, num_layers=layers, slots=blocks * size, dtype=dtype
-        )
+
+        def cache(name: str, blocks: int) -> TokenCache:
+            return TokenCache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
+
+        host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
         shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
-        return DeviceAttention(spec, cache, typed(arenas["kv_buffer"], dtype, shape), cached_there=there).table
+        return DeviceAttention(
+            spec,
+            typed(arenas["kv_buffer"], dtype, shape),
+            on_host=cache("kv", host) if self._layout.context_crosses else None,
+            on_device=cache("device_kv", there) if there else None,
+        ).table
 
     def pack(self, loads: Sequence[Load]) -> Packed:
         """``loads`` as micro-batches, before or while an earlier pass runs: generated tokens are looked up later."""
@@ -190,11 +197,15 @@ class PassRunner:
         self._opened.close()
 
     def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
+        """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""
         samples = mb.sampled.numel() > 0
-        if mb.context is None or not self._layout.context_crosses:
+        if mb.added is None or not self._layout.context_crosses:
             return MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples)
+        shape = MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples, device_tokens=mb.added.there)
+        if mb.context is None:
+            return shape
         continues = any(piece.start > piece.generation.computed for piece in load.pieces)
-        return MicroBatchShape(tokens=load.tokens, samples=samples, context=mb.context.tokens, continues=continues)
+        return replace(shape, context=mb.context.tokens, device_context=mb.context.there, continues=continues)
 
     def _pack(self, loads: Sequence[Load]) -> list[MicroBatch]:
         packed, row, sampled = [], 0, next(self._sampled)
@@ -227,13 +238,13 @@ class PassRunner:
         return packed
 
     def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
-        """Where the device finds what came before, and puts what is new if it holds the cache."""
-        device, there = mb.hidden.device, self._policy.kv.device > 0
-        if there:
-            mb.device_slots = mb.cache_slots.to(device)
+        """Where the device finds what came before, and where what is new goes."""
+        device, size = mb.hidden.device, self._policy.kv_block_size
+        host_slots = self.pool.host_blocks * size
+        mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)
         if not mb.fresh:
-            size, window = self._policy.kv_block_size, self._profile.attention.window
-            mb.context = find_context(chunks, block_size=size, window=window, device=device, cached_there=there)
+            window = self._profile.attention.window
+            mb.context = find_context(chunks, block_size=size, window=window, device=device, host_slots=host_slots)
 
     def _schedule(self, shape: PassShape) -> Schedule:
         """Kept by shape, but where contexts cross: those differ from pass to pass."""

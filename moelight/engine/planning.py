@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moelight.core.dtypes import FLOAT32, dtype_named
+from moelight.core.dtypes import FLOAT32, DType, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
+from moelight.core.units import format_bytes
 from moelight.engine.source import Source
 from moelight.hrm.costs import page_bytes
+from moelight.hrm.footprint import footprint
+from moelight.hrm.placement import place
 from moelight.hrm.speeds import speeds_of
+from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Fixed, Problem
@@ -20,7 +24,7 @@ from moelight.profiles.stored import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine
 from moelight.runtime.machine_profile import kept_profile
-from moelight.runtime.measure import available_bytes
+from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.needs import NEEDS, check_policy, misfit
 
@@ -76,6 +80,7 @@ def plan_for(
         fixed={
             **devices,
             "schedule": wishes.schedule,
+            **({"host_pages": "pinned"} if not machine.twin and locks_in_place(machine.device.type) else {}),
             **{key: value for key, value in sizes.items() if value is not None},
         },
         programme=False,
@@ -125,6 +130,27 @@ def checkpoint_bytes(source: Source) -> int:
     return len(pages(model)) * page_bytes(model, FLOAT32)
 
 
+def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dtype: DType) -> tuple[Policy, str]:
+    """``policy`` with ``host_pages`` decided, and why: pinned where the machine locks memory in place and the plan
+    leaves the system its share of it. Homes that are locked save the staging copy, and two thirds of what streamed
+    pages touch of host memory."""
+
+    def staged(reason: str) -> tuple[Policy, str]:
+        return replace(policy, host_pages="staged"), reason
+
+    if policy.host_pages != "auto":
+        return policy, "the policy says so"
+    if not place(model, policy).on("host") or policy.ffn_device == "cpu":
+        return staged("no expert crosses from a home in host memory")
+    if machine.twin or not locks_in_place(machine.device.type):
+        return staged(f"{'a twin' if machine.twin else machine.device.type} locks no memory in place")
+    pinned = replace(policy, host_pages="pinned")
+    need, there = footprint(model, pinned, dtype=dtype, kv_dtype=dtype).total("host"), memory_limit_bytes()
+    if need > FREE_SHARE * there:
+        return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
+    return pinned, "memory is locked in place, so experts cross from their homes"
+
+
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
     """``policy`` with nothing left open, or a refusal.
 
@@ -139,10 +165,6 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         name = "attention_device" if policy.ffn_device == "cpu" != policy.attention_device else "ffn_device"
         raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {there}")
     check_policy(policy, discrete=discrete)
-    if policy.attention_device == "gpu" and policy.kv.host not in (0.0, 1.0):
-        raise ConfigError(
-            f"kv host={policy.kv.host:g}: this engine keeps the whole KV cache in one place; take kv host=1 or device=1"
-        )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
     if policy.kv_dtype not in ("auto", policy.weight_dtype):

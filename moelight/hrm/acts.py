@@ -27,7 +27,10 @@ KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acts:
-    """One model in its dtypes on one machine. ``dtype`` is what units work in, ``page_dtype`` the experts' own."""
+    """One model in its dtypes on one machine. ``dtype`` is what units work in, ``page_dtype`` the experts' own.
+
+    ``pinned_homes``: experts at home in host memory cross the link from there.
+    """
 
     model: ModelProfile
     speeds: Speeds
@@ -36,6 +39,7 @@ class Acts:
     page_dtype: DType
     attention_device: str
     ffn_device: str
+    pinned_homes: bool = False
 
     @property
     def discrete(self) -> bool:

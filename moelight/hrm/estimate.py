@@ -71,6 +71,7 @@ def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | 
         page_dtype=own if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype),
         attention_device=policy.attention_device,
         ffn_device=policy.ffn_device,
+        pinned_homes=policy.host_pages == "pinned",
     )
 
 

@@ -31,6 +31,7 @@ READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 PROMPT_MICRO_BATCHES = 8
 KV_BUFFERS = 2
+GATHER_BYTES = 8 * MiB
 WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
 
 
@@ -161,8 +162,11 @@ def ring_slots(placement: Placement) -> int:
 
 def pinned_slots(placement: Placement) -> int:
     """Slots of the pinned ring between a far home and the link: one layer's streamed pages; two layers' where some come
-    from disk, so that a slow disk is read while the pages of a whole layer cross."""
+    from disk, so that a slow disk is read while the pages of a whole layer cross; none where every page crosses from
+    its home."""
     from_disk = any(placement.homes[page] == "disk" for page in placement.streamed)
+    if placement.pinned_homes and not from_disk:
+        return 0
     return placement.most_streamed_per_layer * (2 if from_disk else 1)
 
 
@@ -267,9 +271,15 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 def _carried_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all of
     them where streams may still read them, three where one thread computes), and what the CPU's experts read and
-    give."""
+    give. Where the device attends over blocks on both sides: the new keys and values of either side, and the piece of
+    a context that is gathered at once."""
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":
         each += 2 * model.hidden_size
-    return in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
+    carried = in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
+    if sizes.attention_device == "gpu":
+        cached = model.attention.cache_width * dtype.itemsize
+        carried = carried + np.minimum(GATHER_BYTES, kv_buffer_tokens(sizes) * cached)
+        carried = carried + 2 * sizes.micro_batch_tokens * cached
+    return carried

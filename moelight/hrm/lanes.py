@@ -257,14 +257,15 @@ def _pages_s(acts: Acts, homes: Homes) -> tuple[Any, Any, Any]:
     disk = homes.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
     if acts.ffn_device == "cpu":
         return 0.0 * disk, 0.0 * disk, disk
-    return (homes.from_host + homes.from_disk) * page / speeds.h2d, homes.from_host * page / speeds.stage, disk
+    staged = 0.0 if acts.pinned_homes else 1.0
+    return (homes.from_host + homes.from_disk) * page / speeds.h2d, staged * homes.from_host * page / speeds.stage, disk
 
 
 def _staged_bytes(acts: Acts, homes: Homes) -> Any:
     """Host memory touched by streamed pages."""
     if acts.ffn_device == "cpu":
         return homes.from_disk * acts.page_bytes()
-    from_host = costs.staging_passes(from_disk=False) * homes.from_host
+    from_host = (1 if acts.pinned_homes else costs.staging_passes(from_disk=False)) * homes.from_host
     return (from_host + costs.staging_passes(from_disk=True) * homes.from_disk) * acts.page_bytes()
 
 

@@ -18,12 +18,14 @@ class Placement:
 
     Pages at home on ``near`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
     beside a GPU (``ffn_device`` split). The others are streamed every pass, in the order of ``streamed``.
+    ``pinned_homes``: the host's are locked and cross the link from there, without a stop in pinned memory.
     """
 
     near: str
     homes: Mapping[Page, str]
     streamed: tuple[Page, ...]
     computed: tuple[Page, ...] = ()
+    pinned_homes: bool = False
 
     @property
     def resident(self) -> tuple[Page, ...]:
@@ -55,11 +57,12 @@ def near_tier(policy: Policy) -> str:
 
 def place(model: ModelProfile, policy: Policy) -> Placement:
     """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
-    return _place(model, policy.weights, policy.cpu_experts, near_tier(policy))
+    pinned_homes = policy.host_pages == "pinned" and near_tier(policy) == "device"
+    return _place(model, policy.weights, policy.cpu_experts, near_tier(policy), pinned_homes)
 
 
 @lru_cache(maxsize=256)
-def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str) -> Placement:
+def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str, pinned_homes: bool) -> Placement:
     spread = sorted(pages(model), key=lambda page: (page.expert, page.layer * GOLDEN % 1.0))
     on_device = round(weights.device * len(spread))
     on_host = round((weights.device + weights.host) * len(spread)) - on_device
@@ -72,4 +75,5 @@ def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str) 
         homes=homes,
         streamed=tuple(page for page, home in homes.items() if home != near and page not in in_place),
         computed=tuple(page for page in homes if page in in_place),
+        pinned_homes=pinned_homes,
     )

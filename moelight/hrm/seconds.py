@@ -37,9 +37,12 @@ class Load:
         return self.decode_tokens + self.prompt_tokens
 
 
-def pass_costs(acts: Acts, placement: Placement, loads: Sequence[Load]) -> Callable[[Task], Cost]:
-    """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate."""
-    table = _Table(acts, placement, loads)
+def pass_costs(
+    acts: Acts, placement: Placement, loads: Sequence[Load], *, host_kv: float = 1.0
+) -> Callable[[Task], Cost]:
+    """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate;
+    ``host_kv`` is the share of the cache in host memory."""
+    table = _Table(acts, placement, loads, host_kv)
     by_kind: Mapping[TaskKind, Callable[[Task], Cost]] = {
         TaskKind.EMBED: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
         TaskKind.PRE_ATTENTION: lambda task: _alone(acts.before_s(table.elements(task), table.tokens(task))),
@@ -64,8 +67,8 @@ def pass_costs(acts: Acts, placement: Placement, loads: Sequence[Load]) -> Calla
 class _Table:
     """Look-ups by task: its load, its layer's matrices, and the layer's share of experts that the CPU computes."""
 
-    def __init__(self, acts: Acts, placement: Placement, loads: Sequence[Load]) -> None:
-        self._acts, self._loads = acts, loads
+    def __init__(self, acts: Acts, placement: Placement, loads: Sequence[Load], host_kv: float) -> None:
+        self._acts, self._loads, self._host_kv = acts, loads, host_kv
         self._elements = costs.layer_elements(acts.model)
         on_cpu = Counter(page.layer for page in placement.computed)
         self._computed = {layer: count / acts.model.experts.num_experts for layer, count in on_cpu.items()}
@@ -98,8 +101,8 @@ class _Table:
         return Cost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
 
     def stored(self, task: Task) -> Cost:
-        """New keys and values written into the cache."""
-        size = 2.0 * self.tokens(task) * costs.kv_bytes(self._acts.model, self._acts.dtype, 1)
+        """New keys and values written into the cache in host memory."""
+        size = 2.0 * self._host_kv * self.tokens(task) * costs.kv_bytes(self._acts.model, self._acts.dtype, 1)
         return Cost(seconds=float(self._acts.speeds.cpu.touch_s(size)), dram_bytes=size)
 
     def after_s(self, task: Task) -> float:

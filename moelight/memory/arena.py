@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,17 +10,17 @@ from torch import Tensor
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
+from moelight.memory.locking import on_huge_pages, page_locked
 
 _PINNED = frozenset({"pinned_ring", "crossing"})
 _BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
 _BASE_ALIGNMENT = 4096
-_HUGE_PAGE = 2 << 20
 
 
-def allocate(footprint: Footprint, device: torch.device) -> dict[str, Tensor]:
+def allocate(footprint: Footprint, device: torch.device, *, pinned_homes: bool = False) -> dict[str, Tensor]:
     """One uint8 tensor per purpose, device ones on ``device``, those beside a link pinned where it has one.
 
-    The cache in host memory is pinned too where the device attends over it.
+    The cache in host memory is pinned too where the device attends over it, and with ``pinned_homes`` the experts.
 
     ``transient``, ``host_transient`` and ``runtime`` are bounds on what others allocate, and get no region.
 
@@ -30,14 +28,15 @@ def allocate(footprint: Footprint, device: torch.device) -> dict[str, Tensor]:
         BudgetError: the machine refuses a region that the plan thought it had.
     """
     arenas = {}
-    crossing = _PINNED | {"kv"} if any(arena.purpose == "kv_buffer" for arena in footprint.arenas) else _PINNED
+    attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
+    crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_homes else set())
     for arena in footprint.arenas:
         if arena.purpose in _BOUNDS_ONLY:
             continue
         where = device if arena.tier == "device" else torch.device("cpu")
         pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
         try:
-            arenas[arena.purpose] = _aligned(arena.bytes, where, pinned=pinned)
+            arenas[arena.purpose] = _aligned(arena.bytes, where, device, pinned=pinned)
         except (RuntimeError, MemoryError, OSError):
             raise BudgetError(
                 f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
@@ -62,21 +61,11 @@ def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return arena[:size].view(dtype).view(shape)
 
 
-def _aligned(size: int, where: torch.device, *, pinned: bool) -> Tensor:
-    if where.type == "cpu" and not pinned:
-        return _on_huge_pages(size)
-    raw = torch.empty(size + _BASE_ALIGNMENT, dtype=torch.uint8, device=where, pin_memory=pinned)
+def _aligned(size: int, where: torch.device, device: torch.device, *, pinned: bool) -> Tensor:
+    if pinned:
+        return page_locked(size, device)
+    if where.type == "cpu":
+        return on_huge_pages(size)
+    raw = torch.empty(size + _BASE_ALIGNMENT, dtype=torch.uint8, device=where)
     start = -raw.data_ptr() % _BASE_ALIGNMENT
-    return raw[start : start + size]
-
-
-def _on_huge_pages(size: int) -> Tensor:
-    """Memory of the process, from the start of a huge page on where the system has them: sweeps over weights and caches
-    miss no address translations then (docs/log.md). Taken page by page when it is first written."""
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -raw.data_ptr() % _HUGE_PAGE
     return raw[start : start + size]

@@ -1,7 +1,8 @@
 """The paged key/value cache: blocks of tokens, handed to sequences through block tables. No padding.
 
 One block of a sequence is the same index in every layer, so a sequence has one table. Two layouts: `KVCache` for the
-CPU's attention, which reads blocks where they lie; `TokenCache` for attention on the device, whose contexts are copied.
+CPU's attention, which reads blocks where they lie; `TokenCache` for attention on the device, whose contexts are copied,
+one on each side of the link where blocks are.
 """
 
 from __future__ import annotations
@@ -49,23 +50,46 @@ def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 class BlockPool:
-    """Which blocks are free. A block belongs to one sequence from ``take`` to ``give_back``."""
+    """Which blocks are free. A block belongs to one sequence from ``take`` to ``give_back``.
 
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self._free = list(range(blocks - 1, -1, -1))
+    Blocks below ``host_blocks`` are in host memory, the ``device_blocks`` others on the device. What is taken holds the
+    pool's share of device blocks as exactly as whole blocks allow, each sequence within one block and all together,
+    evenly along the sequence; only where one side has run out does the other stand in.
+    """
+
+    def __init__(self, blocks: int, device_blocks: int = 0) -> None:
+        self.blocks, self.host_blocks = blocks, blocks - device_blocks
+        self._on_host = list(range(self.host_blocks - 1, -1, -1))
+        self._on_device = list(range(blocks - 1, self.host_blocks - 1, -1))
 
     @property
     def free(self) -> int:
         """Blocks nobody owns."""
-        return len(self._free)
+        return len(self._on_host) + len(self._on_device)
 
     def take(self, count: int) -> list[int]:
-        """``count`` blocks, lowest free ones first."""
-        if count > len(self._free):
-            raise MoelightError(f"{count} KV blocks asked for, {len(self._free)} are free")
-        return [self._free.pop() for _ in range(count)]
+        """``count`` blocks in the order of a sequence's positions, lowest free ones of each side first."""
+        if count > self.free:
+            raise MoelightError(f"{count} KV blocks asked for, {self.free} are free")
+        there, twice = self._device_part(count), 2 * max(count, 1)
+        before = [(2 * i * there + count) // twice for i in range(count + 1)]
+        sides = [before[i + 1] > before[i] for i in range(count)]
+        return [(self._on_device if on_device else self._on_host).pop() for on_device in sides]
 
     def give_back(self, blocks: list[int]) -> None:
         """Return blocks from ``take``."""
-        self._free.extend(reversed(blocks))
+        for block in reversed(blocks):
+            (self._on_host if block < self.host_blocks else self._on_device).append(block)
+
+    def _device_part(self, count: int) -> int:
+        """How many of the next ``count`` blocks are on the device: the whole number beside its share of ``count`` that
+        keeps all blocks in use nearest to the share."""
+        if not self.blocks:
+            return 0
+        device_blocks = self.blocks - self.host_blocks
+        in_use = device_blocks - len(self._on_device)
+        wanted = round((self.blocks - self.free + count) * device_blocks / self.blocks) - in_use
+        least = count * device_blocks // self.blocks
+        most = -(-count * device_blocks // self.blocks)
+        part = min(max(wanted, least), most)
+        return min(max(part, count - len(self._on_host)), len(self._on_device))

@@ -49,6 +49,7 @@ class Stats:
         wall_s: from the start of the first pass to the last token.
         load_s: from the start of loading to the first pass.
         python_s: the part of ``wall_s`` in which no lane worked: launching, bookkeeping, packing that nothing hides.
+        device_peak_bytes: the most that the device's allocator took since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
         counts: events worth counting, by name.
     """
@@ -62,6 +63,7 @@ class Stats:
     lanes: Mapping[Lane, LaneStats]
     python_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
+    device_peak_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,6 +89,7 @@ class Stats:
             "tokens_per_s": self.tokens_per_s,
             "passes": self.passes,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "device_peak_bytes": self.device_peak_bytes,
             "lanes": {
                 str(lane): {
                     "busy_s": stats.busy_s,

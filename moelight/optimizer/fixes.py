@@ -11,7 +11,7 @@ from itertools import combinations
 
 from moelight.core.dtypes import DTYPES
 from moelight.core.errors import ConfigError, did_you_mean
-from moelight.core.policy import FFN_DEVICES, KV_BLOCK_SIZES, PROCESSORS
+from moelight.core.policy import FFN_DEVICES, HOST_PAGES, KV_BLOCK_SIZES, PROCESSORS
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
@@ -27,6 +27,7 @@ _WORDS = {
     "weight_dtype": tuple(DTYPES),
     "kv_dtype": tuple(DTYPES),
     "schedule": SCHEDULES.names(),
+    "host_pages": HOST_PAGES,
 }
 KEYS = (*_COUNTS, *_WORDS, *_SHARES)
 _SLACK = 1e-9

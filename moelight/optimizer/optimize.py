@@ -150,6 +150,7 @@ def policy_of(problem: Problem, found: Found) -> Policy:
         kv_dtype=cell.setting.kv_dtype,
         schedule=cell.setting.order,
         kv_block_size=cell.kv_block_size,
+        host_pages=str(problem.fixed.get("host_pages", "auto")),
     )
 
 

@@ -123,4 +123,5 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "schedule": policy.schedule,
         "look_ahead": policy.look_ahead,
         "admission": policy.admission,
+        "host_pages": policy.host_pages,
     }

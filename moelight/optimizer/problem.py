@@ -199,6 +199,7 @@ def settings(problem: Problem) -> Iterator[Setting]:
             page_dtype=problem.dtype if weight == "auto" else dtype_named(weight),
             attention_device=attention,
             ffn_device=ffn,
+            pinned_homes=fixed.get("host_pages") == "pinned",
         )
         yield Setting(acts=acts, order=order, weight_dtype=weight, kv_dtype=cache)
     if not found:

@@ -151,7 +151,7 @@ class Stage:
         for each in loads:
             built = self._built(schedule, each, carried)
             carried = len(built.carried_out)
-            yield built, pass_costs(self._acts, self._placement, each)
+            yield built, pass_costs(self._acts, self._placement, each, host_kv=self._layout.kv_host)
 
     def _carried(self, schedule: str) -> int:
         """Pages that a decode pass hands on."""
@@ -164,7 +164,14 @@ class Stage:
     def _shape(self, load: Load) -> MicroBatchShape:
         fresh = self._layout.discrete and not load.decode_tokens
         context = round(load.decode_tokens * load.context) if self._layout.context_crosses else 0
-        return MicroBatchShape(tokens=round(load.tokens), fresh=fresh, samples=load.rows > 0, context=context)
+        return MicroBatchShape(
+            tokens=round(load.tokens),
+            fresh=fresh,
+            samples=load.rows > 0,
+            context=context,
+            device_tokens=self._layout.device_tokens(round(load.tokens)),
+            device_context=self._layout.device_tokens(context),
+        )
 
     def _decode_loads(self) -> list[Load]:
         alive = min(self.policy.batch_size, self.workload.num_requests)

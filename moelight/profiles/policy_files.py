@@ -17,7 +17,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.profiles.files import Node, read_yaml
 
 _COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_block_size", "look_ahead")
-_WORDS = ("model", "attention_device", "ffn_device", "weight_dtype", "kv_dtype", "schedule", "admission")
+_WORDS = ("model", "attention_device", "ffn_device", "weight_dtype", "kv_dtype", "schedule", "admission", "host_pages")
 _COMMENT_WIDTH = 100
 _NOTE_COLUMN = 32
 _NOTES = {
@@ -35,6 +35,7 @@ _NOTES = {
     "schedule": "the order of work",
     "look_ahead": "micro-batches that attend ahead of the experts",
     "admission": "refill: places are refilled at once; static: batch by batch",
+    "host_pages": "auto, pinned (experts cross from their home) or staged (copied first)",
 }
 
 
@@ -107,6 +108,7 @@ def _lines(policy: Policy) -> Iterator[str]:
         "schedule": policy.schedule,
         "look_ahead": policy.look_ahead,
         "admission": policy.admission,
+        "host_pages": policy.host_pages,
     }
     for name, value in values.items():
         line = f"{name}:" if isinstance(value, dict) else f"{name}: {_scalar(value)}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.core.schedule import Task, TaskKind
+from moelight.hrm.footprint import GATHER_BYTES
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.prefill import prefill_attention
 from moelight.memory.kv import KVCache, TokenCache, put
@@ -72,46 +73,69 @@ class HostAttention:
 
 
 class DeviceAttention:
-    """Attention on the device. The cache is in host memory, whose contexts cross into one of two ``buffers``, or on
-    the device itself, where they are gathered into the first."""
+    """Attention on the device. What of the cache is in host memory crosses into one of two ``buffers``; what is on the
+    device is gathered there too. Where all of it is, the first buffer is enough."""
 
-    def __init__(self, spec: AttentionSpec, cache: TokenCache, buffers: Tensor, *, cached_there: bool) -> None:
-        """``buffers`` [2, tokens, 2, Hkv, D]; ``cached_there``: the cache is on the device."""
-        self._cache, self._buffers, self._cached_there = cache, buffers, cached_there
+    def __init__(
+        self, spec: AttentionSpec, buffers: Tensor, *, on_host: TokenCache | None, on_device: TokenCache | None
+    ) -> None:
+        """``buffers`` [2, tokens, 2, Hkv, D]; at least one of the caches is there."""
+        self._host, self._device, self._buffers = on_host, on_device, buffers
+        self._gathered = max(1, GATHER_BYTES // (buffers[0, :1].numel() * buffers.element_size()))
         self._scale, self._window = spec.head_dim**-0.5, spec.window
         self._only_block = torch.zeros(1, dtype=torch.int32, device=buffers.device)
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.LOAD_KV: self._load_kv,
             TaskKind.ATTENTION: self._attention,
-            TaskKind.OFFLOAD_KV: _offload_kv,
+            TaskKind.OFFLOAD_KV: self._offload_kv,
             TaskKind.STORE_KV: self._store_kv,
         }
 
     def _load_kv(self, task: Task, mb: MicroBatch) -> None:
         (into,) = task.writes
-        buffer, cache = self._buffers[into.index], self._cache.layer(task.layer)
+        buffer, cache = self._buffers[into.index], present(self._host).layer(task.layer)
         for place, slot, count in present(mb.context).runs:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
+    def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
+        """Those that live in host memory."""
+        (q, k, v), rows = present(mb.qkv), present(mb.added).host_rows
+        mb.qkv_host = present(mb.crossing).take(q[:0], _picked(k, rows), _picked(v, rows))
+
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         _, k, v = present(mb.qkv_host)
-        put(self._cache.layer(task.layer), k, v, mb.cache_slots)
+        put(present(self._host).layer(task.layer), k, v, present(mb.added).host_slots)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        if self._cached_there:
+        added = present(mb.added)
+        if added.device_slots is not None:
             _, k, v = present(mb.qkv)
-            put(self._cache.layer(task.layer), k, v, present(mb.device_slots))
+            cache, rows = present(self._device).layer(task.layer), added.device_rows
+            put(cache, _picked(k, rows), _picked(v, rows), added.device_slots)
         if mb.context is None or not mb.context.tokens:
             mb.attn = attend_fresh(mb, self._scale, self._window)
-        elif (slots := mb.context.slots) is not None:
+        elif self._host is None:
+            slots = present(mb.context.slots)
             buffer = self._buffers[0, : slots.numel()]
-            torch.index_select(self._cache.layer(task.layer), 0, slots, out=buffer)
+            torch.index_select(present(self._device).layer(task.layer), 0, slots, out=buffer)
             mb.attn = self._attend(mb, buffer)
         else:
             (index,) = (each.index for each in task.reads if each.space == "context")
-            _, k, v = present(mb.qkv)
-            put(self._buffers[index], k, v, mb.context.own)
+            self._complete(self._buffers[index], task, mb)
             mb.attn = self._attend(mb, self._buffers[index])
+
+    def _complete(self, buffer: Tensor, task: Task, mb: MicroBatch) -> None:
+        """Into ``buffer``, which holds what came up: the new keys and values, and the context that is here, gathered
+        in pieces of bounded size."""
+        (_, k, v), context = present(mb.qkv), present(mb.context)
+        put(buffer, k, v, context.own)
+        if context.slots is None:
+            return
+        cache = present(self._device).layer(task.layer)
+        for places, slots in zip(
+            present(context.places).split(self._gathered), context.slots.split(self._gathered), strict=True
+        ):
+            buffer.index_copy_(0, places, cache.index_select(0, slots))
 
     def _attend(self, mb: MicroBatch, buffer: Tensor) -> Tensor:
         """Every sequence over its run in ``buffer`` [places, 2, Hkv, D], which holds its own tokens too."""
@@ -150,6 +174,11 @@ def attend_fresh(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
     for first, last in spans:
         out[first:last] = prefill_attention(q[first:last], k[first:last], v[first:last], scale, window=window)
     return out
+
+
+def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows that ``rows`` names; None is all of them."""
+    return tensor if rows is None else tensor.index_select(0, rows)
 
 
 def _offload_kv(task: Task, mb: MicroBatch) -> None:

@@ -118,7 +118,7 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
-def allocate_for(machine: Machine, footprint: Footprint) -> dict[str, Tensor]:
+def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool) -> dict[str, Tensor]:
     """The arenas of ``footprint`` (`memory.arena.allocate`), those in host memory on the NUMA nodes that suit a run."""
     plug = plug_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
@@ -129,7 +129,7 @@ def allocate_for(machine: Machine, footprint: Footprint) -> dict[str, Tensor]:
         refusal=refusal(),
     )
     with placing(place):  # pinned memory is touched when it is taken; the rest later, by whatever thread
-        arenas = allocate(footprint, machine.device)
+        arenas = allocate(footprint, machine.device, pinned_homes=pinned_homes)
     for arena in arenas.values():
         if arena.device.type == "cpu":
             settle(place, arena.data_ptr(), arena.numel())

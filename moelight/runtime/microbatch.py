@@ -16,7 +16,7 @@ from torch import Tensor
 from moelight.core.errors import ScheduleError
 from moelight.models.moe import Routed
 from moelight.models.rope import Rotation
-from moelight.runtime.context import Chunk, Context, slots_of
+from moelight.runtime.context import Added, Chunk, Context, slots_of
 from moelight.runtime.crossing import Crossing
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ class MicroBatch:
     follows ``sample_rows`` goes to its ``sample_places``. ``cache_slots int64 [T]``: where each token's key and value
     go. ``block_tables int32 [D, B]`` and ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row,
     last row, start, block table) each, and ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all
-    of them. ``device_slots`` are ``cache_slots`` beside a cache on the device, and ``context`` is where what came
-    before lies for attention there. ``sampled`` int64 [S] is host memory for the new tokens.
+    of them. For attention on the device ``added`` says where new keys and values go, and ``context`` where what came
+    before lies. ``sampled`` int64 [S] is host memory for the new tokens.
     """
 
     token_ids: Tensor
@@ -70,7 +70,7 @@ class MicroBatch:
     crossing: Crossing | None = None
     kept: Kept | None = None
     context: Context | None = None
-    device_slots: Tensor | None = None
+    added: Added | None = None
     routed: Routed | None = None
     routed_host: Routed | None = None
     experts_host: Tensor | None = None

@@ -72,9 +72,10 @@ class Operations:
             return self._start_page(page, target)
         if task.kind is TaskKind.STAGE_PAGE:
             copy_pages(target, self._pages.far_home(page))
-        else:
-            (source,) = task.reads
-            target.copy_(self._pages.slot(source, position), non_blocking=True)
+        else:  # out of its pinned slot, or from a home that is pinned
+            stop = next(iter(task.reads), None)
+            source = self._pages.far_home(page) if stop is None else self._pages.slot(stop, position)
+            target.copy_(source, non_blocking=True)
         return None
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:

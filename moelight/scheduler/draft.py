@@ -57,7 +57,7 @@ class Draft(PageStream):
                 lane=Lane.H2D,
                 layer=layer,
                 micro_batch=j,
-                bytes=self.layout.context_bytes(mine.context),
+                bytes=self.layout.context_bytes(mine),
                 deps=(*present(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
                 reads=tuple(self._cache(layer, i) for i in earlier),
                 writes=(Buffer(space="context", index=step % 2),),
@@ -170,7 +170,7 @@ class Draft(PageStream):
         self._ready[j] = attention
         if layout.attention == "gpu" and not layout.context_crosses:
             return
-        down = layout.kv_down_bytes(self._of(j).tokens)
+        down = layout.kv_down_bytes(self._of(j))
         deps = (before, *present(self._stored.get(j)))
         sent = self.cross(TaskKind.OFFLOAD_KV, Lane.D2H, layer, j, deps, down, "qkv", "qkv_host")
         self._sent_down[j] = sent

@@ -21,11 +21,11 @@ def _qkv(layout: Layout, micro_batch: MicroBatchShape) -> int:
 
 
 def _kv(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return layout.kv_down_bytes(micro_batch.tokens)
+    return layout.kv_down_bytes(micro_batch)
 
 
 def _context(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return layout.context_bytes(micro_batch.context)
+    return layout.context_bytes(micro_batch)
 
 
 def _attention(layout: Layout, micro_batch: MicroBatchShape) -> int:
@@ -167,7 +167,7 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
     """The task that brings position ``k`` of the stream into ``space``, dependencies aside."""
     at, crosses = k % len(layout.streamed), layout.pages_cross
     slot = k % (layout.pinned_slots if space == "pinned" else layout.ring_slots)
-    pinned = (Buffer(space="pinned", index=k % layout.pinned_slots),) if crosses else ()
+    pinned = (Buffer(space="pinned", index=k % layout.pinned_slots),) if layout.stops(k) else ()
     source: tuple[Buffer, ...] = ()
     also: tuple[Buffer, ...] = ()
     if space == "ring" and k < shape.carried:
@@ -196,7 +196,7 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
     sizes: Counter[Lane] = Counter()
     sizes[Lane.DISK] += from_disk * layout.page_bytes
     if layout.pages_cross:
-        sizes[Lane.STAGE] += (len(moved) - from_disk) * layout.page_bytes
+        sizes[Lane.STAGE] += sum(layout.stops(k) and not layout.from_disk[k] for k in moved) * layout.page_bytes
         sizes[Lane.H2D] += len(moved) * layout.page_bytes
     for micro_batch in shape.micro_batches if layout.discrete else ():
         sizes[Lane.D2H] += sum(layout.cpu_layers) * _routed(layout, micro_batch)

@@ -32,7 +32,8 @@ class Layout:
         streamed: the pages that move every pass, in order of use; ``from_disk`` says which come from disk, and
             ``layer_pages`` which positions belong to each layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
-        ring_slots: beside the experts. Across a link, pages pass through ``pinned_slots`` first.
+        ring_slots: beside the experts. Across a link, pages pass through ``pinned_slots`` first; those from host memory
+            do not where their homes are pinned.
     """
 
     model: ModelProfile
@@ -50,6 +51,7 @@ class Layout:
     cpu_layers: tuple[bool, ...]
     ring_slots: int
     pinned_slots: int
+    pinned_homes: bool = False
 
     @property
     def compute(self) -> Lane:
@@ -66,21 +68,28 @@ class Layout:
         """Pages go up the link; otherwise they are read straight into the ring."""
         return self.discrete and self.experts != "host"
 
+    def stops(self, k: int) -> bool:
+        """Whether position ``k`` of the stream stops in a pinned slot before the link."""
+        return self.pages_cross and (not self.pinned_homes or self.from_disk[k % len(self.streamed)])
+
     @property
     def context_crosses(self) -> bool:
         """Cached keys and values go up the link to be attended to."""
         return self.attention == "gpu" and self.kv_host > 0
 
-    def kv_down_bytes(self, tokens: int) -> int:
-        """What one layer's new keys and values of ``tokens`` tokens take on their way to host memory."""
-        return costs.kv_bytes(self.model, self.dtype, self._host_tokens(tokens))
+    def kv_down_bytes(self, micro_batch: MicroBatchShape) -> int:
+        """What one layer's new keys and values take on their way to host memory."""
+        crossing = micro_batch.tokens - micro_batch.device_tokens if self.kv_host else 0
+        return costs.kv_bytes(self.model, self.dtype, crossing)
 
-    def context_bytes(self, tokens: int) -> int:
-        """What one layer's keys and values of ``tokens`` cached tokens take on their way up."""
-        return self._host_tokens(tokens) * costs.kv_layer_bytes(self.model, self.kv_dtype)
+    def context_bytes(self, micro_batch: MicroBatchShape) -> int:
+        """What one layer's cached keys and values take on their way up."""
+        crossing = micro_batch.context - micro_batch.device_context
+        return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype)
 
-    def _host_tokens(self, tokens: int) -> int:
-        return math.ceil(tokens * self.kv_host - 1e-9)
+    def device_tokens(self, tokens: int) -> int:
+        """How many of ``tokens`` are in the cache's blocks on the device by the policy's share, where they cross."""
+        return math.floor(tokens * (1.0 - self.kv_host) + 1e-9) if self.context_crosses else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +102,8 @@ class MicroBatchShape:
             that schedules can be kept by shape.
         continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two). It stays
             False where ``context`` stays 0.
+        device_tokens, device_context: the new tokens, and those of the context, whose blocks are on the device where
+            others are not, and which do not cross.
     """
 
     tokens: int
@@ -100,6 +111,8 @@ class MicroBatchShape:
     samples: bool = True
     context: int = 0
     continues: bool = False
+    device_tokens: int = 0
+    device_context: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +153,7 @@ def layout_of(model: ModelProfile, policy: Policy, dtype: DType, *, discrete: bo
         cpu_layers=_cpu_layers(model, placement, experts) if discrete else (False,) * model.num_layers,
         ring_slots=ring_slots(placement),
         pinned_slots=pinned_slots(placement) if discrete and experts != "host" else 0,
+        pinned_homes=placement.pinned_homes,
     )
 
 

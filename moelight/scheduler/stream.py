@@ -21,7 +21,7 @@ class PageStream(Pen):
         for k in range(shape.carried):
             page, slot = self._page_slot(k)
             taken = [Buffer(space="ring", index=slot)]
-            if layout.pages_cross:  # it may still be on its way out of there
+            if layout.stops(k):  # it may still be on its way out of there
                 taken.append(Buffer(space="pinned", index=k % layout.pinned_slots))
             kind = TaskKind.CARRIED_PAGE
             self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
@@ -38,11 +38,13 @@ class PageStream(Pen):
     def fetch(self, k: int) -> None:
         """Bring page ``k`` from its far home to the last stop before the link.
 
-        Nothing to do without a link, or while the page before it in that stop has not been sent on.
+        Nothing to do where there is no such stop, or while the page before it in there has not been sent on.
         """
-        if not self.layout.pages_cross or k in self._fetched or k in self._delivered:
+        if not self.layout.stops(k) or k in self._fetched or k in self._delivered:
             return
         slot, former_k = k % self.layout.pinned_slots, k - self.layout.pinned_slots
+        while former_k >= 0 and not self.layout.stops(former_k):
+            former_k -= self.layout.pinned_slots
         if former_k >= 0 and former_k not in self._delivered:
             return
         page, _ = self._page_slot(k)
@@ -65,7 +67,7 @@ class PageStream(Pen):
             return
         self.fetch(k)
         page, slot = self._page_slot(k)
-        crosses = self.layout.pages_cross
+        crosses, stops = self.layout.pages_cross, self.layout.stops(k)
         former_k = k - self.layout.ring_slots
         former = self._last_read.get(self._layer_of(former_k)) if former_k >= 0 else None
         self._delivered[k] = self.add(
@@ -76,7 +78,7 @@ class PageStream(Pen):
                 slot=slot,
                 bytes=self.layout.page_bytes,
                 deps=present(self._fetched.get(k), former),
-                reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if crosses else (),
+                reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if stops else (),
                 writes=(Buffer(space="ring", index=slot),),
             )
         )

@@ -111,6 +111,8 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             times[space, task.page] += 1
             if task.page not in position or k >= 2 * total:
                 raise ScheduleError(f"{task.name} brings a page that is not wanted (again)")
+            if space == "pinned" and not layout.stops(k):
+                raise ScheduleError(f"{task.name} stops a page that crosses from its home")
             _compare(task, expected.page_task(layout, shape, k, space))
             for buffer in task.reads:
                 if held.get(buffer) != k:

@@ -98,6 +98,22 @@ def test_the_same_seed_gives_the_same_bytes_and_another_gives_others(maker: Modu
     assert {name for name in one if one[name] != three[name]} == {"model.safetensors"}
 
 
+def test_a_hollow_checkpoint_is_whole_but_for_its_experts(maker: ModuleType, tmp_path: Path) -> None:
+    config = maker.scaled_config("mixtral", **TINY)
+    written = [
+        maker.make_checkpoint(tmp_path / name, config, hollow=name == "hollow", shard_size=30_000)
+        for name in ("full", "hollow")
+    ]
+    assert written[0].bytes == written[1].bytes
+    full, hollow = ({file.name: file for file in (tmp_path / name).iterdir()} for name in ("full", "hollow"))
+    assert [file.stat().st_size for _, file in sorted(full.items())] == [
+        file.stat().st_size for _, file in sorted(hollow.items())
+    ]
+    theirs = (hf_model(tmp_path / name).state_dict() for name in ("full", "hollow"))
+    for (name, one), other in zip(next(theirs).items(), next(theirs).values(), strict=True):
+        assert torch.equal(other, torch.zeros_like(one) if ".experts." in name else one), name
+
+
 def test_bfloat16_is_the_nearest_to_float32(maker: ModuleType, tmp_path: Path) -> None:
     config = maker.scaled_config("mixtral", **TINY)
     for dtype in ("float32", "bfloat16"):

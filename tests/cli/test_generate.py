@@ -75,6 +75,7 @@ def check_stats(stats: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "tokens_per_s",
         "passes",
         "peak_rss_bytes",
+        "device_peak_bytes",
         "lanes",
         "binding",
         "counts",

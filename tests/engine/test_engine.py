@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
+from moelight.engine import planning
 from moelight.engine.engine import Engine
+from moelight.engine.planning import resolve, resolve_host_pages
+from moelight.engine.source import open_source
 from moelight.profiles.workload import Workload
+from moelight.runtime.machine import Machine, find_machine
 from tests.engines import Tiny
 from tests.tiny import BOS
 
@@ -272,7 +277,6 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
     beside = replace(policy, ffn_device="gpu", attention_device="gpu")
     for wrong, words in (
         (policy, "ffn_device is 'cpu', but the machine has a GPU"),
-        (replace(beside, kv=Shares(device=0.3, host=0.7)), "whole KV cache in one place; take kv host=1 or device=1"),
         (
             replace(beside, schedule="fastdecode"),
             "needs attention_device cpu, not gpu; here these do: cgopipe, flexgen",
@@ -288,6 +292,29 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
         Engine.from_pretrained(model, device="cpu", device_memory="1GiB")
     with pytest.raises(ConfigError, match="did you mean 'serial'"):
         Engine.from_pretrained(model, device="cpu", schedule="serail")
+
+
+def test_homes_are_pinned_where_the_machine_locks_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided with a reason; never on a twin, never for pages that do not cross, never where it would take too much."""
+    profile, twin = open_source(str(model)).profile, find_machine("twin")
+    cuda = replace(twin, twin=False, device=torch.device("cuda", 0))
+    policy = resolve(Policy(model=str(model), ffn_device="gpu"), profile, discrete=True)
+
+    def decided(policy: Policy, machine: Machine = cuda) -> tuple[str, str]:
+        found, why = resolve_host_pages(policy, profile, machine, FLOAT32)
+        return found.host_pages, why
+
+    monkeypatch.setattr(planning, "locks_in_place", lambda kind: kind == "cuda")
+    assert decided(policy) == ("pinned", "memory is locked in place, so experts cross from their homes")
+    assert decided(policy, twin) == ("staged", "a twin locks no memory in place")
+    assert decided(policy, replace(cuda, device=torch.device("xpu", 0)))[0] == "staged"
+    assert decided(replace(policy, weights=Shares(disk=1.0)))[1] == "no expert crosses from a home in host memory"
+    assert decided(replace(policy, host_pages="staged")) == ("staged", "the policy says so")
+    monkeypatch.setattr(planning, "memory_limit_bytes", lambda: 1 << 20)
+    assert decided(policy)[0] == "staged" and "too much to lock" in decided(policy)[1]
+    with Engine(Policy(model=str(model), ffn_device="gpu"), device="twin") as engine:
+        assert engine.policy.host_pages == "staged"
+        assert engine.host_pages_reason == "a twin locks no memory in place"
 
 
 def test_a_request_longer_than_a_buffer_for_contexts_is_refused(model: Path) -> None:
@@ -315,7 +342,7 @@ def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
     with Engine.from_pretrained(model, device="cpu", host_memory="300MiB", workload=work, batch_size=3) as engine:
         assert engine.plan is not None
         assert engine.policy.batch_size == 3
-        assert engine.policy == engine.plan.policy
+        assert engine.policy == replace(engine.plan.policy, host_pages="staged")
         assert engine.plan.use_of("host").total_bytes <= 300 << 20
         assert engine.generate([[BOS, 65]], EIGHT)[0].completion_tokens == 8
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
@@ -12,9 +13,14 @@ from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.engine.engine import Engine
+from moelight.engine.passes import weight_dtype
+from moelight.engine.source import open_source
 from moelight.hrm.costs import page_bytes, qkv_bytes
+from moelight.hrm.footprint import footprint
 from moelight.hrm.placement import place
 from moelight.profiles.workload import Workload
+from moelight.runtime.allocator import device_peak
+from moelight.runtime.machine import find_machine
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
@@ -74,10 +80,38 @@ def test_the_figures_add_up(model: Path) -> None:
         "tokens_per_s",
         "passes",
         "peak_rss_bytes",
+        "device_peak_bytes",
         "lanes",
         "binding",
         "counts",
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> None:
+    """All arenas and at most the announced transients; beside them, the workspaces of the products' library."""
+    workspaces = 64 << 20
+    policy = Policy(
+        model=str(tiny("mixtral", num_hidden_layers=4)),
+        batch_size=8,
+        kv_tokens=1 << 16,
+        attention_device=attention,
+        ffn_device="gpu",
+        weights=Shares(device=0.25, host=0.5, disk=0.25),
+        kv=Shares(device=0.5, host=0.5) if attention == "gpu" else Shares(host=1.0),
+    )
+    with Engine(policy, device="auto") as engine:
+        device = find_machine("auto").device
+        before = int(torch.get_device_module(device).memory_allocated(device))
+        dtype = weight_dtype(engine.policy, open_source(policy.model), find_machine("auto"))
+        announced = footprint(engine.profile, engine.policy, dtype=dtype, kv_dtype=dtype)
+        bound = announced.total("device")
+        assert before >= bound - announced.bytes_of("transient")
+        engine.generate(PROMPTS, HOW)
+        peak = device_peak(device)
+        assert before <= peak.allocated <= bound + workspaces
+        assert engine.stats.device_peak_bytes == peak.reserved >= peak.allocated
 
 
 @pytest.mark.parametrize("device", LANES)

@@ -38,11 +38,14 @@ Answers = list[tuple[int, tuple[int, ...], str]]
 # Every choice of devices: with pages at home on every tier, some of them computed by the CPU where it may.
 HERE = Shares(device=0.25, host=0.5, disk=0.25)
 CACHE_ON_DEVICE = Shares(device=1.0)
+CACHE_ON_BOTH = Shares(device=0.7, host=0.3)
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"weights": Shares(host=0.3, disk=0.7)},
     "gpu": {"ffn_device": "gpu", "weights": HERE},
+    "gpu-pinned-homes": {"ffn_device": "gpu", "weights": HERE, "host_pages": "pinned"},
     "gpu-attention": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE},
     "gpu-cache": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE, "kv": CACHE_ON_DEVICE},
+    "gpu-cache-both": {"attention_device": "gpu", "ffn_device": "gpu", "weights": HERE, "kv": CACHE_ON_BOTH},
     "split": {"ffn_device": "split", "weights": HERE, "cpu_experts": 0.3},
     "split-attention": {"attention_device": "gpu", "ffn_device": "split", "weights": HERE, "cpu_experts": 0.5},
     "cpu-experts": {"attention_device": "gpu", "ffn_device": "cpu", "weights": Shares(host=0.5, disk=0.5)},
@@ -179,6 +182,25 @@ def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(model: P
     assert passes > sum(map(len, PROMPTS)) // (3 + 8 * 4)
 
 
+@pytest.mark.parametrize("lanes", LANE_KINDS)
+@pytest.mark.parametrize("host", [0.0, 0.3, 0.5, 1.0])
+def test_any_share_of_the_cache_on_the_device_gives_the_same_tokens(model: Path, host: float, lanes: str) -> None:
+    """Blocks of sixteen tokens, so that most sequences own some on both sides."""
+    policy = Policy(
+        model=str(model),
+        batch_size=9,
+        micro_batch_size=4,
+        micro_batch_tokens=24,
+        kv_tokens=9 * 160,
+        kv_block_size=16,
+        attention_device="gpu",
+        ffn_device="gpu",
+        weights=HERE,
+        kv=Shares(device=1 - host, host=host),
+    )
+    assert run(policy, lanes=lanes) == truth(model)
+
+
 def test_the_order_of_requests_does_not_matter(model: Path) -> None:
     order = list(range(len(PROMPTS)))
     Random(3).shuffle(order)
@@ -201,6 +223,9 @@ def policies(draw: st.DrawFn, model: Path) -> Policy:
     chosen["weights"] = Shares(device=device / total, host=host / total, disk=(total - device - host) / total)
     if ffn == "split":
         chosen["cpu_experts"] = draw(st.integers(0, host)) / total
+    if chosen.get("attention_device") == "gpu":
+        cached = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+        chosen["kv"] = Shares(device=1 - cached, host=cached)
     least = 256 if chosen.get("attention_device") != "gpu" else max(256, 160 * n // mu)
     return Policy(
         model=str(model),

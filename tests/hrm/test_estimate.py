@@ -43,6 +43,7 @@ def policy(**changes: object) -> Policy:
 
 SETTINGS = [
     policy(),
+    policy(host_pages="pinned"),
     policy(attention_device="gpu", kv=Shares(device=0.5, host=0.5)),
     policy(ffn_device="split", cpu_experts=0.25),
     policy(ffn_device="cpu", attention_device="gpu", weights=Shares(host=0.75, disk=0.25)),
@@ -67,14 +68,15 @@ def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> 
     assert terms[1] == pytest.approx((terms[0] + terms[2]) / 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("given_policy", SETTINGS[:4])
+@pytest.mark.parametrize("given_policy", SETTINGS[:5])
 def test_the_links_carry_the_schedules_own_bytes(given_policy: Policy) -> None:
     """Seconds times speed, launches aside, are the bytes of the schedule that the policy makes."""
     speeds = replace(T4, transfer_s=0.0)
     priced = estimate(MIXTRAL, given_policy, WORK, speeds)
     layout = layout_of(MIXTRAL, given_policy, BFLOAT16)
     context = round(64 * (WORK.prompt_len + WORK.gen_len / 2)) if layout.context_crosses else 0
-    batches = (MicroBatchShape(tokens=64, context=context),) * 8
+    there = {"device_tokens": layout.device_tokens(64), "device_context": layout.device_tokens(context)}
+    batches = (MicroBatchShape(tokens=64, context=context, **there),) * 8
     schedule = SCHEDULES.get("cgopipe")(layout, PassShape(micro_batches=batches, wraps=True, carried=0))
     again = SCHEDULES.get("cgopipe")(
         layout, PassShape(micro_batches=batches, wraps=True, carried=len(schedule.carried_out))

@@ -15,9 +15,13 @@ from tests.shapes import examples, small_model, small_policy
 
 
 @examples(150)
-@given(blocks=st.integers(0, 12), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
-def test_a_block_has_one_owner(blocks: int, steps: list[tuple[bool, int]]) -> None:
-    pool = BlockPool(blocks)
+@given(
+    blocks=st.integers(0, 12),
+    on_device=st.integers(0, 12),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40),
+)
+def test_a_block_has_one_owner(blocks: int, on_device: int, steps: list[tuple[bool, int]]) -> None:
+    pool = BlockPool(blocks, min(on_device, blocks))
     owned: list[list[int]] = []
     for take, n in steps:
         if not take and owned:
@@ -37,6 +41,70 @@ def test_a_block_has_one_owner(blocks: int, steps: list[tuple[bool, int]]) -> No
     for blocks_of_one in owned:
         pool.give_back(blocks_of_one)
     assert sorted(pool.take(blocks)) == list(range(blocks))
+
+
+def there(pool: BlockPool, blocks: list[int]) -> int:
+    return sum(block >= pool.host_blocks for block in blocks)
+
+
+@examples(150)
+@given(blocks=st.integers(1, 400), on_device=st.integers(0, 400), counts=st.lists(st.integers(1, 40), max_size=60))
+def test_the_share_on_the_device_is_as_exact_as_whole_blocks_allow(
+    blocks: int, on_device: int, counts: list[int]
+) -> None:
+    """All sequences together, each one, and each one up to any position; whatever order they come in."""
+    on_device = min(on_device, blocks)
+    share = on_device / blocks
+    pool = BlockPool(blocks, on_device)
+    held: list[int] = []
+    for count in counts:
+        if count > pool.free:
+            break
+        taken = pool.take(count)
+        held += taken
+        assert abs(there(pool, held) - share * len(held)) <= 0.5 + 1e-9
+        assert abs(there(pool, taken) - share * count) < 1
+        mine = there(pool, taken) / count
+        for position in range(count):
+            assert abs(there(pool, taken[: position + 1]) - mine * (position + 1)) <= 0.5 + 1e-9
+
+
+@examples(100)
+@given(
+    on_device=st.integers(0, 60),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 12)), min_size=20, max_size=80),
+)
+def test_the_share_lasts_as_sequences_come_and_go(on_device: int, steps: list[tuple[bool, int]]) -> None:
+    """Each sequence stays within a block of its share as long as neither side runs out; every free block can be had."""
+    pool, owned = BlockPool(60, on_device), list[list[int]]()
+    for take, n in steps:
+        if not take and owned:
+            pool.give_back(owned.pop(n % len(owned)))
+        elif n <= pool.free:
+            on_host, on_its_side = (
+                pool.host_blocks - sum(len(each) - there(pool, each) for each in owned),
+                on_device - sum(there(pool, each) for each in owned),
+            )
+            owned.append(pool.take(n))
+            share = n * on_device / 60
+            part = there(pool, owned[-1])
+            if on_its_side >= share + 1 and on_host >= n - share + 1:
+                assert abs(part - share) < 1
+    pool.take(pool.free)
+    assert pool.free == 0
+
+
+def test_blocks_of_both_sides_lie_evenly_along_a_sequence() -> None:
+    pool = BlockPool(12, 4)
+    assert pool.take(6) == [0, 8, 1, 2, 9, 3]
+    assert pool.take(3) == [4, 10, 5]
+
+
+def test_one_side_stands_in_where_the_other_has_run_out() -> None:
+    pool = BlockPool(8, 4)
+    first, second = pool.take(4), pool.take(4)
+    pool.give_back([block for block in first + second if block >= 4])
+    assert pool.take(3) == [4, 5, 6]
 
 
 def test_the_lowest_blocks_go_first_and_come_back_first() -> None:

@@ -44,6 +44,7 @@ def test_the_keys_are_those_of_the_stats_file() -> None:
         "tokens_per_s": 5.0,
         "passes": 3,
         "peak_rss_bytes": 99,
+        "device_peak_bytes": 0,
         "lanes": {
             "disk": {"busy_s": 0.5, "busy_share": 0.125, "bytes": 7, "bytes_per_s": 14.0, "tasks": 2},
             "cpu": {"busy_s": 3.0, "busy_share": 0.75, "bytes": 0, "bytes_per_s": 0.0, "tasks": 5},

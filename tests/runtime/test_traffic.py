@@ -24,8 +24,16 @@ from tests.tiny import save_tiny
 HERE = Shares(device=0.25, host=0.5, disk=0.25)
 DEVICES: dict[str, dict[str, Any]] = {
     "host attention": {"ffn_device": "gpu", "weights": HERE},
+    "pinned homes": {"ffn_device": "gpu", "weights": HERE, "host_pages": "pinned"},
     "device attention": {"ffn_device": "gpu", "weights": HERE, "attention_device": "gpu"},
     "cache on the device": {"weights": HERE, "ffn_device": "gpu", "attention_device": "gpu", "kv": Shares(device=1.0)},
+    "cache on both": {
+        "weights": HERE,
+        "ffn_device": "gpu",
+        "attention_device": "gpu",
+        "kv": Shares(device=0.6, host=0.4),
+        "kv_block_size": 16,
+    },
     "experts on both": {"ffn_device": "split", "weights": HERE, "cpu_experts": 0.4},
     "experts on the host": {"ffn_device": "cpu", "attention_device": "gpu", "weights": Shares(host=1.0)},
 }
@@ -81,9 +89,15 @@ def test_every_pass_of_an_engine_is_valid(
     monkeypatch.setattr(PassRunner, "_schedule", validated)
     generate(open_policy(model, devices, schedule=schedule))
     micro_batches = [each for shape in seen for each in shape.micro_batches]
-    crosses = devices in ("device attention", "experts on the host")
+    crosses = devices in ("device attention", "cache on both", "experts on the host")
     assert any(each.context for each in micro_batches) == crosses
     assert any(each.continues for each in micro_batches) == crosses
+    stayed = sum(each.device_context for each in micro_batches), sum(each.device_tokens for each in micro_batches)
+    assert all(stayed) == any(stayed) == (devices == "cache on both")
+    if devices == "cache on both":
+        new, seen = sum(each.tokens for each in micro_batches), sum(each.context for each in micro_batches)
+        assert stayed[0] / seen == pytest.approx(0.6, abs=0.15)
+        assert stayed[1] / new == pytest.approx(0.6, abs=0.15)
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -122,10 +136,13 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
         crossing
         == {
             "host attention": down_and_up,
+            "pinned homes": down_and_up,
             "device attention": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV},
             "cache on the device": set(),
+            "cache on both": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV},
             "experts on both": down_and_up | experts,
             "experts on the host": {TaskKind.OFFLOAD_KV, TaskKind.LOAD_KV} | experts,
         }[devices]
     )
     assert all(moved.values())
+    assert (TaskKind.STAGE_PAGE in moved) == (devices not in ("pinned homes", "experts on the host"))

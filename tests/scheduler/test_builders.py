@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from random import Random
 
 import pytest
@@ -87,7 +86,8 @@ def test_weights_cross_once_a_pass_whatever_rides_in_it(builder: str, data: st.D
                 assert task.bytes == (0 if task.kind is TaskKind.CARRIED_PAGE else layout.page_bytes)
     for page, from_disk in zip(layout.streamed, layout.from_disk, strict=True):
         crossings = {kind: count for kind, count in times[page].items() if count and kind is not TaskKind.CARRIED_PAGE}
-        steps = [TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE]
+        stages = [] if layout.pinned_homes else [TaskKind.STAGE_PAGE]
+        steps = [TaskKind.READ_PAGE] if from_disk else stages
         assert crossings == dict.fromkeys(steps + [TaskKind.SEND_PAGE] * layout.pages_cross, len(schedules))
 
 
@@ -96,11 +96,11 @@ def crossings(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> list[
     model, dtype, n = layout.model, layout.dtype, micro_batch.tokens
     moved: list[tuple[Lane, int]] = []
     if layout.attention == "gpu":
-        share = layout.kv_host
-        if share and not micro_batch.fresh and micro_batch.context:
-            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, ceil(share * micro_batch.context))))
-        if share:
-            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, ceil(share * n))))
+        up, down = micro_batch.context - micro_batch.device_context, n - micro_batch.device_tokens
+        if layout.kv_host and up and not micro_batch.fresh:
+            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, up)))
+        if layout.kv_host and down:
+            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, down)))
     elif micro_batch.fresh:
         moved.append((Lane.D2H, costs.kv_bytes(model, dtype, n)))
     else:

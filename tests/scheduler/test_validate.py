@@ -27,6 +27,7 @@ LAYOUTS = {
     "no link": small_layout(discrete=False, near=2),
     "nothing streamed": small_layout(near=8),
     "device attends": small_layout(experts=3, near=1, host=3, attention_device="gpu"),
+    "pinned homes": small_layout(experts=5, near=2, host=5, host_pages="pinned"),
     "device attends at home": small_layout(host=5, attention_device="gpu", kv=Shares(device=1.0)),
     "split": small_layout(experts=5, near=2, host=6, ffn_device="split", cpu_experts=0.3),
     "experts on the CPU": small_layout((True, False, True), experts=3, near=3, ffn_device="cpu"),
@@ -98,6 +99,22 @@ def reaches(schedule: Schedule, first: int, last: int) -> bool:
             seen.add(earlier)
             todo.append(earlier)
     return first in seen
+
+
+def test_a_page_whose_home_is_pinned_makes_no_stop() -> None:
+    """Where all homes are in host memory there is no staging, no pinned ring, and no schedule that uses them passes."""
+    layout = small_layout(experts=5, near=2, host=8, host_pages="pinned")
+    assert layout.pinned_slots == 0
+    schedule = build(layout)
+    assert Lane.STAGE not in schedule.lanes()
+    sent = next(at for at, task in enumerate(schedule.tasks) if task.kind is TaskKind.SEND_PAGE)
+    slot = Buffer(space="pinned", index=0)
+    refused(with_task(schedule, sent, reads=(slot,)), layout)
+    staged = replace(schedule.tasks[sent], kind=TaskKind.STAGE_PAGE, lane=Lane.STAGE, deps=(), reads=(), writes=(slot,))
+    shifted = tuple(replace(task, deps=tuple(dep + 1 for dep in task.deps)) for task in schedule.tasks)
+    carried = tuple(position + 1 for position in schedule.carried_out)
+    stops = replace(schedule, tasks=(staged, *shifted), carried_out=carried)
+    refused(stops, layout, "crosses from its home|brings its page to no ring|not wanted")
 
 
 @pytest.mark.parametrize(("kind", "builder"), PAIRS)

@@ -1,0 +1,75 @@
+"""The benchmark of a small card runs on a twin, whole; what it says adds up. How fast anything is, is no test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("small-card") / "results"
+
+
+@pytest.fixture(scope="module")
+def report(kept: Path) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / "gpu_small_card.py"), "--device", "twin", "--tiny"]
+    options = ["--results", str(kept), "--accelerate-python", str(kept / "no-such-python")]
+    done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last
+
+
+def test_every_contestant_has_its_figures(report: dict[str, Any]) -> None:
+    *rows, accelerate = report["rows"]
+    assert [row["contestant"] for row in rows] == ["cgopipe", "static", "flexgen"]
+    assert rows[2]["policy"]["schedule"] == "flexgen" != rows[1]["policy"]["schedule"] == "cgopipe"
+    for row in rows:
+        steady = row["steady"]
+        assert 0 < steady["lanes"]["h2d"] <= 1
+        assert steady["h2d_bytes_per_s"] > 0
+        assert steady["h2d_share_of_roof"] == pytest.approx(
+            steady["h2d_bytes_per_s"] / report["pinned_h2d_bytes_per_s"]
+        )
+        assert [(job["new_tokens"], job["tokens"], job["cut"]) for job in row["jobs"]] == [
+            (3, 36, False),
+            (5, 60, False),
+        ]
+    assert accelerate["contestant"] == "accelerate" and "FileNotFoundError" in accelerate["unable"]
+
+
+def test_a_plan_takes_most_of_its_cap_and_no_more(report: dict[str, Any]) -> None:
+    for row in report["rows"][:3]:
+        assert row["device_planned_bytes"] <= row["cap_bytes"]
+        assert 0.85 <= row["device_used_share"] <= 1
+        assert not row["device_exceeded"]
+
+
+def test_results_and_traces_are_kept(report: dict[str, Any], kept: Path) -> None:
+    assert json.loads((kept / "gpu_small_card.json").read_text()) == report
+    traces = sorted(path.name for path in kept.glob("*.trace.json"))
+    assert traces == [f"{name}-2097152.trace.json" for name in ("cgopipe", "flexgen", "static")]
+    assert all(json.loads((kept / name).read_text())["traceEvents"] for name in traces)
+
+
+def test_prompts_are_mtbenchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from mtbench import mtbench_requests, prompt_lengths
+
+    lengths = prompt_lengths()
+    assert len(lengths) == 80
+    assert mean(lengths) == pytest.approx(77, abs=0.5)
+    assert max(lengths) == 418
+    assert lengths == sorted(lengths)
+    asked = mtbench_requests(160, 7, 512)
+    assert sorted(len(each.token_ids) for each in asked) == sorted(lengths * 2)
+    assert {each.sampling.max_tokens for each in asked} == {7}
+    assert all(3 <= token < 512 for each in asked for token in each.token_ids)

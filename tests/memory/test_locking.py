@@ -1,0 +1,110 @@
+"""Memory locked where it lies: as much as asked for, given back before it is unmapped; refusals are survived."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moelight.core.errors import BudgetError
+from moelight.hrm.footprint import ArenaSize, Footprint
+from moelight.memory import locking
+from moelight.memory.arena import allocate
+
+CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+class Runtime:
+    """CUDA's register, played: ranges that are locked, at most ``room`` bytes of them."""
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.room, self.locked = room, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        assert address % locking.HUGE_PAGE == 0 and size % 4096 == 0 and flags == 1
+        ends = [(start, start + taken) for start, taken in self.locked.items()]
+        assert all(address + size <= start or end <= address for start, end in ends), "locked twice"
+        if size + sum(self.locked.values()) > self.room:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        # A mapping that is gone already would fault here.
+        assert len(ctypes.string_at(address, 64)) == 64
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    played = Runtime()
+    monkeypatch.setattr(locking, "_runtime", lambda: played)
+    locking.locks_in_place.cache_clear()
+    yield played
+    locking.locks_in_place.cache_clear()
+
+
+def test_what_lies_beside_a_link_is_locked_as_announced_and_given_back(runtime: Runtime) -> None:
+    sizes = {"pinned_ring": 5 * MIB + 4096, "crossing": 3 * MIB, "host_experts": 7 * MIB}
+    announced = Footprint(arenas=tuple(ArenaSize(purpose=name, tier="host", bytes=n) for name, n in sizes.items()))
+    arenas = allocate(announced, CUDA)
+    gc.collect()
+    assert sorted(runtime.locked.values()) == [3 * MIB, 5 * MIB + 4096]
+    assert arenas["pinned_ring"].data_ptr() in runtime.locked
+    homes = Footprint(arenas=announced.arenas[-1:])
+    assert allocate(homes, CUDA, pinned_homes=True)["host_experts"].data_ptr() in runtime.locked
+    gc.collect()
+    part = arenas["pinned_ring"][4096:8192].fill_(7)
+    del arenas
+    gc.collect()
+    assert list(runtime.locked.values()) == [5 * MIB + 4096], "a part that is in use keeps the whole"
+    assert part.eq(7).all()
+    del part
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_a_machine_that_locks_less_refuses_by_purpose(runtime: Runtime) -> None:
+    runtime.room = 4 * MIB
+    announced = Footprint(arenas=(ArenaSize(purpose="crossing", tier="host", bytes=9 * MIB),))
+    with pytest.raises(BudgetError, match=r"no 9.0MiB left on tier host for crossing"):
+        allocate(announced, CUDA)
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_where_nothing_can_be_locked_torch_pins(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.room = 0
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def played(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        if pin_memory:
+            pinned.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: empty(1).fill_(0.0))
+    assert not locking.locks_in_place("cuda")
+    monkeypatch.setattr(torch, "empty", played)
+    region = locking.page_locked(MIB, CUDA)
+    assert region.numel() == MIB and region.data_ptr() % 4096 == 0
+    assert pinned == [MIB + 4096]
+    assert not locking.locks_in_place("xpu")
+
+
+@pytest.mark.gpu
+def test_a_real_device_knows_what_is_locked() -> None:
+    """Copies from it do not make the launching thread wait, and hold what they should."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    region = locking.page_locked(64 * MIB, device)
+    assert region.is_pinned() or not locking.locks_in_place(device.type)
+    region.copy_(torch.arange(64 * MIB, dtype=torch.int32).to(torch.uint8))
+    there = region.to(device, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(there.cpu(), region)

@@ -1,0 +1,91 @@
+"""The device's allocator, played: limits are shares of what is there, peaks are its own, a twin has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moelight.runtime import allocator
+from moelight.runtime.allocator import DevicePeak, device_peak, limit_device_memory, watch_device_memory
+
+CUDA = torch.device("cuda", 0)
+
+
+class Played:
+    """A device of 16 GiB."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self.watched = 0
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 10 << 30, 16 << 30
+
+    def set_per_process_memory_fraction(self, share: float, device: torch.device) -> None:
+        assert 0 <= share <= 1 and isinstance(share, float)
+        self.share = share
+
+    def empty_cache(self) -> None:
+        self.watched += 1
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.watched += 1
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return 3
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return 5
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    module = Played()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_a_limit_is_a_share_of_the_whole_device(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[str] = []
+    monkeypatch.setattr(allocator, "_change_settings", changed.append)
+    limit_device_memory(CUDA, 4 << 30)
+    assert played.share == 0.25
+    assert changed == ["expandable_segments:True"]
+    limit_device_memory(CUDA, 1 << 50)
+    assert played.share == 1.0
+    limit_device_memory(torch.device("xpu", 0), 8 << 30)
+    assert played.share == 0.5
+    assert len(changed) == 2, "segments that grow are CUDA's"
+    limit_device_memory(CUDA, None)
+    assert played.share == 1.0
+
+
+def test_peaks_are_the_devices_own(played: Played) -> None:
+    watch_device_memory(CUDA)
+    assert played.watched == 2
+    assert device_peak(CUDA) == DevicePeak(allocated=3, reserved=5)
+
+
+def test_a_twin_has_no_memory_of_its_own(played: Played) -> None:
+    limit_device_memory(torch.device("cpu"), 1)
+    watch_device_memory(torch.device("cpu"))
+    assert device_peak(torch.device("cpu")) == DevicePeak()
+    assert (played.share, played.watched) == (1.0, 0)
+
+
+@pytest.mark.gpu
+def test_a_real_device_takes_no_more_than_its_limit() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    device = torch.device(device.type, 0)
+    held = int(torch.get_device_module(device).memory_reserved(device))
+    watch_device_memory(device)
+    limit_device_memory(device, held + (256 << 20))
+    try:
+        kept = torch.empty(100 << 20, dtype=torch.uint8, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(400 << 20, dtype=torch.uint8, device=device)
+        peak = device_peak(device)
+        assert kept.numel() <= peak.allocated <= peak.reserved <= held + (256 << 20)
+    finally:
+        limit_device_memory(device, None)
