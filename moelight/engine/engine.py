@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
+from moelight.engine.adaptation import Adapting, adapting_for
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
 from moelight.engine.passes import PassRunner
@@ -42,7 +44,13 @@ class Engine:
     """
 
     def __init__(
-        self, policy: Policy | Plan, *, device: str = "auto", lanes: str = "auto", source: Source | None = None
+        self,
+        policy: Policy | Plan,
+        *,
+        device: str = "auto",
+        lanes: str = "auto",
+        source: Source | None = None,
+        adapt: bool | None = None,
     ) -> None:
         """Load the model of ``policy`` as it says.
 
@@ -52,6 +60,8 @@ class Engine:
                 stand-in for a GPU in host memory).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, where the caller has it already.
+            adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
+                to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
 
         Raises:
             ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
@@ -68,6 +78,7 @@ class Engine:
         self._batcher = Batcher(
             self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
         )
+        self._adapting = self._adapts(adapt)
         self._totals = LaneTotals(self._passes.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
@@ -90,6 +101,7 @@ class Engine:
         micro_batch_size: int | None = None,
         schedule: str | None = None,
         workload: Workload | None = None,
+        adapt: bool | None = None,
     ) -> Engine:
         """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
 
@@ -110,7 +122,7 @@ class Engine:
             wishes=Wishes(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"),
             workload=workload or Workload(),
         )
-        return cls(plan, device=device, lanes=lanes, source=source)
+        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt)
 
     def generate(
         self,
@@ -183,6 +195,8 @@ class Engine:
         self._serving = True
         answers = Answers(requests, self.tokenizer, self.profile.max_positions)
         self._batcher.add(answers.generations)
+        if self._adapting is not None:
+            self._adapting.begin(answers.generations, self._totals.busy_s)
         self._prompt_tokens += sum(len(request.token_ids) for request in requests)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         try:
@@ -208,6 +222,8 @@ class Engine:
         self._num_passes += 1
         self._totals.add(self.timeline)
         self._python_s += idle_s(self.timeline, began_s)
+        if self._adapting is not None:
+            self._adapting.after(loads, finished, time.perf_counter() - began_s, self._totals.busy_s)
         return finished
 
     @property
@@ -222,7 +238,18 @@ class Engine:
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
+            adaptations=self.adaptations,
         )
+
+    @property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """Changes of policy between passes so far."""
+        return () if self._adapting is None else tuple(self._adapting.changes)
+
+    def _adapts(self, wanted: bool | None) -> Adapting | None:
+        if wanted is False or (wanted is None and self.plan is None):
+            return None
+        return adapting_for(self.policy, self.plan, self.profile, self._batcher, self._loaded)
 
     @property
     def _loaded(self) -> PassRunner:

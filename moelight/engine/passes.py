@@ -26,6 +26,7 @@ from moelight.memory.arena import allocate, typed
 from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
+from moelight.optimizer.allocation import Allocation
 from moelight.runtime.attending import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, find_context
 from moelight.runtime.crossing import CrossingArena
@@ -51,6 +52,7 @@ class PassRunner:
         self.dtype = weight_dtype(policy, source, machine)
         torch_dtype = to_torch(self.dtype)
         self._policy, self._profile = policy, profile
+        self._allocation = Allocation(profile, policy, self.dtype)
         self._layout = layout_of(profile, policy, self.dtype)
         self._build = SCHEDULES.get(policy.schedule)
         self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
@@ -119,6 +121,20 @@ class PassRunner:
         )
         shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
         return DeviceAttention(spec, cache, typed(arenas["kv_buffer"], dtype, shape), cached_there=there).table
+
+    @property
+    def policy(self) -> Policy:
+        """What passes follow. It may change between two of them, within what was allocated.
+
+        Raises:
+            ConfigError: the new one differs in what is fixed, or needs more memory.
+        """
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._allocation.check(policy)
+        self._policy = policy
 
     def run(self, loads: Sequence[Load], choose: Choose, *, follows: bool) -> tuple[Timeline, list[list[int]]]:
         """One pass. ``choose(pieces, logits)`` picks the new tokens of the pieces that complete their sequences.

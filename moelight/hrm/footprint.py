@@ -24,7 +24,6 @@ LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
-PROMPT_MICRO_BATCHES = 8
 KV_BUFFERS = 2
 WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
 
@@ -39,6 +38,8 @@ class Sizes(Protocol):
     @property
     def micro_batch_tokens(self) -> Any: ...
     @property
+    def prompt_micro_batches(self) -> Any: ...
+    @property
     def kv_tokens(self) -> Any: ...
     @property
     def kv_block_size(self) -> int: ...
@@ -48,6 +49,8 @@ class Sizes(Protocol):
     def ffn_device(self) -> str: ...
     @property
     def schedule(self) -> str: ...
+    @property
+    def look_ahead(self) -> Any: ...
     @property
     def discrete(self) -> bool: ...
 
@@ -162,8 +165,13 @@ def pinned_slots(placement: Placement) -> int:
 
 
 def pass_tokens(sizes: Sizes) -> Any:
-    """The most tokens one pass carries: every sequence decoding, and eight micro-batches of prompts riding along."""
-    return sizes.batch_size + PROMPT_MICRO_BATCHES * sizes.micro_batch_tokens
+    """The most tokens one pass carries: every sequence decoding, and prompts riding along."""
+    return sizes.batch_size + riding_tokens(sizes)
+
+
+def riding_tokens(sizes: Sizes) -> Any:
+    """Tokens of prompts that ride in a pass in which every sequence decodes, at most."""
+    return sizes.prompt_micro_batches * sizes.micro_batch_tokens
 
 
 def sample_rows(model: ModelProfile) -> int:

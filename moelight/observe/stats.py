@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moelight.core.adaptation import Adaptation
 from moelight.core.schedule import Lane
 from moelight.core.timeline import Timeline
 
@@ -31,6 +32,7 @@ class Stats:
         load_s: from the start of loading to the first pass.
         python_s: the interpreter's own share of ``wall_s`` (building and walking schedules, bookkeeping).
         lanes: the lanes that exist on the machine.
+        adaptations: changes of policy between passes, a handful at most.
     """
 
     wall_s: float
@@ -41,6 +43,7 @@ class Stats:
     peak_rss_bytes: int
     lanes: Mapping[Lane, LaneStats]
     python_s: float = 0.0
+    adaptations: tuple[Adaptation, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -61,6 +64,7 @@ class Stats:
                 str(lane): {"busy_s": stats.busy_s, "bytes": stats.bytes, "tasks": stats.tasks}
                 for lane, stats in self.lanes.items()
             },
+            "adaptations": [each.as_dict() for each in self.adaptations],
         }
 
 
@@ -80,6 +84,11 @@ class LaneTotals:
             busy_s[lane] = busy_s.get(lane, 0.0) + span.end_s - span.start_s
             crossed[lane] = crossed.get(lane, 0) + span.task.bytes
             tasks[lane] = tasks.get(lane, 0) + 1
+
+    @property
+    def busy_s(self) -> Mapping[Lane, float]:
+        """Seconds in work so far, by lane."""
+        return self._busy_s
 
     def stats(self) -> dict[Lane, LaneStats]:
         """The totals so far, in the order of the enumeration."""
