@@ -82,7 +82,7 @@ class Adapter:
         self._with_prompts, self._gen_len = 1.0, 1.0
         self._noted: Values | None = None
         self._trial: _Trial | None = None
-        self._refused: set[Values] = set()
+        self._refused: set[tuple[str, bool]] = set()
         self._changes, self._settling, self._at_ease = 0, 0, 0
 
     def observe(self, passed: Passed) -> None:
@@ -155,7 +155,7 @@ class Adapter:
         if filling and trial.looks < _PATIENCE:
             return None
         now, back = values_of(self.policy), values_of(trial.before)
-        self._refused.add(now)
+        self._refused.add(_direction(back, now))
         self._trial, self._beliefs, self._at_ease = None, trial.beliefs, _AT_EASE << min(self._changes, 4)
         why = f"passes take {longer:.2g}x what was expected and are {fuller:.0%} as full"
         reason = f"{why}: {came:+.0%} came of the {trial.gain:+.0%} expected, so {_changes(now, back)}"
@@ -179,7 +179,8 @@ class Adapter:
         """The best policy within a few changes in one respect each, and its gain."""
         best, gain = now, 0.0
         for _ in range(_STEPS):
-            near = [row for row in self.allocation.near(best, most_alive=rest.most_alive) if row not in self._refused]
+            near = self.allocation.near(best, most_alive=rest.most_alive)
+            near = [row for row in near if row == now or _direction(now, row) not in self._refused]
             seconds = self._token_s([now, *near], rest)
             at = int(np.argmin(seconds[1:]))
             found = float(seconds[0] / seconds[1 + at]) - 1.0
@@ -210,7 +211,8 @@ class Adapter:
 
     def _expected_s(self, kind: str, ran: list[Passed], beliefs: Mapping[str, Belief]) -> float:
         belief = beliefs.get(kind) or next(iter(beliefs.values()), Belief())
-        return float(np.sum(self._pricing.seconds(self.policy, passes_that_ran(ran), kind, belief)))
+        seconds = self._pricing.seconds(self.policy, passes_that_ran(ran), kind, belief)
+        return float(np.sum(np.broadcast_to(seconds, len(ran))))
 
     def _alive(self, values: Values, rest: Rest) -> int:
         return max(1, min(values[0], rest.most_alive))
@@ -220,7 +222,7 @@ class Adapter:
             kept.clear()
 
     def _evidence(self, ran: Mapping[str, list[Passed]], best: Values, rest: Rest) -> str:
-        """What is not as planned, in a few words with a figure."""
+        """What the lane that works longest takes beside what was planned, or what else speaks for a change."""
         passed = [each for kind in ran.values() for each in kind]
         planned, took = self._pricing.lanes(self.policy, passed), sum(each.seconds for each in passed)
         measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in passed) for lane in planned}
@@ -229,12 +231,18 @@ class Adapter:
             for lane in LANES
             if min(planned.get(lane, 0.0), measured.get(lane, 0.0)) > 0 and measured[lane] > _MATTERS * took
         }
-        lane = max(off, key=lambda name: abs(np.log(off[name])), default=None)
+        lane = max(off, key=lambda name: measured[name], default=None)
         if lane is not None and not 1 / _AS_PLANNED < off[lane] < _AS_PLANNED:
             return f"{lane} takes {off[lane]:.1f}x what was planned"
         if best[0] > self.policy.batch_size:
             return f"the cache holds {rest.most_alive} sequences"
         return f"passes with prompts are {self._with_prompts:.0%} of all"
+
+
+def _direction(now: Values, then: Values) -> tuple[str, bool]:
+    """The first thing that changes, and whether it grows."""
+    differing = zip(FIELDS, now, then, strict=True)
+    return next(((name, new > old) for name, old, new in differing if old != new), ("", False))
 
 
 def _changes(now: Values, then: Values) -> str:

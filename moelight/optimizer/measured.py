@@ -102,7 +102,8 @@ class Pricing:
                     found = slower.get(lane, 1.0) * measured[lane] / seconds
                     slower[lane] = min(max(found, 1 / _FURTHEST), _FURTHEST)
         took = sum(each.seconds for each in ran)
-        explained = float(np.sum(pass_s(self._order, self._cost(policy, passes, self._slowed(slower)))))
+        each_s = pass_s(self._order, self._cost(policy, passes, self._slowed(slower)))
+        explained = float(np.sum(np.broadcast_to(each_s, np.shape(passes.count))))
         stretch = min(max(took / explained, 1 / _FURTHEST), _FURTHEST) if took > 0 and explained > 0 else 1.0
         return Belief(slower=slower, stretch=stretch)
 
@@ -154,4 +155,5 @@ def _busy_s(acts: Acts, cost: PassCost) -> dict[str, float]:
     if not acts.discrete:
         kept = {"cpu": acts.speeds.under_disk, "disk": acts.speeds.disk_under_cpu}
         busy = {lane: own + np.minimum(cost.waits[lane], own * (1.0 / kept[lane] - 1.0)) for lane, own in busy.items()}
-    return {lane: float(np.sum(seconds)) for lane, seconds in busy.items()}
+    shape = np.shape(cost.count)  # what is the same in every pass may be one number
+    return {lane: float(np.sum(np.broadcast_to(seconds, shape))) for lane, seconds in busy.items()}
