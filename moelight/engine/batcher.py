@@ -84,6 +84,7 @@ class Batcher:
     def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool, window: int | None = None) -> None:
         """``window``: the positions that the model's attention sees, if not all."""
         self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
+        self._allotted = policy
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._waiting: deque[Generation] = deque()
         self._alive: list[Generation] = []
@@ -118,7 +119,7 @@ class Batcher:
         Raises:
             InputError: says how much there is, and what would do.
         """
-        policy, room = self.policy, self._buffer_tokens
+        policy, room = self._allotted, self._buffer_tokens
         need = tokens if self._window is None else min(tokens, self._window - 1 + policy.micro_batch_tokens)
         if room is None or need <= room:
             return

@@ -66,6 +66,7 @@ def test_the_figures_add_up(model: Path) -> None:
         "passes",
         "peak_rss_bytes",
         "lanes",
+        "adaptations",
     ]
 
 
