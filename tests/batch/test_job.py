@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from moelight.batch import job
+from moelight.core.adaptation import Adaptation
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -73,6 +74,17 @@ class StandIn:
             )
 
     @property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """One change after the third pass, another one after the sixth."""
+        made = [
+            Adaptation(
+                after_pass=at, before={"batch_size": at}, now={"batch_size": 1}, reason=f"r{at}", predicted_gain=0.1
+            )
+            for at in (3, 6)
+        ]
+        return tuple(change for change in made if self.progress_tokens >= 2 * change.after_pass)
+
+    @property
     def stats(self) -> Stats:
         return Stats(
             wall_s=2.0,
@@ -102,6 +114,10 @@ class Heard(job.Progress):
         self.why = ""
         self.counts: list[tuple[int, int]] = []
         self.rows: list[tuple[str, dict[str, Any]]] = []
+        self.changes: list[str] = []
+
+    def adapted(self, why: str) -> None:
+        self.changes.append(why)
 
     def planned(self, why: str) -> None:
         self.why = why
@@ -135,6 +151,7 @@ def test_rows_in_the_order_of_the_input(engine: StandIn, tmp_path: Path) -> None
     assert rows(out)[0]["token_ids"] == [1, 2]
     assert [request.index for request in engine.requests] == list(range(20))
     assert heard.why == "because the test says so"
+    assert heard.changes == ["r3", "r6"]
     assert [shown for shown, _ in heard.rows] == [line["prompt"] for line in given]
     assert engine.closed
 
