@@ -76,12 +76,8 @@ class StandIn:
     @property
     def adaptations(self) -> tuple[Adaptation, ...]:
         """One change after the third pass, another one after the sixth."""
-        made = [
-            Adaptation(
-                after_pass=at, before={"batch_size": at}, now={"batch_size": 1}, reason=f"r{at}", predicted_gain=0.1
-            )
-            for at in (3, 6)
-        ]
+        fields = {"before": {"batch_size": 2}, "now": {"batch_size": 4}, "predicted_gain": 0.1}
+        made = [Adaptation(after_pass=at, reason=f"r{at}", **fields) for at in (3, 6)]  # type: ignore[arg-type]
         return tuple(change for change in made if self.progress_tokens >= 2 * change.after_pass)
 
     @property
