@@ -26,6 +26,7 @@ from moelight.batch.format import (
 )
 from moelight.batch.output import check_writable, whole_file
 from moelight.batch.run_trace import RunTrace, open_trace
+from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
@@ -67,6 +68,7 @@ class JobOptions:
     token_ids: bool = False
     stats: Path | None = None
     trace: Path | None = None
+    adapt: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +86,9 @@ class Progress:
 
     def planned(self, why: str) -> None:
         """The model is loaded; ``why`` says how it will be run."""
+
+    def adapted(self, why: str) -> None:
+        """The policy changes with the next pass, and ``why``."""
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
         """``done`` tokens are generated of at most ``expected``, which shrinks as sequences end early; ``binding`` was
@@ -176,7 +181,7 @@ def open_engine(options: JobOptions, workload: Workload) -> Engine:
     from moelight.engine.engine import Engine
 
     if options.policy is not None:
-        return Engine(replace(options.policy, model=options.model), device=options.device)
+        return Engine(replace(options.policy, model=options.model), device=options.device, adapt=options.adapt)
     return Engine.from_pretrained(
         options.model,
         hw=options.hw,
@@ -187,6 +192,7 @@ def open_engine(options: JobOptions, workload: Workload) -> Engine:
         micro_batch_size=options.micro_batch_size,
         schedule=options.schedule,
         workload=workload,
+        adapt=options.adapt,
     )
 
 
@@ -251,11 +257,15 @@ def _answer(
         accepted, requests = _accept(batch, engine)
         rows.put_all(batch.refused)
         expected = sum(batch.room(asked) for asked in accepted)
+        changes: list[Adaptation] = []
 
         def on_pass() -> None:
             told.tokens(engine.progress_tokens, expected, engine.binding)
             if trace is not None and engine.timeline is not None:
                 trace.add(engine.timeline)
+            for change in engine.adaptations[len(changes) :]:
+                changes.append(change)
+                told.adapted(change.reason)
 
         for completion in engine.run(requests, on_pass=on_pass):
             asked = accepted[completion.index]

@@ -49,6 +49,14 @@ _Trace = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a 
 _Show = Annotated[
     bool | None, typer.Option("--show/--no-show", help="Prompts beside completions; default on a terminal.")
 ]
+_Adapt = Annotated[
+    bool | None,
+    typer.Option(
+        "--adapt/--no-adapt",
+        help="Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
+        "default unless a policy is given.",
+    ),
+]
 _PLANNED = ("--batch-size", "--micro-batch-size", "--schedule", "--host-memory", "--device-memory")
 
 
@@ -74,6 +82,7 @@ def generate(
     stats: _Stats = None,
     trace: _Trace = None,
     show: _Show = None,
+    adapt: _Adapt = None,
 ) -> None:
     """Answer every prompt of PROMPTS.jsonl, in order.
 
@@ -108,6 +117,7 @@ def generate(
         token_ids=token_ids,
         stats=stats,
         trace=trace,
+        adapt=adapt,
     )
     if run_and_report(options, as_table=as_table):
         raise typer.Exit(1)

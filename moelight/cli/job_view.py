@@ -40,8 +40,9 @@ def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
         Console(stderr=options.output == STANDARD_OUTPUT).print(table.table)
     if bar is not None:
         bar.summarize(result, options.output)
-    elif plain.why and not rows_on_screen:
-        print(printable(f"moelight: {plain.why}"), file=sys.stderr)
+    elif not rows_on_screen:
+        for said in plain.said:
+            print(printable(f"moelight: {said}"), file=sys.stderr)
     if result.first_error is not None:
         first = result.first_error
         total = result.completed + result.failed
@@ -59,17 +60,23 @@ class Plain(job.Progress):
     """Keeps how the model is run, for pipes and logs: there it is said once the job is done, so that a job that is
     refused, or breaks, leaves the one line that says why."""
 
-    why = ""
+    def __init__(self) -> None:
+        self.said: list[str] = []
 
     def planned(self, why: str) -> None:
         """Keep it."""
-        self.why = why
+        self.said.append(why)
+
+    def adapted(self, why: str) -> None:
+        """Keep it."""
+        self.said.append(why)
 
 
 class TableOfRows(Plain):
     """Collects the rows of a job as a table of prompts beside completions."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.table = Table(show_lines=True, header_style="bold", expand=False)
         self.table.add_column("prompt", overflow="fold", ratio=1)
         self.table.add_column("completion", overflow="fold", ratio=1)
@@ -111,8 +118,12 @@ class Bar(job.Progress):
 
     def planned(self, why: str) -> None:
         """Say how the model will be run, and start counting."""
-        self._progress.console.print(Text(printable(why), style="dim"), soft_wrap=True)
+        self.adapted(why)
         self._progress.reset(self._task, description="generating")
+
+    def adapted(self, why: str) -> None:
+        """One line above the bar."""
+        self._progress.console.print(Text(printable(why), style="dim"), soft_wrap=True)
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
         """Move the bar."""

@@ -14,6 +14,7 @@ KV_BLOCK_SIZES = (16, 32, 64, 128)
 ADMISSIONS = ("refill", "static")
 HOST_PAGES = ("auto", "staged", "pinned")
 MOST_LOOK_AHEAD = 8
+PROMPT_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,7 @@ class Policy:
         batch_size: N, the most sequences alive in one pass.
         micro_batch_size: μ, the most sequences in one micro-batch.
         micro_batch_tokens: the most tokens in one micro-batch; longer prompts are cut into chunks.
+        prompt_micro_batches: a pass carries at most N + so many x ``micro_batch_tokens`` tokens.
         kv_tokens: tokens the KV cache can hold (0: ``batch_size`` x 1024, or the context if that is shorter).
         attention_device: ``cpu`` or ``gpu``: where decoding sequences attend.
         ffn_device: ``cpu``, ``gpu``, or ``split``: the CPU computes ``cpu_experts`` where they lie, the GPU the others.
@@ -61,6 +63,7 @@ class Policy:
     batch_size: int = 64
     micro_batch_size: int = 64
     micro_batch_tokens: int = 1024
+    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
     kv_tokens: int = 0
     attention_device: str = "cpu"
     ffn_device: str = "cpu"
@@ -76,7 +79,7 @@ class Policy:
     host_pages: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
+        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.kv_tokens < 0:

@@ -95,12 +95,14 @@ class Batcher:
 
     It runs ahead of the tokens: `launched` takes it that every sequence goes on, and lets go of those that end for
     sure, for the lanes do what was launched in order. `next_pass` changes nothing but whom it admits, so its answer may
-    be dropped and asked for again when a sequence has ended early.
+    be dropped and asked for again when a sequence has ended early. ``policy`` may change between passes, within the
+    allocation: fewer sequences than are alive come about as they end.
     """
 
     def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool, window: int | None = None) -> None:
         """``window``: the positions that the model's attention sees, if not all."""
-        self._policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
+        self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
+        self._allotted = policy
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._waiting: deque[Generation] = deque()
         self._alive: dict[Generation, None] = {}
@@ -127,7 +129,7 @@ class Batcher:
 
     def blocks_for(self, tokens: int) -> int:
         """KV blocks a request holds while it is alive, if it may reach ``tokens``."""
-        return -(-tokens // self._policy.kv_block_size)
+        return -(-tokens // self.policy.kv_block_size)
 
     def check_buffer(self, tokens: int) -> None:
         """Refuse a request that may reach ``tokens`` where the device attends, and its buffer for the contexts of one
@@ -136,7 +138,7 @@ class Batcher:
         Raises:
             InputError: says how much there is, and what would do.
         """
-        policy, room = self._policy, self._buffer_tokens
+        policy, room = self._allotted, self._buffer_tokens
         need = tokens if self._window is None else min(tokens, self._window - 1 + policy.micro_batch_tokens)
         if room is None or need <= room:
             return
@@ -151,7 +153,8 @@ class Batcher:
     def next_pass(self) -> list[Load]:
         """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow; under static
         admission either what is left of the batch's prompts, or the whole batch decodes."""
-        room, static = pass_tokens(self._policy), self._policy.admission == "static"
+        room = max(pass_tokens(self.policy), len(self._alive))
+        static = self.policy.admission == "static"
         decoding: list[Piece] = []
         prompts: list[Piece] = []
         if static:
@@ -207,7 +210,7 @@ class Batcher:
                 pass
 
     def _admit(self) -> Generation | None:
-        if not self._waiting or len(self._alive) >= self._policy.batch_size:
+        if not self._waiting or len(self._alive) >= self.policy.batch_size:
             return None
         first = self._waiting[0]
         need = self.blocks_for(len(first.request.token_ids) + first.max_tokens)
@@ -219,7 +222,7 @@ class Batcher:
 
     def _cut(self, prompts: list[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Pieces that fill a micro-batch alone, in order, and the remainders, which come after them."""
-        whole, rest, most = [], [], self._policy.micro_batch_tokens
+        whole, rest, most = [], [], self.policy.micro_batch_tokens
         for piece in prompts:
             start, left = piece.start, piece.count
             while left > most:
@@ -232,8 +235,8 @@ class Batcher:
         """``in_buffer``: where the device attends, all that these pieces see must fit its buffer together."""
         parts = partition(
             pieces,
-            max_items=self._policy.micro_batch_size,
-            max_tokens=self._policy.micro_batch_tokens,
+            max_items=self.policy.micro_batch_size,
+            max_tokens=self.policy.micro_batch_tokens,
             max_seen=self._buffer_tokens if in_buffer else None,
             seen=lambda piece: self._buffered(piece.start, piece.count),
         )

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
+from moelight.engine.adaptation import Adapting, adapting_for
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
@@ -44,7 +46,13 @@ class Engine:
     """
 
     def __init__(
-        self, policy: Policy | Plan, *, device: str = "auto", lanes: str = "auto", source: Source | None = None
+        self,
+        policy: Policy | Plan,
+        *,
+        device: str = "auto",
+        lanes: str = "auto",
+        source: Source | None = None,
+        adapt: bool | None = None,
     ) -> None:
         """Load the model of ``policy`` as it says.
 
@@ -54,6 +62,8 @@ class Engine:
                 stand-in for a GPU in host memory).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, where the caller has it already.
+            adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
+                to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
 
         Raises:
             ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
@@ -78,6 +88,7 @@ class Engine:
             self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
         )
         self._ahead = machine.discrete
+        self._adapting = self._adapts(adapt)
         self._totals = LaneTotals(self._passes.lanes)
         self._counts: Counter[str] = Counter()  # what `Stats.counts` shows
         self._load_s = time.perf_counter() - began
@@ -101,6 +112,7 @@ class Engine:
         micro_batch_size: int | None = None,
         schedule: str | None = None,
         workload: Workload | None = None,
+        adapt: bool | None = None,
     ) -> Engine:
         """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
 
@@ -121,7 +133,7 @@ class Engine:
             wishes=Wishes(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"),
             workload=workload or Workload(),
         )
-        return cls(plan, device=device, lanes=lanes, source=source)
+        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt)
 
     def generate(
         self,
@@ -192,6 +204,8 @@ class Engine:
         self._serving = True
         answers = Answers(requests, self.tokenizer, self.profile.max_positions)
         self._batcher.add(answers.generations)
+        if self._adapting is not None:
+            self._adapting.begin(answers.generations, self._totals.busy_s)
         self._prompt_tokens += sum(len(request.token_ids) for request in requests)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         idle, idle_before = Idle(began_s), self._python_s
@@ -220,7 +234,7 @@ class Engine:
         sequence that ended early rides in it once more, for nothing. Elsewhere it waits for the tokens, and is packed
         anew if a sequence ended early.
         """
-        passes, batcher = self._loaded, self._batcher
+        passes, batcher, landed_s = self._loaded, self._batcher, time.perf_counter()
         flying = self._launch(answers, self._pack_next())
         try:
             while flying is not None:
@@ -233,6 +247,9 @@ class Engine:
                     flying = self._launch(answers, packed)
                 alive = len(batcher.alive)
                 finished = answers.collect(batcher, landing.loads, tokens)
+                before_s, landed_s = landed_s, time.perf_counter()
+                if self._adapting is not None:
+                    self._adapting.after(landing.loads, finished, landed_s - before_s, self._totals.busy_s)
                 if not self._ahead and flying is None:
                     flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
                 yield finished
@@ -262,6 +279,7 @@ class Engine:
             lanes=self._totals.stats(),
             python_s=self._python_s,
             counts=dict(self._counts),
+            adaptations=self.adaptations,
             device_peak_bytes=device_peak(self._device).reserved,
         )
 
@@ -269,6 +287,16 @@ class Engine:
     def binding(self) -> Binding | None:
         """The busiest lane of the last few passes; None before the first."""
         return self._totals.binding
+
+    @property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """Changes of policy between passes so far."""
+        return () if self._adapting is None else tuple(self._adapting.changes)
+
+    def _adapts(self, wanted: bool | None) -> Adapting | None:
+        if wanted is False or (wanted is None and self.plan is None):
+            return None
+        return adapting_for(self.policy, self.plan, self.profile, self._batcher, self._loaded)
 
     @property
     def _loaded(self) -> PassRunner:

@@ -30,6 +30,7 @@ from moelight.memory.arena import typed
 from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
+from moelight.optimizer.allocation import Allocation
 from moelight.runtime.attending import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.crossing import CrossingArena
@@ -77,6 +78,7 @@ class PassRunner:
         self.dtype = weight_dtype(policy, source, machine)
         torch_dtype = to_torch(self.dtype)
         self._policy, self._profile = policy, profile
+        self._allocation = Allocation(profile, policy, self.dtype)
         self._layout = layout_of(profile, policy, self.dtype)
         self._build = SCHEDULES.get(policy.schedule)
         self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
@@ -155,6 +157,20 @@ class PassRunner:
             on_host=cache("kv", host) if self._layout.context_crosses else None,
             on_device=cache("device_kv", there) if there else None,
         ).table
+
+    @property
+    def policy(self) -> Policy:
+        """What passes follow. It may change between two of them, within what was allocated.
+
+        Raises:
+            ConfigError: the new one differs in what is fixed, or needs more memory.
+        """
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._allocation.check(policy)
+        self._policy = policy
 
     def pack(self, loads: Sequence[Load]) -> Packed:
         """``loads`` as micro-batches, before or while an earlier pass runs: generated tokens are looked up later."""

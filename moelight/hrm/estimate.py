@@ -16,7 +16,7 @@ from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
-from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes
+from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
 from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of, static_passes_of
 from moelight.hrm.lanes import Homes, PassCost, pass_cost
 from moelight.hrm.orders import pass_s
@@ -92,7 +92,7 @@ def estimate(
     """The estimate of one resolved policy."""
     acts, homes = acts_of(model, policy, speeds, dtype), homes_of(place(model, policy), policy)
     kinds_of = static_passes_of if policy.admission == "static" else passes_of
-    kinds = kinds_of(workload, policy.batch_size, policy.micro_batch_tokens)
+    kinds = kinds_of(workload, policy.batch_size, riding_tokens(policy))
     phases = tuple(
         _phase(acts, policy, homes, name, kinds.kind(index))
         for index, name in enumerate(KINDS)
@@ -117,7 +117,7 @@ def estimate(
 
 def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes) -> Any:
     """Seconds of the whole job for many candidates at once; ``sizes`` and ``homes`` hold arrays."""
-    kinds = passes_of(workload, sizes.batch_size, sizes.micro_batch_tokens)
+    kinds = passes_of(workload, sizes.batch_size, riding_tokens(sizes))
     return np.sum(kinds.count * pass_s(order, cost_of(acts, kinds, homes, sizes, order)), axis=0)
 
 
@@ -132,6 +132,7 @@ def cost_of(acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str) -
         batches=np.ceil(alive / sizes.micro_batch_size),
         prompt_tokens=np.asarray(sizes.micro_batch_tokens, dtype=float),
         whole=order in WHOLE_EXPERTS,
+        look_ahead=sizes.look_ahead,
     )
 
 

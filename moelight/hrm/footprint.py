@@ -29,7 +29,6 @@ RUNTIME_BYTES = 64 * MiB
 READ_DEPTH = 8
 READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
-PROMPT_MICRO_BATCHES = 8
 KV_BUFFERS = 2
 GATHER_BYTES = 8 * MiB
 WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
@@ -45,6 +44,8 @@ class Sizes(Protocol):
     @property
     def micro_batch_tokens(self) -> Any: ...
     @property
+    def prompt_micro_batches(self) -> Any: ...
+    @property
     def kv_tokens(self) -> Any: ...
     @property
     def kv_block_size(self) -> int: ...
@@ -54,6 +55,8 @@ class Sizes(Protocol):
     def ffn_device(self) -> str: ...
     @property
     def schedule(self) -> str: ...
+    @property
+    def look_ahead(self) -> Any: ...
     @property
     def discrete(self) -> bool: ...
 
@@ -171,8 +174,13 @@ def pinned_slots(placement: Placement) -> int:
 
 
 def pass_tokens(sizes: Sizes) -> Any:
-    """The most tokens one pass carries: every sequence decoding, and eight micro-batches of prompts riding along."""
-    return sizes.batch_size + PROMPT_MICRO_BATCHES * sizes.micro_batch_tokens
+    """The most tokens one pass carries: every sequence decoding, and prompts riding along."""
+    return sizes.batch_size + riding_tokens(sizes)
+
+
+def riding_tokens(sizes: Sizes) -> Any:
+    """Tokens of prompts that ride in a pass in which every sequence decodes, at most."""
+    return sizes.prompt_micro_batches * sizes.micro_batch_tokens
 
 
 def sample_rows(model: ModelProfile) -> int:

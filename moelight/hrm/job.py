@@ -1,7 +1,7 @@
 """A whole job as a few kinds of passes: how often each comes, and how many tokens of which sort it carries.
 
 N sequences are alive at a time; each brings its prompt in one pass and one token in every pass after (DESIGN of the
-pass). A pass carries at most N + 8 T tokens, decoding sequences first, so prompts that do not fit one pass come in
+pass). A pass carries at most N + R tokens, decoding sequences first, so prompts that do not fit one pass come in
 cohorts, pass after pass, and a slot that falls free is refilled at the next pass. So a job is a row of waves of
 ``gen_len`` passes; or, where prompts take longer than that, one stream of cohorts. All counts may be arrays over many
 candidates; none is rounded but the number of full waves, as averages over long jobs need none.
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from moelight.hrm.footprint import PROMPT_MICRO_BATCHES
 from moelight.profiles.workload import Workload
 
 KINDS = ("first prompts", "prompts", "decode", "last prompts", "overlap", "last decode", "drain")
@@ -30,8 +29,8 @@ class Passes:
     count: Any
     decode_tokens: Any
     prompt_tokens: Any
-    context: float
-    prompt_len: float
+    context: Any
+    prompt_len: Any
 
     @property
     def prompts(self) -> Any:
@@ -55,8 +54,8 @@ def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float
     )
 
 
-def passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> Passes:
-    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` sequences alive.
+def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
+    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` sequences alive, and R = ``riding``.
 
     The first cohorts start together with nothing; those of every later wave take the places of the wave before. What
     full waves leave of the requests is a last, smaller wave, which starts while the last full one runs out. Exact in
@@ -66,7 +65,7 @@ def passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> P
     alive = np.minimum(np.asarray(batch_size, dtype=float), requests)
     waves = np.floor(requests / alive)
     rest = requests - waves * alive
-    wave = _Wave.of(workload, alive, batch_size, micro_batch_tokens)
+    wave = _Wave.of(workload, alive, batch_size, riding)
     cohorts, size = wave.cohorts, wave.size
     last = np.where(rest > 0, np.maximum(1.0, rest / size), 0.0)
     left = cohorts - last
@@ -88,14 +87,14 @@ def passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> P
     return _chosen(cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
 
 
-def static_passes_of(workload: Workload, batch_size: Any, micro_batch_tokens: Any) -> Passes:
+def static_passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
     """`passes_of` under static admission: a batch's prompts in as few passes as hold them, then ``gen_len`` - 1 passes
     in which all of it decodes; what full batches leave is a last, smaller one."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
     alive = np.minimum(np.asarray(batch_size, dtype=float), requests)
     waves = np.floor(requests / alive)
     rest = requests - waves * alive
-    room = PROMPT_MICRO_BATCHES * np.asarray(micro_batch_tokens, dtype=float) + batch_size
+    room = np.asarray(riding, dtype=float) + batch_size
     nothing = np.zeros_like(alive)
 
     def prefill(times: Any, sequences: Any) -> tuple[Any, Any, Any]:
@@ -123,9 +122,29 @@ def decode_pass(workload: Workload, batch_size: Any) -> Passes:
     return _passes(workload, np.ones_like(alive), alive, np.zeros_like(alive))
 
 
-def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prompt_tokens: tuple[Any, Any]) -> Passes:
-    """Kinds of passes that together take no longer than the job does, for any N in the range ``sequences`` and any T in
-    ``prompt_tokens``, where a pass takes no less with more in it, and no less than its part with a part in it.
+def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: Any = 1.0) -> Passes:
+    """Two kinds of passes, with prompts and without, that together bring N prompts and decode N answers to their end,
+    in a job in full swing: every place that falls free is refilled. The prompts come in as many passes as they need,
+    and in ``spread`` passes at least: sequences that began apart end apart.
+
+    Where prompts would take longer than answers, every pass has some, and fewer than N are alive.
+    """
+    alive, gen = np.asarray(batch_size, dtype=float), float(workload.gen_len)
+    wave = _Wave.of(workload, alive, alive, riding)
+    streaming = wave.cohorts > gen
+    cohorts = np.clip(np.maximum(wave.cohorts, spread), 1.0, gen)
+    size = np.where(streaming, wave.size, alive / cohorts)
+    count = np.where(streaming, wave.cohorts, cohorts)
+    rows = (
+        (count, np.where(streaming, size * (gen - 1.0), alive - size), size * workload.prompt_len),
+        (np.where(streaming, 0.0, gen - cohorts), alive, np.zeros_like(alive)),
+    )
+    return _stacked(workload, rows)
+
+
+def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> Passes:
+    """Kinds of passes that together take no longer than the job does, for any N in the range ``sequences`` and any R in
+    ``riding``, where a pass takes no less with more in it, and no less than its part with a part in it.
 
     Where all these N make the same number of full waves, every kind of `passes_of` comes at least as often as here and
     carries at least as much. Elsewhere a last wave takes at least its share of a full one. The third kind decodes with
@@ -133,7 +152,7 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prompt_token
     """
     requests, gen = workload.num_requests, workload.gen_len
     least, most = (np.asarray(bound, dtype=float) for bound in sequences)
-    few, many = prompt_tokens
+    few, many = riding
     slow, fast = _Wave.of(workload, least, least, few), _Wave.of(workload, least, least, many)
     longest, widest = _Wave.of(workload, most, most, few), _Wave.of(workload, most, most, many)
     first, refilling = np.minimum(slow.first, fast.first), np.minimum(slow.refilling, fast.refilling)
@@ -185,11 +204,11 @@ class _Wave:
     refilling: Any
 
     @classmethod
-    def of(cls, workload: Workload, alive: Any, batch_size: Any, micro_batch_tokens: Any) -> _Wave:
-        """The largest cohort beside which all others of the wave decode: a p + alive - a <= N + 8 T; or, where there
-        are more than ``gen_len`` of them, those still decoding: a p + a (n - 1) <= N + 8 T."""
+    def of(cls, workload: Workload, alive: Any, batch_size: Any, riding: Any) -> _Wave:
+        """The largest cohort beside which all others of the wave decode: a p + alive - a <= N + R; or, where there
+        are more than ``gen_len`` of them, those still decoding: a p + a (n - 1) <= N + R."""
         gen, prompt_len = workload.gen_len, workload.prompt_len
-        room = PROMPT_MICRO_BATCHES * np.asarray(micro_batch_tokens, dtype=float) + batch_size
+        room = np.asarray(riding, dtype=float) + batch_size
         beside_all = (room - alive) / max(prompt_len - 1.0, 1e-9)
         size = np.minimum(alive, np.maximum(beside_all, room / (prompt_len + gen - 1.0)))
         cohorts = alive / size

@@ -6,7 +6,7 @@ is what lets the optimizer solve for them. Refuses to know orders of work (``ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class PassCost:
         pages: what the streamed pages take of every lane they pass.
         link_waits: how long the link stands still for the CPU's experts, whose results cross in their turn.
         beside_link: how much longer work in host memory takes while the link reads there too and gets its share first.
+        look_ahead: as in `Policy`.
     """
 
     lanes: dict[str, Any]
@@ -66,6 +67,7 @@ class PassCost:
     pages: tuple[Any, ...]
     link_waits: Any = 0.0
     beside_link: float = 1.0
+    look_ahead: Any = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,15 @@ class _Batches:
 
 
 def pass_cost(
-    acts: Acts, kind: Passes, homes: Homes, *, alive: Any, batches: Any, prompt_tokens: Any, whole: bool
+    acts: Acts,
+    kind: Passes,
+    homes: Homes,
+    *,
+    alive: Any,
+    batches: Any,
+    prompt_tokens: Any,
+    whole: bool,
+    look_ahead: Any = 2,
 ) -> PassCost:
     """The work of one pass of ``kind``.
 
@@ -85,12 +95,13 @@ def pass_cost(
         alive: N; ``batches``: micro-batches of a pass in which all N decode.
         prompt_tokens: the most tokens in a micro-batch of prompts.
         whole: experts run once over the whole pass, not once per micro-batch.
+        look_ahead: as in `Policy`; without a GPU no micro-batch is ever elsewhere.
     """
     if acts.discrete:
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / alive))
         fresh = np.maximum(batches * kind.prompts / alive, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
-        return _beside_a_gpu(acts, kind, homes, decode, prompts, whole)
+        return replace(_beside_a_gpu(acts, kind, homes, decode, prompts, whole), look_ahead=look_ahead)
     rows = kind.decode_tokens + kind.prompts
     tokens = kind.decode_tokens + kind.prompt_tokens
     together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / alive), tokens / prompt_tokens))

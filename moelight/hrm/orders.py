@@ -15,14 +15,18 @@ import numpy as np
 from moelight.hrm.lanes import PassCost
 
 _COMPUTE = ("device", "cpu", "d2h", "dram")
-LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts (algorithm 1)
+LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, where no policy says (algorithm 1)
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
     """S1: every lane runs at once. Links run on from pass to pass; compute starts anew with the first micro-batch, and
     so many micro-batches are on their way at a time."""
+    return _overlapped(cost, cost.look_ahead)
+
+
+def _overlapped(cost: PassCost, look_ahead: Any = LOOK_AHEAD) -> list[Any]:
     compute = [cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in _COMPUTE if lane in cost.lanes]
-    on_their_way = np.maximum(1.0, cost.count / (LOOK_AHEAD + 1.0))
+    on_their_way = np.maximum(1.0, cost.count / (look_ahead + 1.0))
     return [*_links(cost), *compute, cost.chain * on_their_way]
 
 
@@ -30,22 +34,22 @@ def fastdecode(cost: PassCost) -> list[Any]:
     """S2: a layer's pages go as one block before the next layer's first hidden states, so while the block crosses only
     micro-batches that were brought up already can go on."""
     if "h2d" not in cost.lanes:
-        return cgopipe(cost)
+        return _overlapped(cost)
     behind = np.maximum(cost.count - 2.0, 0.0)
     exposed = [pages + cost.up + behind * step for pages in cost.pages for step in (cost.up, cost.act, cost.attend)]
-    return [*cgopipe(cost), *exposed]
+    return [*_overlapped(cost), *exposed]
 
 
 def flexgen_c(cost: PassCost) -> list[Any]:
     """S3: each micro-batch goes through its chain alone, behind the pages of its layer."""
     others = np.maximum(cost.count - 1.0, 0.0)
-    return [*cgopipe(cost), cost.count * cost.chain, *(pages + others * cost.chain for pages in cost.pages)]
+    return [*_overlapped(cost), cost.count * cost.chain, *(pages + others * cost.chain for pages in cost.pages)]
 
 
 def flexgen(cost: PassCost) -> list[Any]:
     """S4: contexts cross one micro-batch ahead, behind the pages of their layer."""
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.act + cost.attend, cost.up)
-    return [*cgopipe(cost), *(pages + others * step for pages in cost.pages for step in steps)]
+    return [*_overlapped(cost), *(pages + others * step for pages in cost.pages for step in steps)]
 
 
 def flexgen_loop(cost: PassCost) -> list[Any]:
@@ -53,7 +57,7 @@ def flexgen_loop(cost: PassCost) -> list[Any]:
     beside the first one: max(w + K, c) + (n - 1) max(c, K)."""
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.chain, cost.up)
     firsts = (*(pages + cost.up for pages in cost.pages), *steps)
-    return [*cgopipe(cost), *(first + others * step for first in firsts for step in steps)]
+    return [*_overlapped(cost), *(first + others * step for first in firsts for step in steps)]
 
 
 def serial(cost: PassCost) -> list[Any]:
@@ -66,9 +70,9 @@ def module(cost: PassCost) -> list[Any]:
     """Experts once over the whole pass: they wait for all attention of their layer, which waits for them; meanwhile
     the next layer's pages cross, but no contexts."""
     if "device" not in cost.lanes:
-        return cgopipe(cost)
+        return _overlapped(cost)
     attended = cost.lanes["cpu"] * cost.beside_link + cost.waits["cpu"]
-    return [*cgopipe(cost), attended + cost.experts, cost.count * cost.up + cost.experts]
+    return [*_overlapped(cost), attended + cost.experts, cost.count * cost.up + cost.experts]
 
 
 def _links(cost: PassCost) -> list[Any]:

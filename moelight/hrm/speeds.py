@@ -5,6 +5,7 @@ Knows hardware profiles and plain arithmetic. Refuses to know models and passes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +116,21 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
         under_disk=hardware.figure("cpu_under_disk") or 1.0,
         disk_under_cpu=hardware.figure("disk_under_cpu") or 1.0,
     )
+
+
+def slowed(speeds: Speeds, by: Mapping[str, float]) -> Speeds:
+    """The machine on which all work of a lane takes ``by`` as long, lanes that are not named as long as before."""
+    links = {name: getattr(speeds, name) / by.get(name, 1.0) for name in ("disk", "stage", "h2d", "d2h")}
+    gpu = None if speeds.gpu is None else _unit_slowed(speeds.gpu, by.get("device", 1.0))
+    return replace(speeds, cpu=_unit_slowed(speeds.cpu, by.get("cpu", 1.0)), gpu=gpu, **links)
+
+
+def _unit_slowed(unit: Unit, by: float) -> Unit:
+    rates = {name: getattr(unit, name) / by for name in ("flops", "memory", "elementwise", "prefill_flops")}
+    times = {name: getattr(unit, name) * by for name in ("task_s", "launch_s")}
+    measured = {name: getattr(unit, name) for name in ("linear", "experts", "attention", "prefill", "touching")}
+    surfaces = {name: surface.times(1.0 / by) for name, surface in measured.items() if surface is not None}
+    return replace(unit, **rates, **times, **surfaces)
 
 
 def at_best(speeds: Speeds) -> Speeds:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moelight.core.adaptation import Adaptation
 from moelight.core.schedule import Lane
 from moelight.core.timeline import Timeline
 from moelight.observe.bubbles import Bubbles
@@ -52,6 +53,7 @@ class Stats:
         device_peak_bytes: the most that the device's allocator took since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
         counts: events worth counting, by name.
+        adaptations: changes of policy between passes, a handful at most.
     """
 
     wall_s: float
@@ -64,6 +66,7 @@ class Stats:
     python_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
     device_peak_bytes: int = 0
+    adaptations: tuple[Adaptation, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -102,6 +105,7 @@ class Stats:
             },
             "binding": self._binding_as_dict(),
             "counts": dict(self.counts),
+            "adaptations": [each.as_dict() for each in self.adaptations],
         }
 
     def _binding_as_dict(self) -> dict[str, Any] | None:
@@ -160,6 +164,11 @@ class LaneTotals:
         lane, seconds = max(busy_s.items(), key=lambda each: each[1])
         length_s = sum(length_s for length_s, _ in self._recent)
         return Binding(lane=lane, share=min(1.0, seconds / length_s) if length_s > 0 else 0.0)
+
+    @property
+    def busy_s(self) -> Mapping[Lane, float]:
+        """Seconds in work so far, by lane."""
+        return self._busy_s
 
     def stats(self) -> dict[Lane, LaneStats]:
         """The totals so far, in the order of the enumeration."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from moelight.core.policy import PROMPT_MICRO_BATCHES
 from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
 from moelight.hrm.job import bounding_passes
@@ -203,7 +204,8 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     """Seconds that no policy of each box undercuts; infinite where none fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
     smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few)
-    kinds = bounding_passes(problem.workload, (boxes.n0, boxes.n1), (few, many))
+    riding = (PROMPT_MICRO_BATCHES * few, PROMPT_MICRO_BATCHES * many)
+    kinds = bounding_passes(problem.workload, (boxes.n0, boxes.n1), riding)
     room = _most_room(problem, smallest, boxes, many)
     filled = fill(
         problem, smallest, Wanted(computed=boxes.c1, device_kv=boxes.k0), off_host=boxes.k1, in_host=boxes.c0, room=room

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from moelight.hrm.estimate import Estimate, Phase
 from moelight.optimizer.plan import Help, Plan, TierUse
 from moelight.profiles.workload import Workload
 
-FORMAT = 2  # raise it when formulas change, so that old answers are forgotten
+FORMAT = 3  # raise it when formulas change, so that old answers are forgotten
 
 
 def key_of(*inputs: Any) -> str:
@@ -35,9 +35,9 @@ def load(key: str) -> Plan | None:
 
 
 def store(key: str, plan: Plan) -> None:
-    """Keep ``plan``; a disk that refuses is not worth a complaint."""
+    """Keep ``plan`` without the machine's speeds; a disk that refuses is not worth a complaint."""
     with contextlib.suppress(OSError):
-        write_whole(_place(key), json.dumps(asdict(plan)))
+        write_whole(_place(key), json.dumps(asdict(replace(plan, speeds=None))))
 
 
 def _place(key: str) -> Path:
@@ -77,4 +77,5 @@ def _plan(found: dict[str, Any]) -> Plan:
         helps=tuple(Help(**item) for item in found["helps"]),
         bound_tokens_per_s=found["bound_tokens_per_s"],
         solve_s=found["solve_s"],
+        fixed=tuple(found["fixed"]),
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelight.hrm.estimate import cost_of
+from moelight.hrm.footprint import riding_tokens
 from moelight.hrm.job import passes_of
 from moelight.hrm.lanes import Homes
 from moelight.hrm.orders import ORDERS
@@ -130,7 +131,7 @@ def _terms(problem: Problem, cell: Cells) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: how many, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
     acts, order = cell.setting.acts, cell.setting.order
     found = []
-    kinds = passes_of(problem.workload, cell.batch_size, cell.micro_batch_tokens)
+    kinds = passes_of(problem.workload, cell.batch_size, riding_tokens(cell))
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
 

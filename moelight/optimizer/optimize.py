@@ -84,7 +84,7 @@ def optimize(
             found = best_plan(problem, hardware, limits)
         if cache:
             kept.store(key, found)
-    return found
+    return found if estimator == "paper" else replace(found, speeds=speeds_of(hardware))
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:
@@ -116,6 +116,8 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
         why="",
         helps=helps(problem, found) if proof else (),
         bound_tokens_per_s=tokens / bound_s if proof else 0.0,
+        speeds=problem.speeds,
+        fixed=tuple(sorted(problem.fixed)),
     )
     return replace(plan, why=why(plan, problem.model), solve_s=time.perf_counter() - began_s)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from moelight.core.policy import Policy
 from moelight.hrm.estimate import Estimate
+from moelight.hrm.speeds import Speeds
 from moelight.profiles.workload import Workload
 
 
@@ -47,6 +48,8 @@ class Plan:
         helps: what would help most, best first.
         bound_tokens_per_s: proven: no policy of the searched space is faster.
         solve_s: seconds the solving took, when it was solved.
+        speeds: of the machine, as they were planned with; None where a plan comes from elsewhere.
+        fixed: keys of the policy whose values the user chose.
     """
 
     policy: Policy
@@ -59,6 +62,8 @@ class Plan:
     helps: tuple[Help, ...] = ()
     bound_tokens_per_s: float = 0.0
     solve_s: float = 0.0
+    speeds: Speeds | None = None
+    fixed: tuple[str, ...] = ()
 
     def use_of(self, tier: str) -> TierUse:
         """What is taken of ``tier``; nothing of nothing where the machine has no such tier."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
-from moelight.core.policy import FFN_DEVICES, PROCESSORS
+from moelight.core.policy import FFN_DEVICES, PROCESSORS, PROMPT_MICRO_BATCHES
 from moelight.hrm.acts import Acts
+from moelight.hrm.orders import LOOK_AHEAD
 from moelight.hrm.speeds import Speeds
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -157,6 +158,16 @@ class Cells:
     def discrete(self) -> bool:
         """Whether a GPU takes part."""
         return self.setting.acts.discrete
+
+    @property
+    def prompt_micro_batches(self) -> int:
+        """Not searched."""
+        return PROMPT_MICRO_BATCHES
+
+    @property
+    def look_ahead(self) -> int:
+        """Not searched."""
+        return LOOK_AHEAD
 
     def at(self, index: Any) -> Cells:
         """The candidates that ``index`` picks."""

@@ -16,7 +16,14 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.profiles.files import Node, read_yaml
 
-_COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_block_size", "look_ahead")
+_COUNTS = (
+    "batch_size",
+    "micro_batch_size",
+    "micro_batch_tokens",
+    "prompt_micro_batches",
+    "kv_block_size",
+    "look_ahead",
+)
 _WORDS = ("model", "attention_device", "ffn_device", "weight_dtype", "kv_dtype", "schedule", "admission", "host_pages")
 _COMMENT_WIDTH = 100
 _NOTE_COLUMN = 32
@@ -25,6 +32,7 @@ _NOTES = {
     "micro_batch_size": "μ, the most sequences in one micro-batch",
     "num_micro_batches": "N / μ, rounded up; follows from the two",
     "micro_batch_tokens": "the most tokens in one micro-batch; longer prompts are cut",
+    "prompt_micro_batches": "a pass carries at most N + so many x micro_batch_tokens tokens",
     "kv_tokens": "tokens the KV cache can hold; 0: batch_size x 1024, or x the context",
     "kv_block_size": "tokens in one block of the KV cache",
     "attention_device": "where decoding sequences attend: cpu or gpu",
@@ -96,6 +104,7 @@ def _lines(policy: Policy) -> Iterator[str]:
         "micro_batch_size": policy.micro_batch_size,
         "num_micro_batches": policy.num_micro_batches,
         "micro_batch_tokens": policy.micro_batch_tokens,
+        "prompt_micro_batches": policy.prompt_micro_batches,
         "kv_tokens": policy.kv_tokens,
         "kv_block_size": policy.kv_block_size,
         "attention_device": policy.attention_device,

@@ -17,6 +17,7 @@ import pytest
 
 from moelight.batch import job, run_trace
 from moelight.batch.output import whole_file
+from moelight.core.adaptation import Adaptation
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -75,6 +76,13 @@ class StandIn:
             )
 
     @property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """One change after the third pass, another one after the sixth."""
+        fields = {"before": {"batch_size": 2}, "now": {"batch_size": 4}, "predicted_gain": 0.1}
+        made = [Adaptation(after_pass=at, reason=f"r{at}", **fields) for at in (3, 6)]  # type: ignore[arg-type]
+        return tuple(change for change in made if self.progress_tokens >= 2 * change.after_pass)
+
+    @property
     def stats(self) -> Stats:
         return Stats(
             wall_s=2.0,
@@ -105,6 +113,10 @@ class Heard(job.Progress):
         self.counts: list[tuple[int, int]] = []
         self.bound: list[Binding | None] = []
         self.rows: list[tuple[str, dict[str, Any]]] = []
+        self.changes: list[str] = []
+
+    def adapted(self, why: str) -> None:
+        self.changes.append(why)
 
     def planned(self, why: str) -> None:
         self.why = why
@@ -139,6 +151,7 @@ def test_rows_in_the_order_of_the_input(engine: StandIn, tmp_path: Path) -> None
     assert rows(out)[0]["token_ids"] == [1, 2]
     assert [request.index for request in engine.requests] == list(range(20))
     assert heard.why == "because the test says so"
+    assert heard.changes == ["r3", "r6"]
     assert [shown for shown, _ in heard.rows] == [line["prompt"] for line in given]
     assert engine.closed
 

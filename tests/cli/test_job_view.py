@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moelight.batch.job import JobResult
-from moelight.cli.job_view import Bar, TableOfRows
+from moelight.cli.job_view import Bar, Plain, TableOfRows
 from moelight.cli.tables import printable
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding, LaneStats, Stats
@@ -59,6 +59,7 @@ def test_the_bar_counts_tokens_and_sums_up() -> None:
     table = TableOfRows()
     with Bar(console, table) as bar:
         bar.planned("mixtral: everything stays")
+        bar.adapted("disk takes 3.0x what was planned, so N goes from 32 to 88")
         bar.tokens(500, 2000)
         bar.tokens(900, 1000, Binding(lane=Lane.DISK, share=0.968))
         bar.row("p", {"text": "t", "finish_reason": "stop"})
@@ -73,6 +74,7 @@ def test_the_bar_counts_tokens_and_sums_up() -> None:
     )
     bar.summarize(JobResult(completed=7, failed=0, stats=stats), None)
     text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "so N goes from 32 to 88" in text
     for said in (
         "mixtral: everything stays",
         "900/1,000 tokens",
@@ -83,3 +85,10 @@ def test_the_bar_counts_tokens_and_sums_up() -> None:
     ):
         assert said in text
     assert table.table.row_count == 1
+
+
+def test_without_a_terminal_all_that_was_said_is_kept_in_order() -> None:
+    plain = Plain()
+    plain.planned("first")
+    plain.adapted("second")
+    assert plain.said == ["first", "second"]

@@ -49,6 +49,8 @@ OPTIONS = {
         "--trace",
         "--show",
         "--no-show",
+        "--adapt",
+        "--no-adapt",
     },
     "optimize": {
         *QUESTION,

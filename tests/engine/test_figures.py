@@ -84,6 +84,7 @@ def test_the_figures_add_up(model: Path) -> None:
         "lanes",
         "binding",
         "counts",
+        "adaptations",
     ]
 
 

@@ -102,6 +102,21 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
     assert least >= max(float(s) for lane, s in cost.lanes.items()) * (1 - 1e-9)
 
 
+def test_a_long_chain_takes_as_many_turns_as_look_ahead_allows() -> None:
+    """Four micro-batches whose way is much longer than any lane's work on them; other orders look two ahead."""
+    kind, homes = decode_pass(WORK, 512), Homes()
+    slow = replace(T4, transfer_s=0.01)
+    seconds, others = {}, set()
+    for ahead in (1, 2, 3, 8):
+        chosen = policy(micro_batch_size=128, look_ahead=ahead)
+        cost = cost_of(acts_of(MIXTRAL, chosen, slow), kind, homes, chosen, "cgopipe")
+        seconds[ahead] = float(pass_s("cgopipe", replace(cost, lanes={"cpu": cost.lanes["cpu"]}, waits={})))
+        others.add(float(pass_s("fastdecode", cost)))
+    assert seconds[1] == pytest.approx(seconds[2] * 3 / 2)
+    assert seconds[2] > seconds[3] == seconds[8]
+    assert len(others) == 1
+
+
 def test_phases_add_up_to_the_job() -> None:
     priced = estimate(MIXTRAL, policy(), WORK, T4)
     total = sum(phase.passes * phase.seconds for phase in priced.phases)

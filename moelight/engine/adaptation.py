@@ -1,0 +1,145 @@
+"""Adapting while running: passes are shown to the adapter, and what it decides is carried out between two of them.
+
+Knows what rode in a pass and what it took. Refuses to know why a policy is better (``optimizer.adapt``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from moelight.core.adaptation import Adaptation
+from moelight.core.policy import Policy
+from moelight.core.request import Completion
+from moelight.core.schedule import Lane
+from moelight.engine.batcher import Batcher, Generation, Load
+from moelight.engine.passes import PassRunner
+from moelight.engine.planning import hardware_for
+from moelight.hrm.speeds import speeds_of
+from moelight.optimizer.adapt import LEAST_PASSES, Adapter, Rest
+from moelight.optimizer.measured import Passed
+from moelight.optimizer.plan import Plan
+from moelight.profiles.model import ModelProfile
+
+SHARE = 1 / 2000  # of the time of all passes, that watching and looking may take
+LEAST_S = 1.0
+_FIRST_LOOK_S = 5e-3  # what a look is taken to cost until one was taken
+
+_log = logging.getLogger(__name__)
+
+
+class Adapting:
+    """Stands between the passes of an engine. ``changes`` are those made so far."""
+
+    def __init__(self, adapter: Adapter, batcher: Batcher, passes: PassRunner) -> None:
+        self._adapter, self._batcher, self._passes = adapter, batcher, passes
+        self.changes: list[Adaptation] = []
+        self._busy_s: Mapping[Lane, float] = {}
+        self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
+        self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
+        self._lengths = _Lengths(())
+
+    def begin(self, generations: Sequence[Generation], busy_s: Mapping[Lane, float]) -> None:
+        """``generations`` will be served; the lanes have worked ``busy_s`` so far."""
+        self._lengths, self._busy_s = _Lengths(generations), dict(busy_s)
+
+    def after(
+        self, loads: Sequence[Load], finished: Sequence[Completion], seconds: float, busy_s: Mapping[Lane, float]
+    ) -> None:
+        """A pass of ``loads`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
+        before, self._busy_s = self._busy_s, dict(busy_s)
+        self._passed += 1
+        self._all_s += seconds
+        self._since_look_s += seconds
+        if self._adapter.exhausted or self._spent_s > SHARE * self._all_s:
+            return
+        began_s = time.perf_counter()
+        self._lengths.end(finished)
+        lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
+        self._adapter.observe(passed(loads, seconds, lanes))
+        watched_s = time.perf_counter()
+        self._spent_s += watched_s - began_s
+        if self._due():
+            self._look()
+            self._look_s = time.perf_counter() - watched_s
+            self._spent_s += self._look_s
+            self._since_look_s = 0.0
+
+    def _due(self) -> bool:
+        enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S
+        return enough and self._spent_s + self._look_s <= SHARE * self._all_s
+
+    def _look(self) -> None:
+        pool, alive = self._passes.pool, len(self._batcher.alive)
+        held = pool.blocks - pool.free
+        rest = Rest(
+            waiting=self._batcher.waiting,
+            prompt_len=self._lengths.prompt,
+            gen_len=self._lengths.answer,
+            most_alive=pool.blocks * alive // held if held else self._adapter.policy.batch_size,
+        )
+        change = self._adapter.look(rest, after_pass=self._passed)
+        if change is not None:
+            self._passes.policy = self._batcher.policy = self._adapter.policy
+            self.changes.append(change)
+            _log.info("after pass %d: %s", change.after_pass, change.reason)
+
+
+def adapting_for(
+    policy: Policy, plan: Plan | None, model: ModelProfile, batcher: Batcher, passes: PassRunner
+) -> Adapting | None:
+    """For an engine that was loaded for ``policy``; what the user fixed of ``plan`` stays. A policy without one is held
+    against this machine. None where batches end together: what one pass of them carries says nothing of the next.
+    """
+    if policy.admission != "refill":
+        return None
+    speeds = None if plan is None else plan.speeds
+    if speeds is None:
+        speeds = speeds_of(hardware_for("auto", discrete=policy.discrete))
+    fixed = set() if plan is None else set(plan.fixed)
+    if "num_micro_batches" in fixed:
+        fixed |= {"batch_size", "micro_batch_size"}
+    return Adapting(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
+
+
+class _Lengths:
+    """Average lengths of prompts and answers. Answers are as much shorter than they may be as the finished ones are."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._most = {each.request.index: each.max_tokens for each in generations}
+        count = max(1, len(generations))
+        self.prompt = sum(len(each.request.token_ids) for each in generations) / count
+        self._longest = sum(self._most.values()) / count
+        self._generated = self._allowed = 0
+
+    def end(self, finished: Iterable[Completion]) -> None:
+        """These have ended."""
+        for completion in finished:
+            self._generated += completion.completion_tokens
+            self._allowed += self._most.get(completion.index, completion.completion_tokens)
+
+    @property
+    def answer(self) -> float:
+        """Tokens of an answer."""
+        return self._longest * (self._generated / self._allowed if self._generated else 1.0)
+
+
+def passed(loads: Sequence[Load], seconds: float, busy_s: Mapping[str, float]) -> Passed:
+    """The pass of ``loads`` as the adapter looks at it."""
+    starts, prompts, prompt_tokens = [], 0, 0
+    for load in loads:
+        for piece in load.pieces:
+            if piece.decodes:
+                starts.append(piece.start)
+            else:
+                prompts += 1
+                prompt_tokens += piece.count
+    return Passed(
+        decode_tokens=len(starts),
+        context=sum(starts) / len(starts) if starts else 0.0,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        seconds=seconds,
+        busy_s=busy_s,
+    )

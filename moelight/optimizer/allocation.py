@@ -1,0 +1,146 @@
+"""Policies within one allocation: what may change between two passes, and what the regions in memory still hold.
+
+Refuses to know what is fast (``adapt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.core.dtypes import DType
+from moelight.core.errors import ConfigError
+from moelight.core.policy import MOST_LOOK_AHEAD, Policy
+from moelight.hrm.footprint import fixed_bytes, pass_tokens
+from moelight.profiles.model import ModelProfile
+
+FIELDS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead")
+Values = tuple[int, ...]  # of `FIELDS`
+
+# A region whose size depends on the sizes without bounding them: the batcher fills what there is.
+_NO_BOUND = ("kv_buffer",)
+_SIZES = tuple(2.0 ** (quarter / 4) for quarter in range(-8, 9))
+_PARTS = (*range(1, 9), 10, 12, 16)
+_PROMPTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_CUTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """Policies that differ in `FIELDS` from ``of``, as arrays; with the face of a policy as far as memory and time ask
+    for it."""
+
+    of: Policy
+    batch_size: Any
+    micro_batch_size: Any
+    micro_batch_tokens: Any
+    prompt_micro_batches: Any
+    look_ahead: Any
+
+    @classmethod
+    def made(cls, of: Policy, rows: Collection[Values]) -> Candidates:
+        """From the values of each."""
+        columns = np.array(list(rows), dtype=np.int64).T
+        return cls(of=of, **dict(zip(FIELDS, columns, strict=True)))
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.of.kv_tokens
+
+    @property
+    def kv_block_size(self) -> int:
+        return self.of.kv_block_size
+
+    @property
+    def attention_device(self) -> str:
+        return self.of.attention_device
+
+    @property
+    def ffn_device(self) -> str:
+        return self.of.ffn_device
+
+    @property
+    def schedule(self) -> str:
+        return self.of.schedule
+
+    @property
+    def discrete(self) -> bool:
+        return self.of.discrete
+
+
+class Allocation:
+    """The regions that were filled for ``policy``, a resolved one; the ``fixed`` ones of `FIELDS` stay as they are."""
+
+    def __init__(self, model: ModelProfile, policy: Policy, dtype: DType, *, fixed: Collection[str] = ()) -> None:
+        self.policy, self._fixed = policy, frozenset(fixed)
+        self._model, self._dtype = model, dtype
+        self._bytes = fixed_bytes(model, policy, dtype=dtype, kv_dtype=dtype)
+        self._most = int(pass_tokens(policy))
+
+    def holds(self, candidates: Candidates | Policy) -> Any:
+        """Whether no region would have to be larger."""
+        needed = fixed_bytes(self._model, candidates, dtype=self._dtype, kv_dtype=self._dtype)
+        fits = np.asarray(pass_tokens(candidates) <= self._most)
+        fits = fits & (candidates.micro_batch_tokens <= self.policy.micro_batch_tokens)
+        for key, size in needed.items():
+            if key[0] not in _NO_BOUND:
+                fits = fits & (size <= self._bytes[key])
+        return fits
+
+    def check(self, policy: Policy) -> None:
+        """Refuse what is no policy of this allocation.
+
+        Raises:
+            ConfigError: it differs in more than `FIELDS`, or a region would have to be larger.
+        """
+        same = replace(policy, **{name: getattr(self.policy, name) for name in FIELDS})
+        if same != self.policy or not bool(self.holds(policy)):
+            raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
+
+    def near(self, values: Values, *, most_alive: int) -> list[Values]:
+        """Policies that differ from the one of ``values`` in one respect each, and fit; it comes first."""
+        found = {values: None}
+        for each in self._lines(values, most_alive):
+            n, mu, tokens, prompts, _ = each
+            changed = (name for name, old, new in zip(FIELDS, values, each, strict=True) if old != new)
+            if 1 <= mu <= tokens and min(n, prompts) >= 1 and self._fixed.isdisjoint(changed):
+                found[each] = None
+        rows = list(found)
+        fits = np.broadcast_to(self.holds(Candidates.made(self.policy, rows)), len(rows))
+        return [row for row, fit in zip(rows, fits, strict=True) if fit or row == values]
+
+    def _lines(self, values: Values, most_alive: int) -> Iterator[Values]:
+        n, mu, tokens, prompts, ahead = values
+        parts = -(-n // mu)
+        sizes = {round(n * factor) for factor in _SIZES} | {self.policy.batch_size, most_alive}
+        for size in sorted(size for size in sizes if size <= max(n, most_alive)):
+            cut = size if parts == 1 else mu
+            rides = min(prompts, (self._most - size) // tokens)
+            yield from ((size, width, tokens, rides, ahead) for width in {mu, min(cut, tokens), -(-size // parts)})
+        yield from ((n, -(-n // part), tokens, prompts, ahead) for part in _PARTS)
+        for cut in _CUTS:
+            width = self.policy.micro_batch_tokens // cut
+            yield from ((n, mu, width, count, ahead) for count in _PROMPTS)
+        if self.policy.discrete and self.policy.schedule == "cgopipe":
+            yield from ((n, mu, tokens, prompts, ahead) for ahead in range(1, MOST_LOOK_AHEAD + 1))
+
+
+def values_of(policy: Policy) -> Values:
+    """Its `FIELDS`."""
+    return tuple(getattr(policy, name) for name in FIELDS)
+
+
+def with_values(policy: Policy, values: Values) -> Policy:
+    """``policy`` with these `FIELDS`."""
+    n, mu, tokens, prompts, ahead = values
+    return replace(
+        policy,
+        batch_size=n,
+        micro_batch_size=mu,
+        micro_batch_tokens=tokens,
+        prompt_micro_batches=prompts,
+        look_ahead=ahead,
+    )
