@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from kernel_cases.threads import unbind
 
 GENERATORS = Path(__file__).parent / "generators"
 OURS = "moelight"
@@ -107,6 +108,7 @@ class Contestant:
             stderr=self._log,
             text=True,
             env=environment,
+            preexec_fn=unbind,  # noqa: PLW1509 - it calls the system once and takes no lock
         )
         self.samples = Samples()
 

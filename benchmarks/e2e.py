@@ -132,23 +132,26 @@ def _result(
     }
 
 
-def bound_s(work: Work, batch: int, roof: dict[str, float]) -> float:
-    """The least time the job could take: prompts at the product rate; each decode pass at the slower of that rate and
-    one reading of the weights that it needs (experts that random tokens choose)."""
+def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = None) -> float:
+    """The least time the job could take with ``alive`` sequences (None: all) in a pass: prompts at the product rate;
+    each decode pass at the slower of that rate and one reading of the weights it needs (of the experts, those that
+    random tokens choose)."""
     from moelight.core.dtypes import dtype_named
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
     from moelight.profiles.families import profile_from_dir
     from moelight.profiles.stored import pages
 
+    alive = alive or batch
     model = profile_from_dir(work.model)
     dtype = dtype_named(model.dtype)
     flops = flops_per_token(model)
-    touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** batch
+    touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** alive
     weights = costs.dense_bytes(model, dtype) + touched * len(pages(model)) * costs.page_bytes(model, dtype)
     prompt_tokens = sum(map(len, work.prompts[:batch]))
-    decode_s = max(batch * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
-    return prompt_tokens * flops / roof["bf16_flops"] + (work.new_tokens[0] - 1) * decode_s
+    decode_s = max(alive * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
+    passes = (work.tokens(batch) - batch) / alive
+    return prompt_tokens * flops / roof["bf16_flops"] + passes * decode_s
 
 
 def print_table(result: dict[str, Any]) -> None:
