@@ -19,22 +19,19 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from contestants import add_places, places_of
 from e2e import MODELS
 from make_checkpoint import make_shape
+from pipeline_sections import disk, long, overhead, refill, resident
 from pipeline_sections.setting import Setting
 
 from moelight.runtime.measure import processor_name
 
-SECTIONS = {"disk": "disk", "refill": "refill", "memory": "resident", "overhead": "overhead", "long": "long"}
+SECTIONS = {"disk": disk.run, "refill": refill.run, "memory": resident.run, "overhead": overhead.run, "long": long.run}
 BIG = "mixtral-6g"
-Section = Callable[[Setting], dict[str, Any]]
 
 
 def main() -> None:
@@ -52,10 +49,7 @@ def main() -> None:
             rounds=args.rounds,
             options=vars(args),
         )
-        found = {}
-        for name in args.sections:
-            section: Section = import_module(f"pipeline_sections.{SECTIONS[name]}").run
-            found[name] = section(setting)
+        found = {name: SECTIONS[name](setting) for name in args.sections}
     print(json.dumps({"benchmark": "pipeline", "cpu": processor_name(), "threads": args.threads, **found}))
 
 
@@ -70,6 +64,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--disk-batches", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
     parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")
+    parser.add_argument("--disk-orders", nargs="+", default=disk.ORDERS, help="the first is held against the others")
+    parser.add_argument("--disk-peers", nargs="*", default=disk.PEERS)
+    parser.add_argument("--peer-batches", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")
     parser.add_argument("--refill-requests", type=int, default=192)
     parser.add_argument("--refill-batch", type=int, default=64, help="N of the refill section")

@@ -28,9 +28,10 @@ def run(setting: Setting) -> dict[str, Any]:
     work = random_work(model, lengths, new, [count], setting.threads)
     base = measure_base()
     with started("moelight", setting, work, host_memory=budget, resident_after=SETTLED) as one:
-        found = None if one is None else one.generate(count)
-    if found is None:
-        return {"absent": "does not load (the reason is on stderr)"}
+        if isinstance(one, str):
+            print(f"long: {model.name}: {one}")
+            return {"absent": one}
+        found = one.generate(count)
     result = {
         "model": model.name,
         "requests": count,

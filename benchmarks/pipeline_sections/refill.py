@@ -36,7 +36,7 @@ def run(setting: Setting) -> dict[str, Any]:
             started("moelight-refill", setting, work, admission="refill", **options) as refill,
             started("moelight-static", setting, work, admission="static", **options) as static,
         ):
-            alive = [one for one in (refill, static) if one is not None]
+            alive = [one for one in (refill, static) if not isinstance(one, str)]
             take_turns(alive, work, setting.rounds)
             roofs.read_seconds_per_byte()
             roofs.seconds_per_flop()

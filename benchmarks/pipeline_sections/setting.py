@@ -37,9 +37,10 @@ class Setting:
 @contextmanager
 def started(
     name: str, setting: Setting, work: Work, *, limit: int | None = None, warm: bool = False, **options: Any
-) -> Iterator[Contestant | None]:
+) -> Iterator[Contestant | str]:
     """Contestant ``name`` alone, loaded from a disk and not from the page cache, with at most ``limit`` bytes of memory
-    (its page cache included) where control groups can be made. None, and a line that says why, where it cannot load."""
+    (its page cache included) where control groups can be made. Where it cannot load, the reason; who ends later raises
+    `EndedError`."""
     python = setting.places.python(name)
     assert python is not None
     forget(work.model)
@@ -47,14 +48,19 @@ def started(
         extra = {**setting.places.options(name, work.model), "offload": str(offload), **options}
         one = Contestant(name, python, work, setting.scratch, group=group, warm=warm, options=extra)
         try:
-            one.wait()
-            yield one
-        except EndedError as ended:
-            print(f"{ended.args[0]}\n{ended.args[1][-600:]}", file=sys.stderr)
-            if one.samples.load_s == 0:
-                yield None
+            yield one if (reason := _waited(one)) is None else reason
         finally:
             one.close()
+
+
+def _waited(one: Contestant) -> str | None:
+    """Why it has not loaded; None where it has."""
+    try:
+        one.wait()
+    except EndedError as ended:
+        print(f"{ended.args[0]}\n{ended.args[1][-600:]}", file=sys.stderr)
+        return "; ".join([ended.args[0], *ended.args[1].strip().splitlines()[-1:]])
+    return None
 
 
 def limits_memory() -> bool:
