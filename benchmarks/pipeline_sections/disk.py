@@ -2,9 +2,9 @@
 
 Every run is a process of its own in a control group of one third of the model's bytes; moelight's ``host_memory`` is
 what that leaves beside torch. Only accelerate is let out of the group: the prompts' step alone takes 3.8 GB there, and
-below that it does not end. It puts its files out of the page cache before each step instead. The roof, a plain direct read of the same files, is measured before and after each run of
-ours. Peers decode fewer tokens than ours, because they take long; their time for as many tokens as ours is their first
-step and their mean step as often as ours.
+below that it does not end. It puts its files out of the page cache before each step instead. The roof, a plain direct
+read of the same files, is measured before and after each run of ours. Peers decode fewer tokens than ours, because they
+take long; their time for as many tokens as ours is their first step and their mean step as often as ours.
 """
 
 from __future__ import annotations
@@ -143,10 +143,11 @@ def _rates(found: dict[str, Any], batch: int, new: int, short: int) -> dict[str,
 
 
 def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the issue asks for: share and rate of the disk, ratios to orders at the same batch size, and to the best of
-    each peer; whether all orders gave the same tokens."""
+    """Of the first order at the largest batch size: share and rate of the disk, ratios to other orders; of its best one:
+    ratios to the best of each peer. Whether all orders gave the same tokens."""
     ran = [row for row in rows if "absent" not in row]
-    ours = [row for row in ran if row["order"] == ORDERS[0]]
+    first = rows[0]["order"]
+    ours = [row for row in ran if row["order"] == first]
     if not ours:
         return {}
     batch = max(row["batch"] for row in ours)
@@ -158,7 +159,7 @@ def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, A
         order: statistics.median(row["tokens_per_s"] for row in ran if (row["order"], row["batch"]) == (order, batch))
         for order in {row["order"] for row in ran if row["batch"] == batch}
     }
-    found |= {f"over {order}": rates[ORDERS[0]] / rate for order, rate in rates.items() if order != ORDERS[0]}
+    found |= {f"over {order}": rates[first] / rate for order, rate in rates.items() if order != first}
     best = max(row["tokens_per_s"] for row in ours)
     best_decode = max(row["decode_tokens_per_s"] for row in ours)
     for name in sorted({row["peer"] for row in peers}):
