@@ -143,7 +143,7 @@ def _rates(found: dict[str, Any], batch: int, new: int, short: int) -> dict[str,
 
 
 def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the first order at the largest batch size: share and rate of the disk, ratios to other orders; of its best one:
+    """Of the first order at the largest batch size: share and rate of the disk, ratios to other orders; of its best:
     ratios to the best of each peer. Whether all orders gave the same tokens."""
     ran = [row for row in rows if "absent" not in row]
     first = rows[0]["order"]
