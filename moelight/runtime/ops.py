@@ -9,12 +9,12 @@ from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.hrm.footprint import sample_rows
-from moelight.memory.pages import PageStore, ReadPage
+from moelight.memory.pages import PageStore, StartPage
 from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
 from moelight.runtime.attending import Act
 from moelight.runtime.executor import Perform
-from moelight.runtime.lanes import Work
+from moelight.runtime.lanes import Outcome, Work
 from moelight.runtime.microbatch import MicroBatch, present
 from moelight.runtime.mixing import Mixing
 
@@ -31,9 +31,9 @@ class Operations:
         *,
         attention: Mapping[TaskKind, Act],
         mixing: Mixing,
-        read_page: ReadPage,
+        start_page: StartPage,
     ) -> None:
-        self._decoder, self._pages, self._mixing, self._read_page = decoder, pages, mixing, read_page
+        self._decoder, self._pages, self._mixing, self._start_page = decoder, pages, mixing, start_page
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
@@ -56,16 +56,17 @@ class Operations:
 
         return perform
 
-    def _move_page(self, task: Task, position: int) -> None:
+    def _move_page(self, task: Task, position: int) -> Outcome:
         page, (into,) = present(task.page), task.writes
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
-            self._read_page(page, target)
-        elif task.kind is TaskKind.STAGE_PAGE:
+            return self._start_page(page, target)
+        if task.kind is TaskKind.STAGE_PAGE:
             target.copy_(self._pages.far_home(page))
         else:
             (source,) = task.reads
             target.copy_(self._pages.slot(source, position), non_blocking=True)
+        return None
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         self._decoder.embed(mb.token_ids, mb.hidden)
