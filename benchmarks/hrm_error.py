@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from limited import enter, forget, memory_limit
-from make_checkpoint import make_checkpoint, make_mixtral_0p9b, scaled_config
+from make_checkpoint import make_checkpoint, make_shape, scaled_config
 
 from moelight.core.units import parse_bytes
 
@@ -125,7 +125,7 @@ def _profile(path: Path) -> None:
 def _checkpoint(name: str, scratch: Path) -> Path:
     """Models of 0.9 billion parameters: few large experts, many small ones, and OLMoE's own proportions."""
     if name == "mixtral":
-        return make_mixtral_0p9b(scratch / name)
+        return make_shape("mixtral-0p9b", scratch)
     sizes = {
         "qwen": ("qwen3-30b-a3b", {"layers": 12, "hidden": 1024, "intermediate": 384, "experts": 64}),
         "olmoe": ("olmoe-1b-7b", {"layers": 8, "hidden": 1024, "intermediate": 512, "experts": 64}),

@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -42,6 +43,14 @@ PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>")
 LEAST_VOCABULARY = 256 + len(SPECIALS)
 FAMILY_PROFILES = {"qwen3_moe": "qwen3-30b-a3b", "olmoe": "olmoe-1b-7b"}
+# The models of the benchmarks: of 0.9 billion parameters, few large experts and many small ones; and one with Mixtral's
+# proportions of 6.6 GB, for disks.
+_SIZES = ("layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab")
+SHAPES = {
+    "mixtral-0p9b": ("mixtral-8x7b", (10, 1024, 3584, 8, 2, 16, 4, 64, 8192)),
+    "qwen3moe-0p9b": ("qwen3-30b-a3b", (11, 1024, 384, 64, 8, 16, 4, 128, 8192)),
+    "mixtral-6g": ("mixtral-8x7b", (16, 1536, 5376, 8, 2, 12, 3, 128, 16000)),
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -131,15 +140,20 @@ def make_checkpoint(
     )
 
 
-def make_mixtral_0p9b(out: Path) -> Path:
-    """The checkpoint of the benchmarks: mixtral-shaped, 0.9 billion parameters, bf16, 1.8 GB. Returns ``out``."""
-    shape = {"layers": 10, "hidden": 1024, "intermediate": 3584, "experts": 8, "heads": 16, "kv_heads": 4}
-    make_checkpoint(out, scaled_config("mixtral-8x7b", **shape, head_dim=64, vocab=8192))
+def make_shape(name: str, directory: Path) -> Path:
+    """The checkpoint ``name`` of `SHAPES`, in bfloat16, in ``directory``: made unless it is there; its place."""
+    out = directory / name
+    if not (out / "config.json").exists():
+        unfinished = directory / f"{name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_checkpoint(unfinished, scaled_config(name), shard_size=2_000_000_000)
+        unfinished.rename(out)
     return out
 
 
 def scaled_config(model: str, **changes: int | bool | None) -> dict[str, Any]:
-    """The raw config of ``model`` (a profile, a family, a directory) with ``changes``; None leaves a value as it is.
+    """The raw config of ``model`` (one of `SHAPES`, a profile, a family, a directory) with ``changes``; None leaves a
+    value as it is.
 
     Known changes: ``layers hidden intermediate experts top_k heads kv_heads head_dim vocab tie``.
 
@@ -147,6 +161,10 @@ def scaled_config(model: str, **changes: int | bool | None) -> dict[str, Any]:
         ConfigError: no such model, or one the engine cannot run; or the hidden size is not divisible by the heads and
             no head size is given.
     """
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if model in SHAPES:
+        model, sizes = SHAPES[model]
+        changes = {**dict(zip(_SIZES, sizes, strict=True)), **changes}
     config = model_config(FAMILY_PROFILES.get(model, model))
     require_computable(profile_from_config(HFConfig(config, where=model), name=model), where=model)
     family = FAMILIES.get(config["model_type"])
@@ -162,7 +180,7 @@ def scaled_config(model: str, **changes: int | bool | None) -> dict[str, Any]:
         "vocab": "vocab_size",
         "tie": "tie_word_embeddings",
     }
-    config.update({keys[name]: value for name, value in changes.items() if value is not None})
+    config.update({keys[name]: value for name, value in changes.items()})
     if config.get("head_dim") is None and config["hidden_size"] % config["num_attention_heads"]:
         raise ConfigError(
             f"hidden size {config['hidden_size']} is not a multiple of the {config['num_attention_heads']} heads; "
@@ -328,7 +346,11 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--model", default="mixtral-8x7b", help="model profile, family, YAML file or model directory")
+    parser.add_argument(
+        "--model",
+        default="mixtral-8x7b",
+        help="shape of the benchmarks, model profile, family, YAML file or model directory",
+    )
     for name in ("layers", "hidden", "intermediate", "experts", "top-k", "heads", "kv-heads", "head-dim", "vocab"):
         parser.add_argument(f"--{name}", type=int, help="instead of the model's own")
     parser.add_argument("--tie", action="store_true", default=None, help="tie the output matrix to the embeddings")

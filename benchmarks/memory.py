@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from make_checkpoint import make_mixtral_0p9b
+from make_checkpoint import make_shape
 
 from moelight.core.units import MiB, parse_bytes
 
@@ -44,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if args.model is None:
-            args.model = make_mixtral_0p9b(directory / "mixtral-0p9b")
+            args.model = make_shape("mixtral-0p9b", directory)
         prompts = write_prompts(directory / "prompts.jsonl", args.prompts, args.longest)
         base_bytes = measure_base()
         rows = [measure(args.model, prompts, budget, args.max_tokens, base_bytes) for budget in args.budgets]

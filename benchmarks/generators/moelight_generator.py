@@ -1,32 +1,131 @@
-"""moelight, resident on the CPU, as a contestant."""
+"""moelight on the CPU as a contestant: the plan that it makes itself, or one that `options` change.
+
+``options``: ``host_memory``, ``batch_size``, ``schedule``, ``admission`` (what the plan is made for, and what is put in
+its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so many
+completions, and at the end).
+"""
 
 from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
+from moelight.core.units import parse_bytes
+from moelight.engine.planning import Wishes, plan_for
+from moelight.engine.prompts import requests_from
+from moelight.engine.source import open_source
+from moelight.runtime.machine import find_machine
+from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lane_figures import Watched
 
 
 def load(task: Task) -> Generate:
     """The engine stays open until the process ends."""
     torch.set_num_threads(task.threads)
-    length = max(map(len, task.prompts))
-    workload = Workload(
-        num_requests=len(task.prompts), prompt_len=length, max_prompt_len=length, gen_len=task.new_tokens
-    )
-    how = SamplingParams(max_tokens=task.new_tokens, ignore_eos=True)
-    engine = Engine.from_pretrained(task.model, device="cpu", workload=workload).__enter__()
+    engine = _engine(task).__enter__()
+    how = [SamplingParams(max_tokens=new, ignore_eos=True) for new in task.new_tokens]
 
-    def generate() -> tuple[Ids, Facts]:
-        before = engine.stats
-        completions = engine.generate(task.prompts, how)
+    def generate(count: int) -> tuple[Ids, Facts]:
+        before, watched, resident = engine.stats, Watched(began=time.perf_counter()), _Resident(task.options)
+        tokens = [engine.progress_tokens]
+
+        def on_pass() -> None:
+            timeline = engine.timeline
+            if task.options.get("watch") and timeline is not None:
+                watched.add(timeline.spans, engine.progress_tokens - tokens[0], time.perf_counter())
+                tokens[0] = engine.progress_tokens
+
+        requests = requests_from(task.prompts[:count], how[:count], engine.tokenizer)
+        done = []
+        for completion in engine.run(requests, on_pass=on_pass):
+            done.append(completion)
+            resident.look(len(done))
         after = engine.stats
         wall_s = after.wall_s - before.wall_s
-        facts = {"python_share": (after.python_s - before.python_s) / wall_s, "passes": after.passes - before.passes}
-        return [list(completion.token_ids) for completion in completions], facts
+        facts = {
+            "python_share": (after.python_s - before.python_s) / wall_s,
+            "passes": after.passes - before.passes,
+            "policy": _policy(engine),
+            **_lanes(watched, min(count, engine.policy.batch_size)),
+            **resident.facts(),
+        }
+        return [list(each.token_ids) for each in sorted(done, key=lambda each: each.index)], facts
 
     return generate
+
+
+def _engine(task: Task) -> Engine:
+    """Planned for the whole work; then what the benchmark fixes is put in the plan's place."""
+    count = max(task.batches)
+    lengths, new = [len(ids) for ids in task.prompts], task.new_tokens
+    workload = Workload(
+        num_requests=count,
+        prompt_len=round(sum(lengths) / len(lengths)),
+        max_prompt_len=max(lengths),
+        gen_len=max(new),
+    )
+    options = task.options
+    source = open_source(task.model)
+    memory = options.get("host_memory")
+    plan = plan_for(
+        task.model,
+        source,
+        find_machine("cpu"),
+        hw="auto",
+        host_memory=None if memory is None else parse_bytes(str(memory)),
+        device_memory=None,
+        wishes=Wishes(batch_size=options.get("batch_size")),
+        workload=workload,
+    )
+    changes = {name: options[name] for name in ("schedule", "admission") if name in options}
+    return Engine(replace(plan.policy, **changes) if changes else plan, device="cpu", source=source)
+
+
+def _policy(engine: Engine) -> dict[str, Any]:
+    policy = engine.policy
+    names = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens", "schedule", "admission")
+    return {name: getattr(policy, name) for name in names} | {"resident": policy.weights.host}
+
+
+def _lanes(watched: Watched, sequences: int) -> Facts:
+    if not watched.tokens:
+        return {}
+    steady = watched.steady(sequences)
+    return {
+        "decode_passes": len(steady),
+        "decode_s": watched.seconds(steady),
+        "decode_tokens": sum(watched.tokens[number] for number in steady),
+        "decode_lanes": watched.figures(steady),
+        "lanes": watched.figures(range(len(watched.tokens))),
+    }
+
+
+class _Resident:
+    """The resident set after some completions, now and then."""
+
+    def __init__(self, options: Facts) -> None:
+        self._first = options.get("resident_after")
+        self._seen: list[tuple[int, int]] = []
+
+    def look(self, completions: int) -> None:
+        """At the first that counts, and at every hundredth after it."""
+        if self._first and completions >= self._first and (completions - self._first) % 100 == 0:
+            self._seen.append((completions, current_rss_bytes()))
+
+    def facts(self) -> Facts:
+        """With what is resident at the end."""
+        if not self._first:
+            return {}
+        return {"resident_bytes": [*self._seen, (-1, current_rss_bytes())], "peak_rss_bytes": peak_rss_bytes()}
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ def load(task: Task) -> Generate:
     model = AutoModelForCausalLM.from_pretrained(
         task.model, dtype=torch.bfloat16, experts_implementation=task.mode, attn_implementation="sdpa"
     ).eval()
-    ids = torch.tensor(task.prompts)
-    how = {"max_new_tokens": task.new_tokens, "min_new_tokens": task.new_tokens, "do_sample": False, "pad_token_id": 0}
+    new = task.new_tokens[0]
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
-    def generate() -> tuple[Ids, Facts]:
+    def generate(count: int) -> tuple[Ids, Facts]:
+        ids = torch.tensor(task.prompts[:count])
         with torch.inference_mode():
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
         return out[:, ids.shape[1] :].tolist(), {}

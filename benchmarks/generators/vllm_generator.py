@@ -28,16 +28,16 @@ def load(task: Task) -> Generate:
         task.model,
         dtype="bfloat16",
         enforce_eager=task.mode == "eager",
-        max_model_len=max(map(len, task.prompts)) + task.new_tokens,
-        max_num_seqs=len(task.prompts),
+        max_model_len=task.longest,
+        max_num_seqs=max(task.batches),
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-    how = SamplingParams(temperature=0.0, max_tokens=task.new_tokens, ignore_eos=True, detokenize=False)
+    how = SamplingParams(temperature=0.0, max_tokens=task.new_tokens[0], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
 
-    def generate() -> tuple[Ids, Facts]:
-        found = engine.generate(prompts, how, use_tqdm=False)
+    def generate(count: int) -> tuple[Ids, Facts]:
+        found = engine.generate(prompts[:count], how, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in found], {}
 
     return generate

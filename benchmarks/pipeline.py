@@ -1,0 +1,80 @@
+"""CGOPipe at the roof: whether the link that binds ever waits, on a machine without a GPU, beside orders and peers.
+
+    python benchmarks/pipeline.py [--sections disk refill memory overhead long] [--models DIR DIR] [--big DIR]
+        [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
+
+    disk      a model three times the memory it is given: the disk's busy share and rate against plain direct reads;
+              orders of work; accelerate's disk offload and llama.cpp's mapping under the same limit
+    refill    ragged lengths: continuous refill against static batches on the same policy
+    memory    resident models beside all peers at batch 1, 16 and 64 (`e2e.py`)
+    overhead  time outside of any task, idle of the lane that binds
+    long      resident memory over 2,000 requests through a constrained plan
+
+Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 GB),
+where accelerate also writes a second copy of the big one. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from contestants import add_places, places_of
+from e2e import MODELS
+from make_checkpoint import make_shape
+from pipeline_sections import disk, long, overhead, refill, resident
+from pipeline_sections.setting import Setting
+
+from moelight.runtime.measure import processor_name
+
+SECTIONS = {"disk": disk.run, "refill": refill.run, "memory": resident.run, "overhead": overhead.run, "long": long.run}
+BIG = "mixtral-6g"
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
+        scratch = Path(made)
+        small = args.sections != ["disk"]
+        setting = Setting(
+            models=args.models or ([make_shape(name, scratch) for name in MODELS] if small else []),
+            big=args.big or (make_shape(BIG, scratch) if "disk" in args.sections else Path(BIG)),
+            places=places_of(args),
+            scratch=scratch,
+            threads=args.threads,
+            rounds=args.rounds,
+            options=vars(args),
+        )
+        found = {name: SECTIONS[name](setting) for name in args.sections}
+    print(json.dumps({"benchmark": "pipeline", "cpu": processor_name(), "threads": args.threads, **found}))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--models", type=Path, nargs="+", help="resident models")
+    parser.add_argument("--big", type=Path, help="the model of the disk section")
+    parser.add_argument("--scratch", type=Path, help="a directory on a disk")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--disk-batches", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
+    parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")
+    parser.add_argument("--disk-orders", nargs="+", default=disk.ORDERS, help="the first is held against the others")
+    parser.add_argument("--disk-peers", nargs="*", default=disk.PEERS)
+    parser.add_argument("--peer-batches", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")
+    parser.add_argument("--refill-requests", type=int, default=192)
+    parser.add_argument("--refill-batch", type=int, default=64, help="N of the refill section")
+    parser.add_argument("--long-requests", type=int, default=2000)
+    parser.add_argument("--long-share", type=float, default=0.6, help="budget of the long section over the weights")
+    add_places(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Bound by a disk: a model three times the memory. Orders of work against the roof and each other, and peers.
+
+Every run is a process of its own in a control group of one third of the model's bytes; moelight's ``host_memory`` is
+what that leaves beside torch. Only accelerate is let out of the group: the prompts' step alone takes 3.8 GB there, and
+below that it does not end. It puts its files out of the page cache before each step instead. The roof, a plain direct
+read of the same files, is measured before and after each run of ours. Peers decode fewer tokens than ours, because they
+take long; their time for as many tokens as ours is their first step and their mean step as often as ours.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from contestants import EndedError, Work, random_work
+from memory import measure_base
+
+from pipeline_sections.direct import direct_rate
+from pipeline_sections.setting import Setting, limits_memory, started, why_absent
+
+ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
+PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
+UBATCH = 2048  # most tokens in a step of llama.cpp: each step reads the model once
+PLAN_SLACK = 1.05
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Orders of ours, then the peers."""
+    model, options = setting.big, setting.options
+    files = sorted(model.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+    limit, base = size // 3, measure_base()
+    memory = int((limit - base) / PLAN_SLACK)
+    work = _work(setting, options["disk_batches"], options["disk_new"])
+    rows = _orders(setting, work, files, limit, memory)
+    peers = [row for name in options["disk_peers"] for row in _peer(setting, work, name, limit)]
+    result = {
+        "model": model.name,
+        "bytes": size,
+        "limit_bytes": limit,
+        "limited": limits_memory(),
+        "host_memory": memory,
+        "base_bytes": base,
+        "prompt_len": options["disk_prompt"],
+        "new_tokens": options["disk_new"],
+        "peer_new_tokens": options["peer_new"],
+        "ours": [{key: value for key, value in row.items() if key != "ids"} for row in rows],
+        "peers": peers,
+        "bars": bars(rows, peers),
+    }
+    print_table(result)
+    return result
+
+
+def _orders(setting: Setting, work: Work, files: list[Path], limit: int, memory: int) -> list[dict[str, Any]]:
+    """The first order at every batch size; all orders in rounds at the largest."""
+    orders = setting.options["disk_orders"]
+    rows = [_ours(setting, work, files, batch, orders[0], limit, memory) for batch in work.batches[:-1]]
+    batch, absent = work.batches[-1], set[str]()
+    for number in range(setting.rounds):
+        for order in orders if number % 2 == 0 else reversed(orders):
+            if order not in absent:
+                rows.append(_ours(setting, work, files, batch, order, limit, memory))
+                absent |= {order} if "absent" in rows[-1] else set()
+    return rows
+
+
+def _work(setting: Setting, batches: list[int], new: int) -> Work:
+    most = max(batches)
+    return random_work(
+        setting.big, [setting.options["disk_prompt"]] * most, [new] * most, sorted(batches), setting.threads
+    )
+
+
+def _ours(
+    setting: Setting, work: Work, files: list[Path], batch: int, order: str, limit: int, memory: int
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"order": order, "batch": batch}
+    alone = replace(work, batches=[batch], prompts=work.prompts[:batch], new_tokens=work.new_tokens[:batch])
+    before = direct_rate(files)
+    options = {"host_memory": memory, "batch_size": batch, "schedule": order, "watch": True}
+    with started(f"moelight-{order}", setting, alone, limit=limit, **options) as one:
+        if isinstance(one, str):
+            return row | {"absent": one}
+        found = one.generate(batch)
+        peak = one.samples.peak_rss_bytes
+    roof = statistics.mean((before, direct_rate(files)))
+    print(f"moelight {order}, batch {batch}: {alone.tokens(batch) / found['seconds']:.1f} tok/s", file=sys.stderr)
+    disk = found["decode_lanes"].get("disk", {"busy_share": 0.0, "bytes_per_s": 0.0, "busy_bytes_per_s": 0.0})
+    return row | {
+        "tokens_per_s": alone.tokens(batch) / found["seconds"],
+        "decode_tokens_per_s": found["decode_tokens"] / found["decode_s"] if found["decode_s"] else 0.0,
+        "decode_passes": found["decode_passes"],
+        "passes": found["passes"],
+        "disk_busy_share": disk["busy_share"],
+        "disk_bytes_per_s": disk["bytes_per_s"],
+        "disk_busy_bytes_per_s": disk["busy_bytes_per_s"],
+        "roof_bytes_per_s": roof,
+        "roof_share": disk["bytes_per_s"] / roof,
+        "lanes": found["decode_lanes"],
+        "python_share": found["python_share"],
+        "peak_rss_bytes": peak,
+        "policy": found["policy"],
+        "ids": found["ids"],
+    }
+
+
+def _peer(setting: Setting, work: Work, name: str, limit: int) -> list[dict[str, Any]]:
+    absent = why_absent(name, setting, setting.big)
+    if absent is not None:
+        return [{"peer": name, "absent": absent}]
+    short = _work(setting, setting.options["peer_batches"], setting.options["peer_new"])
+    rows: list[dict[str, Any]] = []
+    limited = None if name.startswith("accelerate") else limit
+    with started(name, setting, short, limit=limited, ubatch=UBATCH) as one:
+        if isinstance(one, str):
+            return [{"peer": name, "absent": one}]
+        for batch in short.batches:
+            try:
+                found = one.generate(batch)
+            except EndedError as ended:
+                rows.append({"peer": name, "batch": batch, "absent": ended.args[0]})
+                break
+            rows.append({"peer": name, "batch": batch, **_rates(found, batch, work.new_tokens[0], short.new_tokens[0])})
+            print(f"{name}, batch {batch}: {rows[-1]}", file=sys.stderr)
+            facts = {"load_s": one.samples.load_s, "limited": limited is not None}
+            rows[-1] |= facts | {"disk_bytes": found.get("disk_bytes"), "peak_rss_bytes": one.samples.peak_rss_bytes}
+    return rows
+
+
+def _rates(found: dict[str, Any], batch: int, new: int, short: int) -> dict[str, float]:
+    """Tokens per second of decoding, and of the whole work had it been ``new`` tokens long instead of ``short``."""
+    step_s = found["decode_s"] / (short - 1)
+    return {
+        "tokens_per_s": batch * new / (found["first_s"] + step_s * (new - 1)),
+        "decode_tokens_per_s": batch / step_s,
+        "first_s": found["first_s"],
+        "step_s": step_s,
+    }
+
+
+def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the first order at the largest batch size: share and rate of the disk, ratios to other orders; of its best:
+    ratios to the best of each peer. Whether all orders gave the same tokens."""
+    ran = [row for row in rows if "absent" not in row]
+    first = rows[0]["order"]
+    ours = [row for row in ran if row["order"] == first]
+    if not ours:
+        return {}
+    batch = max(row["batch"] for row in ours)
+    found: dict[str, Any] = {
+        name: statistics.median(row[name] for row in ours if row["batch"] == batch)
+        for name in ("disk_busy_share", "roof_share")
+    }
+    rates = {
+        order: statistics.median(row["tokens_per_s"] for row in ran if (row["order"], row["batch"]) == (order, batch))
+        for order in {row["order"] for row in ran if row["batch"] == batch}
+    }
+    found |= {f"over {order}": rates[first] / rate for order, rate in rates.items() if order != first}
+    best = max(row["tokens_per_s"] for row in ours)
+    best_decode = max(row["decode_tokens_per_s"] for row in ours)
+    for name in sorted({row["peer"] for row in peers}):
+        theirs = [row for row in peers if row["peer"] == name and "absent" not in row]
+        if theirs:
+            found[f"over {name}"] = best / max(row["tokens_per_s"] for row in theirs)
+            found[f"over {name}, decoding"] = best_decode / max(row["decode_tokens_per_s"] for row in theirs)
+    same = [row["ids"] for row in ran if row["batch"] == batch]
+    return found | {"identical_tokens": all(ids == same[0] for ids in same)}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Ours, peers, and what came of the bars."""
+    print(
+        f"disk: {result['model']}, {result['bytes'] / 1e9:.2f} GB, limited to {result['limit_bytes'] / 1e9:.2f} GB"
+        f"{'' if result['limited'] else ' (NOT: no control groups)'}; prompts of {result['prompt_len']}, "
+        f"{result['new_tokens']} new tokens"
+    )
+    print(f"{'':28}{'batch':>6}{'tok/s':>8}{'decode':>8}{'disk busy':>11}{'GB/s':>7}{'roof':>7}{'share':>7}{'GiB':>7}")
+    for row in result["ours"]:
+        label = f"{'moelight ' + row['order']:28}{row['batch']:>6}"
+        if "absent" in row:
+            print(f"{label}  absent: {row['absent']}")
+            continue
+        print(
+            f"{label}{row['tokens_per_s']:>8.1f}{row['decode_tokens_per_s']:>8.1f}{row['disk_busy_share']:>11.0%}"
+            f"{row['disk_bytes_per_s'] / 1e9:>7.2f}{row['roof_bytes_per_s'] / 1e9:>7.2f}{row['roof_share']:>7.0%}"
+            f"{row['peak_rss_bytes'] / 2**30:>7.2f}"
+        )
+    for row in result["peers"]:
+        label = f"{row['peer']:28}{row.get('batch', ''):>6}"
+        if "absent" in row:
+            print(f"{label}  absent: {row['absent']}")
+            continue
+        print(f"{label}{row['tokens_per_s']:>8.1f}{row['decode_tokens_per_s']:>8.1f}")
+    for name, value in result["bars"].items():
+        print(f"  {name}: {value if isinstance(value, bool) else f'{value:.2f}'}")

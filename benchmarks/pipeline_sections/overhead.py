@@ -1,0 +1,68 @@
+"""What is lost around the work at batch 64, resident: time in which no lane works, and the idle of the lane that binds.
+
+Work is what runs inside of tasks. The share of time in which no lane has a task is building and walking schedules and
+bookkeeping.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from contestants import random_work, take_turns
+from e2e import ROOF_GIB, bound_s
+from kernel_cases.roofs import Roofs
+from lane_figures import binding
+
+from pipeline_sections.setting import Setting, started
+
+BATCH = 64
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Every resident model."""
+    rows = []
+    roofs = Roofs(ROOF_GIB, setting.threads)
+    for model in setting.models:
+        work = random_work(model, [128] * BATCH, [32] * BATCH, [BATCH], setting.threads)
+        with started("moelight", setting, work, warm=True, watch=True) as one:
+            if isinstance(one, str):
+                rows.append({"model": model.name, "absent": one})
+                continue
+            roofs.read_seconds_per_byte()
+            roofs.seconds_per_flop()
+            take_turns([one], work, setting.rounds)
+            roofs.read_seconds_per_byte()
+            roofs.seconds_per_flop()
+        roof = {"read_bytes_per_s": statistics.median(roofs.reads), "bf16_flops": statistics.median(roofs.products)}
+        turns = one.samples.turns[BATCH]
+        rows.append(_row(turns, bound_s(work, BATCH, roof), work.tokens(BATCH)) | {"model": model.name, "roof": roof})
+        print_row(rows[-1])
+    return {"rows": rows}
+
+
+def _row(turns: list[dict[str, Any]], bound: float, tokens: int) -> dict[str, Any]:
+    """Medians over turns."""
+    lane = binding(turns[-1]["lanes"])
+    idle = [1 - turn["lanes"][lane]["busy_share"] for turn in turns]
+    decode_idle = [1 - turn["decode_lanes"][lane]["busy_share"] for turn in turns if turn["decode_lanes"]]
+    seconds = statistics.median(turn["seconds"] for turn in turns)
+    return {
+        "binding": lane,
+        "overhead_share": statistics.median(turn["python_share"] for turn in turns),
+        "binding_idle_share": statistics.median(idle),
+        "binding_idle_share_decoding": statistics.median(decode_idle) if decode_idle else None,
+        "tokens_per_s": tokens / seconds,
+        "roof_share": bound / seconds,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One line."""
+    decoding = row["binding_idle_share_decoding"]
+    print(
+        f"overhead: {row['model']}, batch {BATCH}: {row['overhead_share']:.2%} of the time outside of any task; "
+        f"lane {row['binding']} idle {row['binding_idle_share']:.2%}"
+        + ("" if decoding is None else f" ({decoding:.2%} while decoding)")
+        + f"; {row['tokens_per_s']:.1f} tok/s, {row['roof_share']:.0%} of the roof"
+    )
