@@ -59,7 +59,7 @@ def test_a_single_wave_is_one_pass_of_prompts_and_the_rest_decode() -> None:
 
 def test_static_batches_prefill_alone_and_end_together() -> None:
     """Three batches of 8, and one of 2; 128 tokens of prompts need two passes of 8 + 8 x 8."""
-    kinds = static_passes_of(Workload(num_requests=26, prompt_len=16, max_prompt_len=16, gen_len=5), 8, 8)
+    kinds = static_passes_of(Workload(num_requests=26, prompt_len=16, max_prompt_len=16, gen_len=5), 8, 64)
     held = {name: (float(c), float(d), float(p)) for name, c, d, p in zip(KINDS, *_columns(kinds), strict=True) if c}
     assert held == {
         "first prompts": (6.0, 0.0, 64.0),
