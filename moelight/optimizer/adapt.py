@@ -24,7 +24,7 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
 WORTH_IT = 0.05
-KEPT = 0.5  # of a promised gain, at least so much must come
+KEPT = 0.5  # of a promised gain, at least so much must come, or WORTH_IT: half of a promise may still be a lot
 LEAST_PASSES = 8  # what a look rests on
 MOST_CHANGES = 8  # ways back included
 _SETTLING = 2  # passes after a change that are assembled by the policy before it, or fill its pipeline
@@ -148,10 +148,11 @@ class Adapter:
         fuller = min(1.0, sum(each.rows for each in passed) / len(passed) / trial.rows)
         came = (1.0 + trial.gain) / longer * fuller - 1.0
         trial.looks += 1
-        if came >= KEPT * trial.gain:
+        enough = min(KEPT * trial.gain, WORTH_IT)
+        if came >= enough:
             self._trial, self._at_ease = None, _AT_EASE
             return None
-        filling = (1.0 + trial.gain) / longer - 1.0 >= KEPT * trial.gain and rest.waiting
+        filling = (1.0 + trial.gain) / longer - 1.0 >= enough and rest.waiting
         if filling and trial.looks < _PATIENCE:
             return None
         now, back = values_of(self.policy), values_of(trial.before)

@@ -122,15 +122,17 @@ class Pricing:
 
     def _cost(self, sizes: Sizes, passes: Passes, acts: Acts) -> PassCost:
         """Of passes that are packed as the batcher does: full micro-batches of those that are there."""
-        rows = passes.decode_tokens + (0.0 if acts.discrete else passes.prompts)
-        rows = np.maximum(np.where(rows > 0, rows, passes.prompts), 1.0)
+        decode, prompts, cut = passes.decode_tokens, passes.prompts, np.asarray(sizes.micro_batch_tokens, dtype=float)
+        rows = decode + (0.0 if acts.discrete else prompts)
+        rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
+        tokens = np.maximum(passes.prompt_tokens + (0.0 if acts.discrete else decode), 1.0)
         return pass_cost(
             acts,
             passes,
             self._homes,
             alive=rows,
             batches=np.ceil(rows / sizes.micro_batch_size),
-            prompt_tokens=np.asarray(sizes.micro_batch_tokens, dtype=float),
+            prompt_tokens=tokens / np.ceil(tokens / cut),
             whole=self._order in WHOLE_EXPERTS,
             look_ahead=sizes.look_ahead,
         )

@@ -299,10 +299,10 @@ def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: 
     from moelight.engine import engine as room
 
     opened: list[Any] = []
-    monkeypatch.setattr(room, "Engine", lambda policy, *, device: opened.append((policy, device)))
+    monkeypatch.setattr(room, "Engine", lambda policy, **how: opened.append((policy, how)))
     given = Policy(model="mixtral", batch_size=2)
     job.open_engine(job.JobOptions(prompts=Path("p"), policy=given, model="here", device="cpu"), Workload())
-    assert opened == [(dataclasses.replace(given, model="here"), "cpu")]
+    assert opened == [(dataclasses.replace(given, model="here"), {"device": "cpu", "adapt": None})]
 
 
 def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_change_is_said_in_the_figures_the_log_and_to_whoever_watches(
     policy = Policy(
         model=str(model),
         batch_size=2,
-        micro_batch_size=2,
+        micro_batch_size=32,
         micro_batch_tokens=64,
         kv_tokens=64 * 64,
         weights=Shares(disk=1),

@@ -98,6 +98,7 @@ def _best_sized(policy: Policy, speeds: Speeds) -> Policy:
     """What the adapter itself would have planned."""
     adapter = Adapter(MIXTRAL, policy, speeds, BFLOAT16)
     rest = Rest(waiting=True, prompt_len=128, gen_len=32, most_alive=policy.batch_size)
+    adapter._with_prompts = 0.0  # equal answers that began together end together
     best, _ = adapter._best(values_of(policy), rest)
     return with_values(policy, best)
 
