@@ -81,7 +81,7 @@ class PassRunner:
         pages = PageStore(
             place(profile, policy),
             arenas,
-            page_bytes=costs.page_bytes(profile, self.dtype),
+            parts=self._layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )

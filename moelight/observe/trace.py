@@ -109,6 +109,7 @@ def _bar(span: Span, *, origin_s: float, pass_number: int) -> dict[str, Any]:
     args = {"pass": pass_number, "layer": task.layer, "micro_batch": task.micro_batch, "bytes": task.bytes}
     if task.page is not None:
         args |= {"layer": task.page.layer, "expert": task.page.expert}
+        args |= {"part": task.page.part} if task.page.part else {}
     return {
         "ph": "X",
         "name": str(task.kind),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -60,7 +61,7 @@ class Operations:
         page, (into,) = present(task.page), task.writes
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
-            self._read_page(page, target)
+            self._read_page(replace(page, part=0), target, self._pages.begin(page))
         elif task.kind is TaskKind.STAGE_PAGE:
             target.copy_(self._pages.far_home(page))
         else:

@@ -181,7 +181,7 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
         lane=lane,
         page=layout.streamed[at],
         slot=slot,
-        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.page_bytes,
+        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.bytes_at(k),
         reads=source,
         writes=(Buffer(space=space, index=slot), *also),
     )
@@ -192,12 +192,13 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
     out; and for each layer and micro-batch what attention and the CPU's experts send down and up."""
     layers, total = layout.model.num_layers, len(layout.streamed)
     moved = [k % total for k in range(shape.carried, total + len(schedule.carried_out))] if total else []
-    from_disk = sum(layout.from_disk[k] for k in moved)
+    from_disk = sum(layout.bytes_at(k) for k in moved if layout.from_disk[k])
     sizes: Counter[Lane] = Counter()
-    sizes[Lane.DISK] += from_disk * layout.page_bytes
+    sizes[Lane.DISK] += from_disk
     if layout.pages_cross:
-        sizes[Lane.STAGE] += (len(moved) - from_disk) * layout.page_bytes
-        sizes[Lane.H2D] += len(moved) * layout.page_bytes
+        everything = sum(layout.bytes_at(k) for k in moved)
+        sizes[Lane.STAGE] += everything - from_disk
+        sizes[Lane.H2D] += everything
     for micro_batch in shape.micro_batches if layout.discrete else ():
         sizes[Lane.D2H] += sum(layout.cpu_layers) * _routed(layout, micro_batch)
         sizes[Lane.H2D] += sum(layout.cpu_layers) * _residual(layout, micro_batch)

@@ -53,7 +53,7 @@ class PageStream(Pen):
                 lane=Lane.DISK if from_disk else Lane.STAGE,
                 page=page,
                 slot=slot,
-                bytes=self.layout.page_bytes,
+                bytes=self.layout.bytes_at(k),
                 deps=present(self._delivered.get(former_k)),
                 writes=(Buffer(space="pinned", index=slot),),
             )
@@ -74,7 +74,7 @@ class PageStream(Pen):
                 lane=Lane.H2D if crosses else Lane.DISK,
                 page=page,
                 slot=slot,
-                bytes=self.layout.page_bytes,
+                bytes=self.layout.bytes_at(k),
                 deps=present(self._fetched.get(k), former),
                 reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if crosses else (),
                 writes=(Buffer(space="ring", index=slot),),

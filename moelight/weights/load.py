@@ -8,7 +8,7 @@ Shapes: H hidden, Q query width, K key width, V vocabulary, E experts, I expert 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -95,19 +95,25 @@ class PageReader(AbstractContextManager["PageReader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(self, page: Page, dest: torch.Tensor) -> None:
-        """Fill ``dest`` (uint8 [at least ``page_bytes``], contiguous) with gate, up and down of ``page``.
+    def read(self, page: Page, dest: torch.Tensor, begin: int = 0) -> None:
+        """Fill ``dest`` (uint8, contiguous) with bytes ``begin`` and on of ``page``: gate, up and down, end to end.
+
+        ``begin`` and the length of ``dest`` are whole numbers of the dtype; what is longer than the page is left alone.
 
         Raises:
             CheckpointError: a file ends early or gives an I/O error.
         """
-        _check_bytes(dest, self.page_bytes, "the slot")
-        numbers = dest[: self.page_bytes].view(self._dtype)
-        begin = 0
+        _check_bytes(dest, 0, "the slot")
+        numbers = dest[: self.page_bytes - begin].view(self._dtype)
+        first = begin // self._dtype.itemsize
+        last, passed = first + numbers.numel(), 0
         for extent in self._pages[page]:
-            count = extent.nbytes // extent.dtype.itemsize
-            self._reader.read(extent, numbers[begin : begin + count])
-            begin += count
+            width, count = extent.dtype.itemsize, extent.nbytes // extent.dtype.itemsize
+            start, stop = max(first - passed, 0), min(last - passed, count)
+            if start < stop:
+                some = replace(extent, offset=extent.offset + start * width, nbytes=(stop - start) * width)
+                self._reader.read(some, numbers[passed + start - first : passed + stop - first])
+            passed += count
 
     def close(self) -> None:
         """Close the files."""

@@ -16,6 +16,7 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import KV_BLOCK_SIZES, Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
+from moelight.hrm import costs
 from moelight.hrm.costs import page_slot_bytes
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.stored import pages
@@ -152,6 +153,16 @@ def test_every_schedule_serves_every_model_with_cut_prompts(model: Path, schedul
         kv_tokens=9 * 160,
         **DEVICES[devices],
     )
+    assert run(policy) == truth(model)
+
+
+@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if DEVICES[each[1]].get("ffn_device")])
+def test_pages_that_cross_in_parts_give_the_same_tokens(
+    model: Path, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four to twenty-nine parts a page."""
+    monkeypatch.setattr(costs, "PART_BYTES", costs.PAGE_ALIGNMENT)
+    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=5, **DEVICES[devices])
     assert run(policy) == truth(model)
 
 

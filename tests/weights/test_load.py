@@ -172,6 +172,25 @@ def read_page(reader: PageReader, page: Page) -> torch.Tensor:
     return slot
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_parts_of_a_page_are_the_page(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Cut anywhere between two numbers, within a matrix or across two; what is behind the page is left alone."""
+    weight_map, model = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
+    with PageReader(weight_map, model, dtype) as reader:
+        page, size = Page(layer=0, expert=1), reader.page_bytes
+        whole = read_page(reader, page)
+        for begin in (0, 4, 4096, size // 3 // 4 * 4, size - 4):
+            for length in (4, 4096, size - begin):
+                wanted = whole[begin : begin + length]
+                part = torch.full_like(wanted, 7)
+                reader.read(page, part, begin)
+                assert torch.equal(part, wanted)
+        longer = torch.full((size + 64,), 7, dtype=torch.uint8)
+        reader.read(page, longer)
+        assert torch.equal(longer[:size], whole)
+        assert longer[size:].eq(7).all()
+
+
 def test_threads_read_at_the_same_time(reader: PageReader) -> None:
     wanted = [Page(layer=0, expert=expert) for expert in range(6)]
     alone = [read_page(reader, page) for page in wanted]
