@@ -16,11 +16,29 @@ import torch
 
 from moelight.core.errors import MoelightError
 
-Work = Callable[[], None]
+
+class Pending(Protocol):
+    """Work that goes on by itself after it was begun."""
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done; raise what went wrong."""
+        ...
+
+
+class Skipped:
+    """What a work returns that found nothing to do."""
+
+
+SKIPPED = Skipped()
+Outcome = Pending | Skipped | None
+Work = Callable[[], Outcome]
 
 
 class Ticket(Protocol):
-    """One piece of work on its way."""
+    """One piece of work on its way. ``skipped``, once it is done: it found nothing to do."""
+
+    @property
+    def skipped(self) -> bool: ...
 
     def wait(self) -> None:
         """Block the calling thread until it is done; raise what it raised."""
@@ -44,12 +62,13 @@ class LaneRunner(Protocol):
 
 
 class HostTicket:
-    """Work done by a thread of this process."""
+    """Work done by a thread of this process, or by what such a thread began."""
 
-    __slots__ = ("_done", "end_s", "error", "start_s")
+    __slots__ = ("_done", "end_s", "error", "skipped", "start_s")
 
     def __init__(self, *, done: threading.Event | None = None) -> None:
         self._done = done
+        self.skipped = False
         self.start_s = self.end_s = 0.0
         self.error: BaseException | None = None
 
@@ -63,12 +82,19 @@ class HostTicket:
         return self.start_s, self.end_s
 
     def carry_out(self, work: Work) -> None:
-        """Run ``work`` on the calling thread and note when."""
+        """Run ``work`` on the calling thread, to its end, and note when."""
         self.start_s = time.perf_counter()
         try:
-            work()
+            self.finish(work())
         finally:
             self.end_s = time.perf_counter()
+
+    def finish(self, outcome: Outcome) -> None:
+        """Wait for what a work has begun."""
+        if isinstance(outcome, Skipped):
+            self.skipped = True
+        elif outcome is not None:
+            outcome.wait()
 
 
 class InlineLane:
@@ -133,13 +159,64 @@ class ThreadLane:
                 done.set()
 
 
+_Begun = tuple[Outcome, HostTicket, threading.Event]
+
+
+class PendingLane(ThreadLane):
+    """A thread that begins one work after the other without waiting for their ends, so that something with a queue of
+    its own (a disk) never runs dry. Ends are noted in the order of beginnings, and a work's time runs from the end of
+    the one before it: spans of the lane do not overlap."""
+
+    def __init__(self, name: str) -> None:
+        self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
+        self._ending = threading.Thread(target=self._end, name=f"moelight-{name}-ends", daemon=True)
+        self._ending.start()
+        super().__init__(name)
+
+    def close(self) -> None:
+        super().close()
+        self._ending.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, after, ticket, done = item
+            outcome: Outcome = None
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                for earlier in after:
+                    earlier.wait()
+                ticket.start_s = time.perf_counter()
+                outcome = work()
+            except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+                self._broken = ticket.error = error
+            self._begun.put((outcome, ticket, done))
+        self._begun.put(None)
+
+    def _end(self) -> None:
+        last_s = 0.0
+        while (item := self._begun.get()) is not None:
+            outcome, ticket, done = item
+            try:
+                ticket.finish(outcome)
+                if self._broken is not None:
+                    raise self._broken
+            except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+                self._broken = ticket.error = error
+            finally:
+                ticket.start_s = max(ticket.start_s, last_s)
+                ticket.end_s = last_s = max(ticket.start_s, time.perf_counter())
+                done.set()
+
+
 class StreamTicket:
     """Work enqueued on a device stream, between two events recorded on that same stream."""
 
-    __slots__ = ("_clock", "_done", "_start")
+    __slots__ = ("_clock", "_done", "_start", "skipped")
 
-    def __init__(self, start: Any, done: Any, clock: StreamClock) -> None:
+    def __init__(self, start: Any, done: Any, clock: StreamClock, *, skipped: bool) -> None:
         self._start, self._done, self._clock = start, done, clock
+        self.skipped = skipped
 
     @property
     def done(self) -> Any:
@@ -202,9 +279,9 @@ class StreamLane:
         start, done = self._new_event(), self._new_event()
         with self._stream:
             start.record(self._stream)
-            work()
+            outcome = work()
             done.record(self._stream)
-        return StreamTicket(start, done, self._clock)
+        return StreamTicket(start, done, self._clock, skipped=isinstance(outcome, Skipped))
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -13,7 +13,7 @@ import torch
 
 from moelight.core.errors import CheckpointError, ConfigError, MoelightError
 from moelight.core.schedule import Lane
-from moelight.runtime.lanes import InlineLane, LaneRunner, StreamLane, StreamTicket, ThreadLane
+from moelight.runtime.lanes import SKIPPED, InlineLane, LaneRunner, PendingLane, StreamLane, StreamTicket, ThreadLane
 from moelight.runtime.machine import Machine, find_machine, open_lanes
 from moelight.runtime.twin import TwinEvent, TwinStream
 
@@ -21,6 +21,7 @@ PATIENCE_S = 10.0
 KINDS: dict[str, Callable[[], LaneRunner]] = {
     "inline": InlineLane,
     "thread": lambda: ThreadLane("test"),
+    "pending": lambda: PendingLane("test"),
     "stream": lambda: StreamLane(TwinStream(), TwinEvent),
 }
 TWIN = Machine(device=torch.device("cpu"), discrete=True, twin=True)
@@ -77,9 +78,72 @@ def test_work_waits_for_other_lanes(first: str, second: str) -> None:
     two.close()
 
 
+class Later:
+    """Work that ends when it is told to, or with ``error``."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.begun, self.over, self.error = threading.Event(), threading.Event(), error
+
+    def begin(self) -> Later:
+        self.begun.set()
+        return self
+
+    def wait(self) -> None:
+        assert self.over.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "pending"])
+def test_a_ticket_waits_for_work_that_goes_on_by_itself(kind: str) -> None:
+    lane, later = KINDS[kind](), Later()
+    threading.Timer(0.05, later.over.set).start()
+    ticket = lane.submit(later.begin, ())
+    ticket.wait()
+    start, end = ticket.span()
+    assert later.over.is_set()
+    assert end - start >= 0.04
+    lane.close()
+
+
+def test_a_pending_lane_begins_work_before_the_last_has_ended_and_ends_it_in_order() -> None:
+    lane, first, second = PendingLane("test"), Later(), Later()
+    tickets = [lane.submit(first.begin, ()), lane.submit(second.begin, ())]
+    assert second.begun.wait(PATIENCE_S)
+    second.over.set()
+    time.sleep(0.02)
+    first.over.set()
+    tickets[1].wait()
+    tickets[0].wait()
+    (_, first_end), (second_start, second_end) = (ticket.span() for ticket in tickets)
+    assert first_end <= second_start <= second_end
+    lane.close()
+
+
+def test_what_a_pending_lane_began_after_a_failure_fails_too() -> None:
+    lane, first, second = PendingLane("test"), Later(CheckpointError("torn")), Later()
+    tickets = [lane.submit(first.begin, ()), lane.submit(second.begin, ())]
+    assert second.begun.wait(PATIENCE_S)
+    second.over.set()
+    first.over.set()
+    for ticket in tickets:
+        with pytest.raises(CheckpointError, match="torn"):
+            ticket.wait()
+    with pytest.raises(CheckpointError, match="torn"):
+        lane.submit(lambda: None, ()).wait()
+    lane.close()
+
+
+def test_a_ticket_says_that_its_work_found_nothing_to_do(lane: LaneRunner) -> None:
+    idle, busy = lane.submit(lambda: SKIPPED, ()), lane.submit(lambda: None, ())
+    idle.wait()
+    busy.wait()
+    assert (idle.skipped, busy.skipped) == (True, False)
+
+
 def test_thread_lanes_work_at_the_same_time(thread: ThreadLane) -> None:
     other, meeting = ThreadLane("second"), threading.Barrier(3)
-    tickets = [lane.submit(lambda: meeting.wait(PATIENCE_S), ()) for lane in (thread, other)]  # type: ignore[func-returns-value]
+    tickets = [lane.submit(lambda: (meeting.wait(PATIENCE_S), None)[1], ()) for lane in (thread, other)]
     meeting.wait(PATIENCE_S)
     for ticket in tickets:
         ticket.wait()
