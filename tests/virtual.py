@@ -144,6 +144,10 @@ class VirtualMachine:
         state.context[into] = (layer, j)
 
     def _move_page(self, errand: Errand, page: Page) -> None:
+        shape = errand.state.shape
+        if shape.routed_only:
+            for j in range(len(shape.micro_batches)):
+                assert errand.state.holds.get(("routed", j)) == page.layer, f"{errand.task.name} is not chosen yet"
         (into,) = errand.task.writes
         for source in errand.task.reads:
             found = self._slots.get(self._absolute(source.space, errand.position + source.index))

@@ -34,7 +34,7 @@ from moelight.runtime.machine import Machine, open_lanes
 from moelight.runtime.microbatch import MicroBatch, pack
 from moelight.runtime.mixing import KeptArena, Mixing
 from moelight.runtime.ops import Operations
-from moelight.scheduler import SCHEDULES
+from moelight.scheduler import SCHEDULES, routed
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_views
 from moelight.weights.torch_dtypes import to_torch
@@ -132,6 +132,7 @@ class PassRunner:
             carried=self._executor.carried,
             wraps=follows,
             look_ahead=self._policy.look_ahead,
+            routed_only=self._routed_only(sum(load.tokens for load in loads)),
         )
         completing = [[piece for piece in load.pieces if piece.completes] for load in loads]
 
@@ -139,7 +140,7 @@ class PassRunner:
             return choose(completing[j][first : first + len(logits)], logits)
 
         schedule = self._schedule(shape)
-        perform = self._operations.bind(micro_batches, self._position, sample)
+        perform = self._operations.bind(micro_batches, self._position, sample, routed_only=shape.routed_only)
         timeline = self._executor.run(schedule, perform)
         self._position += schedule.stream_advance
         return timeline, [micro_batch.sampled for micro_batch in micro_batches]
@@ -147,6 +148,9 @@ class PassRunner:
     def close(self) -> None:
         """Stop the lanes, close the files."""
         self._opened.close()
+
+    def _routed_only(self, tokens: int) -> bool:
+        return routed.pays(self._layout, self._policy.schedule, tokens, self._policy.micro_batch_tokens)
 
     def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
         samples = len(mb.sample_rows) > 0

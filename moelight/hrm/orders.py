@@ -12,18 +12,37 @@ from typing import Any
 
 import numpy as np
 
+from moelight.hrm import costs
 from moelight.hrm.lanes import PassCost
+from moelight.profiles.model import ModelProfile
 
 _COMPUTE = ("device", "cpu", "d2h", "dram")
+_WORK = ("device", "cpu", "d2h", "h2d")
+ROUTED_ORDERS = ("cgopipe", "fastdecode", "serial", "module")  # that can bring routed pages only in a small pass
+# The share of the streamed pages that nobody is expected to route to from which on only the others are brought, after
+# the routers. What that loses is the overlap of the links with compute. So few tokens compute as fast as memory is
+# read, ten to twenty times as fast as any link that binds, and read no more bytes than the pages that cross and the
+# dense part: 0.05 to 0.2 of the link's time.
+ROUTED_ONLY_SHARE = 0.25
 LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts (algorithm 1)
+
+
+def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any) -> Any:
+    """Whether a pass of ``tokens`` in ``order`` brings only those streamed pages that its tokens are routed to; never
+    one of more tokens than ``most_tokens``, what one micro-batch may carry: all keep what experts need."""
+    missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
+    small = (missed >= ROUTED_ONLY_SHARE) & (np.asarray(tokens) <= most_tokens)
+    return small & (order in ROUTED_ORDERS)
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
     """S1: every lane runs at once. Links run on from pass to pass; compute starts anew with the first micro-batch, and
-    so many micro-batches are on their way at a time."""
+    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns."""
     compute = [cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in _COMPUTE if lane in cost.lanes]
     on_their_way = np.maximum(1.0, cost.count / (LOOK_AHEAD + 1.0))
-    return [*_links(cost), *compute, cost.chain * on_their_way]
+    work = reduce(np.add, (cost.lanes[lane] for lane in _WORK if lane in cost.lanes)) - cost.crossing
+    turns = [cost.apart * (work + pages) for pages in cost.pages]
+    return [*_links(cost), *compute, cost.chain * on_their_way, *turns]
 
 
 def fastdecode(cost: PassCost) -> list[Any]:

@@ -37,9 +37,14 @@ class Load:
         return self.decode_tokens + self.prompt_tokens
 
 
-def pass_costs(acts: Acts, placement: Placement, loads: Sequence[Load]) -> Callable[[Task], Cost]:
-    """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate."""
+def pass_costs(
+    acts: Acts, placement: Placement, loads: Sequence[Load], *, routed_only: bool = False
+) -> Callable[[Task], Cost]:
+    """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate. Where
+    only routed pages move, a page costs its expected share: nobody knows which they will be."""
     table = _Table(acts, placement, loads)
+    tokens = sum(load.tokens for load in loads)
+    share = float(costs.distinct_experts(acts.model, tokens)) / acts.model.experts.num_experts if routed_only else 1.0
     by_kind: Mapping[TaskKind, Callable[[Task], Cost]] = {
         TaskKind.EMBED: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
         TaskKind.PRE_ATTENTION: lambda task: _alone(acts.before_s(table.elements(task), table.tokens(task))),
@@ -56,7 +61,12 @@ def pass_costs(acts: Acts, placement: Placement, loads: Sequence[Load]) -> Calla
     }
 
     def cost(task: Task) -> Cost:
-        return by_kind[task.kind](task) if task.kind in by_kind else _moved(acts, task)
+        if task.kind in by_kind:
+            return by_kind[task.kind](task)
+        found = _moved(acts, task)
+        if task.page is None:
+            return found
+        return Cost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
 
     return cost
 

@@ -27,7 +27,8 @@ class Executor:
         return len(self._carried)
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:
-        """Submit every task in order to its lane, wait for all but the carried ones, and say when each ran.
+        """Submit every task in order to its lane, wait for all but the carried ones, and say when each ran that found
+        something to do.
 
         ``perform`` turns a task into the work it stands for. Raises what a task raised; no pass can follow one that
         did not finish, because nobody knows what it left in the rings.
@@ -56,8 +57,9 @@ class Executor:
         for position, (task, ticket) in enumerate(spans):
             if position not in ahead:
                 ticket.wait()
-                start_s, end_s = ticket.span()
-                done.append(Span(task=task, start_s=start_s, end_s=end_s))
+                if not ticket.skipped:
+                    start_s, end_s = ticket.span()
+                    done.append(Span(task=task, start_s=start_s, end_s=end_s))
         self._broken = False
         return Timeline(spans=tuple(done))
 

@@ -15,11 +15,27 @@ from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
 from moelight.runtime.attending import Act
 from moelight.runtime.executor import Perform
-from moelight.runtime.lanes import Work
+from moelight.runtime.lanes import SKIPPED, Outcome, Work
 from moelight.runtime.microbatch import MicroBatch, present
 from moelight.runtime.mixing import Mixing
 
 Sample = Callable[[int, int, Tensor], list[int]]
+
+
+class Chosen:
+    """The experts that somebody in the pass is routed to, layer by layer. Asked between a layer's routers and its
+    experts; whoever asks first looks."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._micro_batches = micro_batches
+        self._found: dict[int, frozenset[int]] = {}
+
+    def of(self, layer: int) -> frozenset[int]:
+        """Of ``layer``, whose routers were the last to run."""
+        if layer not in self._found:
+            routed = [present(mb.kept.routed if mb.kept is not None else mb.routed) for mb in self._micro_batches]
+            self._found[layer] = frozenset(expert for each in routed for expert in each.ids.flatten().tolist())
+        return self._found[layer]
 
 
 class Operations:
@@ -41,13 +57,17 @@ class Operations:
             **attention,
         }
 
-    def bind(self, micro_batches: Sequence[MicroBatch], position: int, sample: Sample) -> Perform:
+    def bind(
+        self, micro_batches: Sequence[MicroBatch], position: int, sample: Sample, *, routed_only: bool = False
+    ) -> Perform:
         """The work of a pass whose page stream stands at ``position``; ``sample(j, first, logits)`` gives the
-        tokens that follow sample rows ``first`` and on of micro-batch j."""
+        tokens that follow sample rows ``first`` and on of micro-batch j. ``routed_only``: pages of experts that nobody
+        in the pass is routed to stay where they are."""
+        chosen = Chosen(micro_batches) if routed_only else None
 
         def perform(task: Task) -> Work:
             if task.page is not None:
-                return partial(self._move_page, task, position)
+                return partial(self._move_page, task, position, chosen)
             if task.kind in self._mixing.table:
                 return partial(self._mixing.table[task.kind], task, micro_batches, position)
             micro_batch = micro_batches[task.micro_batch]
@@ -57,8 +77,10 @@ class Operations:
 
         return perform
 
-    def _move_page(self, task: Task, position: int) -> None:
+    def _move_page(self, task: Task, position: int, chosen: Chosen | None) -> Outcome:
         page, (into,) = present(task.page), task.writes
+        if chosen is not None and page.expert not in chosen.of(page.layer):
+            return SKIPPED
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
             self._read_page(replace(page, part=0), target, self._pages.begin(page))
@@ -67,6 +89,7 @@ class Operations:
         else:
             (source,) = task.reads
             target.copy_(self._pages.slot(source, position), non_blocking=True)
+        return None
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         self._decoder.embed(mb.token_ids, mb.hidden)

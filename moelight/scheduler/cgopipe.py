@@ -14,6 +14,7 @@ from itertools import pairwise
 from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.routed import write
 
 LOOK_AHEAD = 2
 
@@ -26,6 +27,8 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
     delivery, across layers.
     """
     draft = Draft(layout, shape)
+    if shape.routed_only:
+        return write(draft, "cgopipe")
     n, layers = draft.count, layout.model.num_layers
     late = int(n > 1 and any(layout.cpu_layers))
     steps, look_ahead = layers * n, min(shape.look_ahead, n - late)

@@ -75,14 +75,14 @@ _LANES = {
 
 def act_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
     """How often each (kind, layer, micro-batch) must be there. Experts run per micro-batch, or once for all of them
-    where the schedule has such a task."""
+    where the schedule has such a task; apart from their router there, and where only routed pages move."""
     whole = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
     expected: Counter[tuple[TaskKind, int, int]] = Counter()
     for layer in range(layout.model.num_layers):
-        apart = whole and layout.model.moe_layers[layer]
-        expected[TaskKind.EXPERTS, layer, ALL] += apart
+        apart = layout.model.moe_layers[layer] and (whole or shape.routed_only)
+        expected[TaskKind.EXPERTS, layer, ALL] += apart and whole
         for j, micro_batch in enumerate(shape.micro_batches):
-            experts = (TaskKind.ROUTE,) if apart else _expert_kinds(layout, layer)
+            experts = (TaskKind.ROUTE,) if apart and whole else _expert_kinds(layout, layer, apart=apart)
             for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
                 expected[kind, layer, j] += 1
     for j, micro_batch in enumerate(shape.micro_batches):
@@ -101,9 +101,9 @@ def _attention_kinds(layout: Layout, micro_batch: MicroBatchShape) -> tuple[Task
     return (*loaded, TaskKind.ATTENTION, *stored)
 
 
-def _expert_kinds(layout: Layout, layer: int) -> tuple[TaskKind, ...]:
+def _expert_kinds(layout: Layout, layer: int, *, apart: bool) -> tuple[TaskKind, ...]:
     if not layout.cpu_layers[layer]:
-        return (TaskKind.POST_ATTENTION,)
+        return (TaskKind.ROUTE, TaskKind.EXPERTS) if apart else (TaskKind.POST_ATTENTION,)
     there = (TaskKind.OFFLOAD_HIDDEN, TaskKind.CPU_EXPERTS, TaskKind.LOAD_EXPERTS, TaskKind.COMBINE)
     return (TaskKind.ROUTE, *there, *((TaskKind.EXPERTS,) if layout.experts == "split" else ()))
 
