@@ -56,6 +56,7 @@ class PassCost:
         apart: 1 where only routed pages move, so that links and compute take turns; else 0.
         share: of the streamed pages that move: those that somebody is expected to be routed to, where only they do.
         crossing: what pages take of the link upwards.
+        first: of one micro-batch, everything up to the end of attention, where there is no link.
     """
 
     lanes: dict[str, Any]
@@ -72,6 +73,7 @@ class PassCost:
     apart: Any = 0.0
     share: Any = 1.0
     crossing: Any = 0.0
+    first: Any = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,7 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
     """
     cpu, layers, speeds = acts.near, acts.model.num_layers, acts.speeds
     act = _acts_s(acts, batches.tokens) + (0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0))
+    before = sum(layers * acts.before_s(elements, batches.tokens) for elements, _, layers in acts.layer_kinds())
     experts = _experts_s(acts, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
     decode = np.where(kind.decode_tokens > 0, acts.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
     prompt = acts.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
@@ -146,6 +149,7 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
         pages=(reading + none,),
         share=share,
         crossing=none,
+        first=before + attend / np.maximum(batches.count, 1e-9),
     )
 
 

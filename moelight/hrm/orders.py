@@ -62,14 +62,21 @@ def flexgen_c(cost: PassCost) -> list[Any]:
 
 
 def flexgen(cost: PassCost) -> list[Any]:
-    """S4: contexts cross one micro-batch ahead, behind the pages of their layer."""
+    """S4: contexts cross one micro-batch ahead, behind the pages of their layer. Without a link, the next layer's block
+    is read behind the first micro-batch, beside the others."""
+    if "h2d" not in cost.lanes:
+        first = np.where(cost.count > 1, cost.act + cost.attend, 0.0)
+        return [*cgopipe(cost), *(pages + first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.act + cost.attend, cost.up)
     return [*cgopipe(cost), *(pages + others * step for pages in cost.pages for step in steps)]
 
 
 def flexgen_loop(cost: PassCost) -> list[Any]:
     """FlexGen's real loop: everything waits for everything after each micro-batch, and the whole next layer crosses
-    beside the first one: max(w + K, c) + (n - 1) max(c, K)."""
+    beside the first one: max(w + K, c) + (n - 1) max(c, K). Without a link, a layer's block is read beside its first
+    attention a, and nothing beside anything else: max(w, a) + (n - 1) a + n e."""
+    if "h2d" not in cost.lanes:
+        return [*cgopipe(cost), *(pages + cost.lanes["cpu"] - cost.first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.chain, cost.up)
     firsts = (*(pages + cost.up for pages in cost.pages), *steps)
     return [*cgopipe(cost), *(first + others * step for first in firsts for step in steps)]

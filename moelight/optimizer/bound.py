@@ -317,7 +317,7 @@ def _pages_or_cache(
 
 
 def _best_of(costs: list[PassCost]) -> PassCost:
-    """The least of every figure."""
+    """The least of every figure; what is taken off again, beside the first attention, may be everything."""
     first = costs[0]
 
     def least(name: str) -> Any:
@@ -333,6 +333,7 @@ def _best_of(costs: list[PassCost]) -> PassCost:
         waits={lane: np.minimum.reduce([cost.waits[lane] for cost in costs]) for lane in first.waits},
         experts=least("experts"),
         link_waits=least("link_waits"),
+        first=np.inf,
         beside_link=first.beside_link,
         pages=tuple(np.minimum.reduce(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
     )

@@ -65,13 +65,20 @@ def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
 
 def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
     """S4: the device attends; the next micro-batch's context crosses meanwhile, and the next layer's block behind that
-    of the second."""
+    of the second.
+
+    Without a link, one level down: the next layer's block is read behind the first micro-batch, or beside it where it
+    is the only one.
+    """
     check("flexgen", layout, shape)
     draft = Draft(layout, shape)
     n, layers = draft.count, layout.model.num_layers
     draft.deliver_layer(0)
+    alone = n == 1 and not layout.discrete  # whoever computes here also launches
     for step in range(layers * n):
         layer, j = divmod(step, n)
+        if alone:
+            draft.deliver_layer(layer + 1)
         draft.load_contexts(layer, j)
         draft.attend(layer, j)
         draft.post_attention(layer, j)
@@ -90,7 +97,8 @@ def build_flexgen_loop(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
-    """Attention and experts of all micro-batches, with a synchronisation of everything after each of them.
+    """Attention and experts of all micro-batches, with a synchronisation of everything after each of them; without a
+    link, of compute and the reading of pages.
 
     The whole next layer's weights are launched with the first micro-batch; the next one's context beside this one.
     ``separate``: attention and experts are layers of their own, each with a loop over micro-batches and a

@@ -24,8 +24,8 @@ NEEDS: Mapping[str, Needs] = {
     "cgopipe": Needs(device_experts=False),
     "fastdecode": Needs(attention=("cpu",)),
     "flexgen-c": Needs(gpu=True, attention=("cpu",)),
-    "flexgen": Needs(gpu=True, attention=("gpu",)),
-    "flexgen-loop": Needs(gpu=True),
+    "flexgen": Needs(attention=("gpu",)),
+    "flexgen-loop": Needs(),
     "serial": Needs(device_experts=False),
     "module": Needs(),
 }
