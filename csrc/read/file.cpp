@@ -47,8 +47,10 @@ ReadFile::ReadFile(std::string path, bool direct) : path_(std::move(path)) {
   open(direct && kDirect != 0);
 }
 
-ReadFile::~ReadFile() {
-  if (descriptor_ >= 0) ::close(descriptor_);
+ReadFile::~ReadFile() { close(); }
+
+void ReadFile::close() {
+  if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
 }
 
 void ReadFile::open(bool direct) {

@@ -35,6 +35,8 @@ class ReadFile {
   ReadFile(const ReadFile&) = delete;
   ReadFile& operator=(const ReadFile&) = delete;
 
+  // Nobody reads any more.
+  void close();
   bool direct() const { return direct_.load(std::memory_order_relaxed); }
 
   // From `offset` on into the pieces of memory, one after the other, until at least `needed` bytes are there. The

@@ -125,6 +125,7 @@ void FileReader::close() {
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  for (const std::unique_ptr<ReadFile>& file : files_) file->close();
 }
 
 ReadCounts FileReader::counts() const {

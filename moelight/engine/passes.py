@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
@@ -22,6 +23,7 @@ from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_tokens, pass_tokens
 from moelight.hrm.placement import place
 from moelight.kernels.products import Workspace
+from moelight.kernels.reads import FileReader, Part
 from moelight.memory.arena import allocate, typed
 from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
@@ -36,7 +38,7 @@ from moelight.runtime.mixing import KeptArena, Mixing
 from moelight.runtime.ops import Operations
 from moelight.scheduler import SCHEDULES, routed
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
-from moelight.weights.load import PageReader, load_dense, page_views
+from moelight.weights.load import PageReader, load_dense, page_files, page_views
 from moelight.weights.torch_dtypes import to_torch
 
 Choose = Callable[[Sequence[Piece], Tensor], list[int]]
@@ -57,8 +59,7 @@ class PassRunner:
         self._position = 0
         self.pool = BlockPool(kv_blocks(policy))
         with ExitStack() as opened:
-            self._reader = PageReader(source.weight_map, profile, torch_dtype)
-            opened.callback(self._reader.close)
+            self._reader = opened.enter_context(_page_reader(source, torch_dtype, opened))
             runners = open_lanes(machine, lanes)
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self._executor = Executor(runners)
@@ -85,7 +86,7 @@ class PassRunner:
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
-        pages.load(self._reader.read)
+        pages.load(self._reader.start)
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
@@ -103,7 +104,7 @@ class PassRunner:
                 kept=self._kept,
                 most_rows=policy.micro_batch_tokens,
             ),
-            read_page=self._reader.read,
+            start_page=self._reader.start,
         )
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
@@ -206,6 +207,18 @@ class PassRunner:
             if len(self._schedules) > _SCHEDULES_KEPT:
                 self._schedules.popitem(last=False)
         return self._schedules[shape]
+
+
+def _page_reader(source: Source, dtype: torch.dtype, opened: ExitStack) -> PageReader:
+    """Past the page cache, unless numbers are converted on their way."""
+    weight_map = source.weight_map
+    if to_torch(weight_map.dtype) != dtype:
+        return PageReader(weight_map, source.profile, dtype)
+    try:
+        files = opened.enter_context(FileReader(page_files(weight_map)))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
+    return PageReader(weight_map, source.profile, dtype, lambda parts: files.submit([Part(*each) for each in parts]))
 
 
 def weight_dtype(policy: Policy, source: Source, machine: Machine) -> DType:

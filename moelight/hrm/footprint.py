@@ -24,6 +24,11 @@ LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
+# Reads of pages in flight at a time, and the most bytes of one: 97 % of what a disk gives, and 90 % with half as many
+# (docs/log.md). Each may need a buffer.
+READ_DEPTH = 8
+READ_CHUNK_BYTES = 2 * MiB
+READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 PROMPT_MICRO_BATCHES = 8
 KV_BUFFERS = 2
 WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
@@ -125,7 +130,7 @@ def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DT
         ("hidden", near): hidden_arena_bytes(model, sizes, dtype),
         ("work", near): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", near): transient_bytes(model, sizes, dtype),
-        ("runtime", "host"): RUNTIME_BYTES,
+        ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
     if sizes.schedule in WHOLE_EXPERTS:
         found["mixture", near] = mixture_bytes(model, sizes, dtype)

@@ -63,9 +63,9 @@ def flexgen_c(cost: PassCost) -> list[Any]:
 
 def flexgen(cost: PassCost) -> list[Any]:
     """S4: contexts cross one micro-batch ahead, behind the pages of their layer. Without a link, the next layer's block
-    is read behind the first micro-batch, beside the others."""
+    is read behind the first micro-batch's experts, beside all until the next layer's."""
     if "h2d" not in cost.lanes:
-        first = np.where(cost.count > 1, cost.act + cost.attend, 0.0)
+        first = np.where(cost.count > 1, cost.act + cost.attend - cost.first, 0.0)
         return [*cgopipe(cost), *(pages + first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.act + cost.attend, cost.up)
     return [*cgopipe(cost), *(pages + others * step for pages in cost.pages for step in steps)]

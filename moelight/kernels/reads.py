@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from moelight.core.units import MiB
+from moelight.hrm.footprint import READ_CHUNK_BYTES, READ_DEPTH
 from moelight.kernels import checks, native
 from moelight.kernels.reference_reads import PreadReader
 from moelight.kernels.views import view
 
-CHUNK_BYTES = 4 * MiB
-DEPTH = 4
 MAX_DEPTH = 64
 MAX_CHUNK_BYTES = 64 * MiB
 CHUNK_STEP = 4096
@@ -108,7 +107,12 @@ class FileReader(AbstractContextManager["FileReader"]):
     """
 
     def __init__(
-        self, files: Iterable[Path], *, depth: int = DEPTH, chunk_bytes: int = CHUNK_BYTES, direct: bool = True
+        self,
+        files: Iterable[Path],
+        *,
+        depth: int = READ_DEPTH,
+        chunk_bytes: int = READ_CHUNK_BYTES,
+        direct: bool = True,
     ) -> None:
         self._closed = True
         self._running: list[Ticket] = []

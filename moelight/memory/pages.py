@@ -3,13 +3,15 @@
 The stream of pages that are not resident never ends: page k of the stream is ``streamed[k % len(streamed)]`` and lies
 in page k of the ring, counted round, from its arrival until a later page takes the place. Pages move part by part, so
 positions in the stream and slots of the rings are counted in parts; a page's parts lie together, in their order. Knows
-bytes and slots; refuses to know when anything moves (the schedule says so) and how files are read (``read`` is given).
+bytes and slots; refuses to know when anything moves (the schedule says so) and how files are read (``start`` is given).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,7 +19,18 @@ from moelight.core.schedule import Buffer, Page
 from moelight.hrm.placement import Placement
 from moelight.memory.arena import slots
 
-ReadPage = Callable[[Page, Tensor, int], None]
+LOADED_AT_ONCE = 4
+
+
+class Arriving(Protocol):
+    """A page on its way."""
+
+    def wait(self) -> None:
+        """Return when it is there; raise what went wrong."""
+        ...
+
+
+StartPage = Callable[[Page, Tensor, int], Arriving | None]  # the bytes of a page from the last argument on
 ExpertWeights = tuple[Tensor, Tensor]
 
 
@@ -56,19 +69,23 @@ class PageStore:
         self._ring_views = [view(page) for page in ring]
         self._position_in_stream = {page: k for k, page in enumerate(placement.streamed)}
 
-    def load(self, read: ReadPage) -> None:
-        """Fill every home that is memory."""
+    def load(self, start: StartPage) -> None:
+        """Fill every home that is memory, a few pages at a time."""
+        coming: deque[Arriving] = deque()
         bounce: Tensor | None = None
         for page in self._placement.homes:
-            if page in self._far:
-                read(page, self._far[page], 0)
-            elif page in self._home and self._home[page].device.type == "cpu":
-                read(page, self._home[page], 0)
-            elif page in self._home:
-                if bounce is None:
-                    bounce = self._home[page].new_empty(self._home[page].numel(), device="cpu")
-                read(page, bounce, 0)
-                self._home[page].copy_(bounce)
+            home = self._far.get(page, self._home.get(page))
+            if home is None:
+                continue
+            if home.device.type == "cpu":
+                _begin(start, page, home, coming)
+                continue
+            if bounce is None:
+                bounce = home.new_empty(home.numel(), device="cpu")
+            _begin(start, page, bounce, coming)
+            _finish(coming, most=0)
+            home.copy_(bounce)
+        _finish(coming, most=0)
 
     def slot(self, buffer: Buffer, position: int) -> Tensor:
         """Bytes of a part's slot in the ring or in pinned memory, named relative to the stream's ``position``."""
@@ -104,3 +121,15 @@ class PageStore:
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
         """The weights of the experts of ``layer`` that the CPU computes where they lie; None for the others."""
         return [self._computed_views.get(Page(layer=layer, expert=expert)) for expert in range(num_experts)]
+
+
+def _begin(start: StartPage, page: Page, into: Tensor, coming: deque[Arriving]) -> None:
+    arriving = start(page, into, 0)
+    if arriving is not None:
+        coming.append(arriving)
+    _finish(coming, most=LOADED_AT_ONCE)
+
+
+def _finish(coming: deque[Arriving], *, most: int) -> None:
+    while len(coming) > most:
+        coming.popleft().wait()

@@ -12,7 +12,7 @@ import torch
 from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
 from moelight.core.errors import ConfigError
 from moelight.core.schedule import Lane
-from moelight.runtime.lanes import InlineLane, LaneRunner, StreamLane, ThreadLane
+from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.twin import TwinEvent, TwinStream
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
@@ -78,7 +78,8 @@ def open_lanes(machine: Machine, kind: str = "auto") -> dict[Lane, LaneRunner]:
     lanes: dict[Lane, LaneRunner] = {}
     for lane in host:
         inline = kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete)
-        lanes[lane] = InlineLane() if inline else ThreadLane(str(lane))
+        runner = PendingLane if lane is Lane.DISK else ThreadLane
+        lanes[lane] = InlineLane() if inline else runner(str(lane))
     for lane in _DEVICE_LANES if machine.discrete else ():
         lanes[lane] = _device_lane(machine, lane, kind)
     return lanes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.hrm.footprint import sample_rows
-from moelight.memory.pages import PageStore, ReadPage
+from moelight.memory.pages import PageStore, StartPage
 from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
 from moelight.runtime.attending import Act
@@ -48,9 +48,9 @@ class Operations:
         *,
         attention: Mapping[TaskKind, Act],
         mixing: Mixing,
-        read_page: ReadPage,
+        start_page: StartPage,
     ) -> None:
-        self._decoder, self._pages, self._mixing, self._read_page = decoder, pages, mixing, read_page
+        self._decoder, self._pages, self._mixing, self._start_page = decoder, pages, mixing, start_page
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
@@ -83,8 +83,8 @@ class Operations:
             return SKIPPED
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
-            self._read_page(replace(page, part=0), target, self._pages.begin(page))
-        elif task.kind is TaskKind.STAGE_PAGE:
+            return self._start_page(replace(page, part=0), target, self._pages.begin(page))
+        if task.kind is TaskKind.STAGE_PAGE:
             target.copy_(self._pages.far_home(page))
         else:
             (source,) = task.reads

@@ -83,6 +83,8 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
         draft.attend(layer, j)
         draft.post_attention(layer, j)
         if j == 0:
+            if not layout.discrete and not alone:
+                draft.barrier()  # nothing stands before the block but the first micro-batch itself
             draft.deliver_layer(layer + 1)
             draft.fetch_layer(layer + 2)
     for j in range(n):

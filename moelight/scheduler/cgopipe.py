@@ -54,12 +54,14 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def page_shares(draft: Draft) -> list[range]:
-    """For each step the pages of the next layer that cross in it: consecutive parts, as equal as may be."""
-    n, shares = draft.count, []
+    """For each step what crosses of the next layer's pages in it: consecutive parts, as equal as may be. Where
+    pages cross no link, nothing waits behind them: all go in a layer's first step, so that the disk is never idle while
+    whoever launches computes."""
+    n, shares = draft.count if draft.layout.pages_cross else 1, []
     for layer in range(draft.layout.model.num_layers):
         pages = draft.layer_pages(layer + 1)
         bounds = [pages.start + len(pages) * share // n for share in range(n + 1)]
-        shares += [range(first, last) for first, last in pairwise(bounds)]
+        shares += [range(first, last) for first, last in pairwise(bounds)] + [range(0)] * (draft.count - n)
     return shares
 
 

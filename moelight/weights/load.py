@@ -7,8 +7,11 @@ Shapes: H hidden, Q query width, K key width, V vocabulary, E experts, I expert 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,9 +21,9 @@ from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import Stored, dense_tensors, page_shapes
-from moelight.weights.names import WeightMap
+from moelight.weights.names import Extent, WeightMap
 from moelight.weights.reading import ExtentReader
-from moelight.weights.torch_dtypes import from_torch
+from moelight.weights.torch_dtypes import from_torch, to_torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,45 +82,105 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
     return _assemble(tensors, model)
 
 
+class Reading(Protocol):
+    """A page on its way."""
+
+    def wait(self) -> None:
+        """Return when it is there; raise what went wrong."""
+        ...
+
+
+Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], Reading]
+
+
 class PageReader(AbstractContextManager["PageReader"]):
     """Reads expert pages from disk, as ``dtype``. Any number of threads may read at once; `close` when done.
+
+    ``submit`` begins reads of (file, offset, where to) past the page cache, several at a time; it serves pages whose
+    numbers need no conversion. Without it, and for the others, pages are read one after the other through the cache.
 
     Raises:
         CheckpointError: a file of the checkpoint cannot be opened.
     """
 
-    def __init__(self, weight_map: WeightMap, model: ModelProfile, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight_map: WeightMap, model: ModelProfile, dtype: torch.dtype, submit: Submit | None = None
+    ) -> None:
         self._pages = weight_map.pages
         self._dtype = dtype
+        self._submit = submit if to_torch(weight_map.dtype) == dtype else None
         self.page_bytes = page_bytes(model, from_torch(dtype))
-        self._reader = ExtentReader(extent.file for extents in self._pages.values() for extent in extents)
+        self._reader = ExtentReader(page_files(weight_map))
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def read(self, page: Page, dest: torch.Tensor, begin: int = 0) -> None:
-        """Fill ``dest`` (uint8, contiguous) with bytes ``begin`` and on of ``page``: gate, up and down, end to end.
+        """`start`, and wait for it."""
+        reading = self.start(page, dest, begin)
+        if reading is not None:
+            reading.wait()
 
-        ``begin`` and the length of ``dest`` are whole numbers of the dtype; what is longer than the page is left alone.
+    def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> Reading | None:
+        """Begin to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes from ``begin`` on of
+        gate, up and down of ``page``, laid end to end; None if that is done already.
 
         Raises:
-            CheckpointError: a file ends early or gives an I/O error.
+            CheckpointError (here, or while waiting): a file ends early or gives an I/O error.
         """
-        _check_bytes(dest, 0, "the slot")
-        numbers = dest[: self.page_bytes - begin].view(self._dtype)
-        first = begin // self._dtype.itemsize
-        last, passed = first + numbers.numel(), 0
-        for extent in self._pages[page]:
-            width, count = extent.dtype.itemsize, extent.nbytes // extent.dtype.itemsize
-            start, stop = max(first - passed, 0), min(last - passed, count)
-            if start < stop:
-                some = replace(extent, offset=extent.offset + start * width, nbytes=(stop - start) * width)
-                self._reader.read(some, numbers[passed + start - first : passed + stop - first])
-            passed += count
+        _check_bytes(dest, 1, "the slot")
+        size = min(dest.numel(), self.page_bytes - begin)
+        pieces, filled = self._pieces(page, begin, size), 0
+        if self._submit is not None and dest.device.type == "cpu":
+            parts = []
+            for piece in pieces:
+                parts.append((piece.file, piece.offset, dest[filled : filled + piece.nbytes]))
+                filled += piece.nbytes
+            return _PageReading(self._submit(parts), pieces)
+        numbers = dest[:size].view(self._dtype)
+        for piece in pieces:
+            count = piece.nbytes // piece.dtype.itemsize
+            self._reader.read(piece, numbers[filled : filled + count])
+            filled += count
+        return None
 
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
+
+    def _pieces(self, page: Page, begin: int, size: int) -> list[Extent]:
+        """Where ``size`` bytes from ``begin`` on of a page, as numbers of ``dtype``, are stored."""
+        found, item, start = [], self._dtype.itemsize, 0
+        for extent in self._pages[page]:
+            stored = extent.dtype.itemsize
+            first = max(begin - start, 0) // item
+            last = min(begin + size - start, extent.nbytes // stored * item) // item
+            if first < last:
+                found.append(replace(extent, offset=extent.offset + first * stored, nbytes=(last - first) * stored))
+            start += extent.nbytes // stored * item
+        return found
+
+
+class _PageReading:
+    """A page on its way past the page cache."""
+
+    def __init__(self, reading: Reading, pieces: Sequence[Extent]) -> None:
+        self._reading, self._pieces = reading, pieces
+
+    def wait(self) -> None:
+        try:
+            self._reading.wait()
+        except OSError as error:
+            piece = next((each for each in self._pieces if str(each.file) == str(error.filename)), self._pieces[0])
+            raise CheckpointError(
+                f"{piece.file}: tensor {piece.tensor!r} cannot be read ({error.strerror}); "
+                "check the disk or fetch the file again"
+            ) from None
+
+
+def page_files(weight_map: WeightMap) -> tuple[Path, ...]:
+    """The files that hold expert pages."""
+    return tuple(dict.fromkeys(extent.file for extents in weight_map.pages.values() for extent in extents))
 
 
 def page_views(slot: torch.Tensor, model: ModelProfile, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

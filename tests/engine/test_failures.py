@@ -18,8 +18,9 @@ from moelight.core.errors import BudgetError, CheckpointError, ConfigError, Moel
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
+from moelight.kernels.reads import Ticket
 from moelight.runtime.machine import LANE_KINDS
-from moelight.weights.load import PageReader
+from moelight.weights.load import PageReader, Reading
 from tests.engines import Tiny
 
 HOW = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -64,11 +65,14 @@ def test_a_file_that_ends_early_while_running(model: Path, device: str, lanes: s
 def test_a_disk_that_fails_while_running(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device)
 
-    def broken(*args: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+    wait = Ticket.wait
 
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(CheckpointError, match=r"cannot be read at byte .*Input/output error"):
+    def broken(self: Ticket, timeout: float | None = None) -> None:
+        wait(self, timeout)
+        raise OSError(errno.EIO, "Input/output error, at byte 4096", str(model / "model.safetensors"))
+
+    monkeypatch.setattr(Ticket, "wait", broken)
+    with pytest.raises(CheckpointError, match=r"tensor '.*' cannot be read \(Input/output error, at byte 4096\)"):
         engine.generate(PROMPTS, HOW)
     engine.close()
     assert not moelight_threads()
@@ -78,15 +82,15 @@ def test_a_disk_that_fails_while_running(model: Path, device: str, monkeypatch: 
 def test_any_error_of_a_lane_comes_out_as_itself(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a run, after passes that went well."""
     calls, error = [0], OSError(errno.ENOMEM, "Cannot allocate memory")
-    read = PageReader.read
+    start = PageReader.start
 
-    def sometimes(self: PageReader, *args: Any) -> None:
+    def sometimes(self: PageReader, *args: Any) -> Reading | None:
         calls[0] += 1
         if calls[0] == 50:
             raise error
-        read(self, *args)
+        return start(self, *args)
 
-    monkeypatch.setattr(PageReader, "read", sometimes)
+    monkeypatch.setattr(PageReader, "start", sometimes)
     engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device)
     with pytest.raises(OSError, match="Cannot allocate memory") as caught:
         engine.generate(PROMPTS, HOW)

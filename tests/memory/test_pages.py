@@ -97,7 +97,7 @@ def test_a_part_of_a_page_at_home_is_found_where_the_page_has_it() -> None:
     """Host memory and the ring agree on where a part lies, and the parts of a page are the page."""
     model = small_model((True, True), experts=3, width=PARTS_OF_4_KIB)
     store, placement, _ = open_store(model, small_policy(model, discrete=True, host=4), part_bytes=4096)
-    store.load(lambda page, slot, begin: slot.copy_(torch.arange(slot.numel()) % 251))
+    store.load(lambda page, slot, begin: (None, slot.copy_(torch.arange(slot.numel()) % 251))[0])
     (page, *_), size = placement.on("host"), costs.page_bytes(model, FLOAT32)
     whole = torch.arange(size).remainder(251).to(torch.uint8)
     found = [store.far_home(replace(page, part=part)) for part in range(3)]

@@ -171,8 +171,8 @@ NO_LINK = small_layout((True,) * LAYERS, experts=PAGES, discrete=False)
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("w", [0.5, 3.0, 12.0])
 def test_flexgens_block_one_level_down(n: int, w: float) -> None:
-    """It is read behind the first micro-batch and beside the others: max(n c, c + w). A single one computes beside it.
-    With CGOPipe it is read beside all of them."""
+    """It is read behind the first micro-batch's experts e and beside all that follows until the next ones: max(n c,
+    e + w). A single one computes beside it. With CGOPipe it is read beside all of them."""
     c, seconds = 1.5, {"read_page": w / PAGES, "pre_attention": 0.2, "cpu_attention": 0.3, "post_attention": 1.0}
 
     def cost(task: Task) -> Cost:
@@ -182,7 +182,7 @@ def test_flexgens_block_one_level_down(n: int, w: float) -> None:
         found = {
             name: steady_pass(build(name, NO_LINK, n=n), cost, launcher=launcher) for name in ("flexgen", "cgopipe")
         }
-        behind = max(n * c, w + (c if n > 1 else 0.0))
+        behind = max(n * c, w + (1.0 if n > 1 else 0.0))
         assert found["flexgen"].seconds / LAYERS == pytest.approx(behind, rel=1e-6)
         assert found["cgopipe"].seconds / LAYERS == pytest.approx(max(n * c, w), rel=1e-6)
 

@@ -12,17 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moelight.core.dtypes import BFLOAT16, FLOAT32
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm.costs import dense_bytes, page_bytes
+from moelight.kernels.reads import FileReader, Part
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import pages
 from moelight.weights import reading
-from moelight.weights.load import LayerWeights, ModelWeights, PageReader, load_dense, page_views
+from moelight.weights.load import LayerWeights, ModelWeights, PageReader, load_dense, page_files, page_views
 from moelight.weights.names import WeightMap, locate
 from moelight.weights.source import Checkpoint
 from moelight.weights.torch_dtypes import from_torch
@@ -172,23 +175,41 @@ def read_page(reader: PageReader, page: Page) -> torch.Tensor:
     return slot
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_parts_of_a_page_are_the_page(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Cut anywhere between two numbers, within a matrix or across two; what is behind the page is left alone."""
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("small"), "mixtral", num_hidden_layers=1)
+
+
+@given(data=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("way", ["past the cache", "through the cache", "converted"])
+def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObject) -> None:
+    weight_map, model = opened(small)
+    dtype = torch.bfloat16 if way == "converted" else torch.float32
+    with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
+        past = PageReader(weight_map, model, dtype, lambda parts: files.submit([Part(*each) for each in parts]))
+        with plain if way == "through the cache" else past as reader:
+            page = Page(layer=0, expert=data.draw(st.integers(0, model.experts.num_experts - 1)))
+            whole, numbers = read_page(plain, page), reader.page_bytes // dtype.itemsize
+            begin = data.draw(st.integers(0, numbers - 1)) * dtype.itemsize
+            end = data.draw(st.integers(begin // dtype.itemsize + 1, numbers)) * dtype.itemsize
+            part = torch.zeros(end - begin, dtype=torch.uint8)
+            reader.read(page, part, begin)
+            assert torch.equal(part, whole[begin:end])
+
+
+def test_a_page_past_the_cache_that_cannot_be_read_names_file_and_tensor(tmp_path: Path) -> None:
     weight_map, model = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
-    with PageReader(weight_map, model, dtype) as reader:
-        page, size = Page(layer=0, expert=1), reader.page_bytes
-        whole = read_page(reader, page)
-        for begin in (0, 4, 4096, size // 3 // 4 * 4, size - 4):
-            for length in (4, 4096, size - begin):
-                wanted = whole[begin : begin + length]
-                part = torch.full_like(wanted, 7)
-                reader.read(page, part, begin)
-                assert torch.equal(part, wanted)
-        longer = torch.full((size + 64,), 7, dtype=torch.uint8)
-        reader.read(page, longer)
-        assert torch.equal(longer[:size], whole)
-        assert longer[size:].eq(7).all()
+    with FileReader(page_files(weight_map)) as files:
+        reader = PageReader(
+            weight_map, model, torch.float32, lambda parts: files.submit([Part(*each) for each in parts])
+        )
+        os.truncate(tmp_path / "model.safetensors", 1000)
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors: tensor '.*experts.*' cannot be read .*ends early"
+        ):
+            read_page(reader, Page(layer=0, expert=0))
+        reader.close()
 
 
 def test_threads_read_at_the_same_time(reader: PageReader) -> None:
