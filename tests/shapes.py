@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
+from moelight.hrm.costs import PAGE_ALIGNMENT
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.profiles.stored import pages
@@ -24,7 +25,12 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=slow)
 
 
-def small_model(moe_layers: Sequence[bool] = (True, True), *, experts: int = 4, tie: bool = False) -> ModelProfile:
+PARTS_OF_4_KIB = 100  # the width of experts whose pages take three of them
+
+
+def small_model(
+    moe_layers: Sequence[bool] = (True, True), *, experts: int = 4, width: int = 12, tie: bool = False
+) -> ModelProfile:
     """A model of a few hundred numbers, with experts where ``moe_layers`` says so."""
     return ModelProfile(
         name="small",
@@ -38,7 +44,7 @@ def small_model(moe_layers: Sequence[bool] = (True, True), *, experts: int = 4, 
         dtype="float32",
         attention=AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8),
         router=RouterSpec(top_k=1, normalize=True, weights_in_model_dtype=False),
-        experts=ExpertSpec(num_experts=experts, intermediate_size=12),
+        experts=ExpertSpec(num_experts=experts, intermediate_size=width),
         moe_layers=tuple(moe_layers),
         dense_intermediate_size=0 if all(moe_layers) else 16,
         names=MIXTRAL_STYLE,
@@ -70,23 +76,26 @@ def small_layout(
     discrete: bool = True,
     near: int = 0,
     host: int = 0,
+    in_parts: bool = False,
     **changes: Any,
 ) -> Layout:
     """The pipeline of such a model and policy; ``changes`` are further fields of the policy.
 
+    ``in_parts``: a page crosses in three parts.
     With ``ffn_device="cpu"`` beside a GPU the experts are near the CPU, so ``near`` pages are in host memory.
     """
-    model = small_model(moe_layers, experts=experts)
+    model = small_model(moe_layers, experts=experts, width=PARTS_OF_4_KIB if in_parts else 12)
     beside = discrete and changes.get("ffn_device", "gpu") != "cpu"
     policy = replace(small_policy(model, discrete=beside, near=near, host=host), **changes)
-    return layout_of(model, policy, FLOAT32, discrete=discrete)
+    return layout_of(model, policy, FLOAT32, discrete=discrete, part_bytes=PAGE_ALIGNMENT)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelProfile:
     """One to four layers, at least one of them with one to five experts."""
     moe_layers = draw(st.lists(st.booleans(), min_size=1, max_size=4).filter(any))
-    return small_model(moe_layers, experts=draw(st.integers(1, 5)), tie=draw(st.booleans()))
+    width = draw(st.sampled_from((12, PARTS_OF_4_KIB)))
+    return small_model(moe_layers, experts=draw(st.integers(1, 5)), width=width, tie=draw(st.booleans()))
 
 
 @st.composite
@@ -101,7 +110,8 @@ def placed(draw: st.DrawFn) -> tuple[ModelProfile, Policy]:
 
 @st.composite
 def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
-    """The pipeline of any small model under any placement and choice of devices that ``schedule`` can serve."""
+    """The pipeline of any small model under any placement and choice of devices that ``schedule`` can serve; where
+    pages cross, they may do so in parts."""
     model = draw(models())
     total = len(pages(model))
     places = [("cpu", "gpu", True), ("gpu", "gpu", True), ("cpu", "split", True), ("gpu", "split", True)]
@@ -125,7 +135,9 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
     if attention == "gpu":
         on_device = draw(st.sampled_from([0.0, 0.3, 1.0]))
         policy = replace(policy, kv=Shares(device=on_device, host=1 - on_device))
-    return layout_of(model, policy, FLOAT32, discrete=discrete)
+    return layout_of(
+        model, policy, FLOAT32, discrete=discrete, part_bytes=draw(st.sampled_from((1, 2))) * PAGE_ALIGNMENT
+    )
 
 
 def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ...]]:

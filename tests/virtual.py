@@ -144,6 +144,10 @@ class VirtualMachine:
         state.context[into] = (layer, j)
 
     def _move_page(self, errand: Errand, page: Page) -> None:
+        shape = errand.state.shape
+        if shape.routed_only:
+            for j in range(len(shape.micro_batches)):
+                assert errand.state.holds.get(("routed", j)) == page.layer, f"{errand.task.name} is not chosen yet"
         (into,) = errand.task.writes
         straight = self._layout.pinned_homes and not self._layout.from_disk[self._layout.streamed.index(page)]
         if errand.task.kind is TaskKind.SEND_PAGE:

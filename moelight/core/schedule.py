@@ -67,10 +67,16 @@ _PAGE_KINDS = frozenset((TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Page:
-    """One expert of one layer: the unit of weight movement."""
+    """One expert of one layer, or an aligned ``part`` of it: the unit of weight movement. Homes are of part 0."""
 
     layer: int
     expert: int
+    part: int = 0
+
+    @property
+    def name(self) -> str:
+        """``4:e7``, and ``4:e7.1`` for the part that follows."""
+        return f"{self.layer}:e{self.expert}.{self.part}" if self.part else f"{self.layer}:e{self.expert}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -104,7 +110,7 @@ class Task:
     def name(self) -> str:
         """A short label: ``post_attention(3,1)`` or ``read_page(4:e7)``."""
         if self.page is not None:
-            return f"{self.kind}({self.page.layer}:e{self.page.expert})"
+            return f"{self.kind}({self.page.name})"
         return f"{self.kind}({self.layer},{self.micro_batch})"
 
 
@@ -113,7 +119,8 @@ class Schedule:
     """A pass as an ordered tuple of tasks; every dependency points backwards.
 
     Slots are relative to the page stream's position when the pass starts; the pass moves that position on by
-    ``stream_advance`` pages. ``carried_out`` are the tasks that fetch the first pages of the next pass, in ring order.
+    ``stream_advance`` parts of pages. ``carried_out`` are the tasks that fetch the first pages of the next pass, in
+    ring order.
     """
 
     builder: str

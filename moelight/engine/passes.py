@@ -39,7 +39,7 @@ from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lane
 from moelight.runtime.microbatch import MicroBatch, pack
 from moelight.runtime.mixing import KeptArena, Mixing
 from moelight.runtime.ops import Operations
-from moelight.scheduler import SCHEDULES
+from moelight.scheduler import SCHEDULES, routed
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
 from moelight.weights.torch_dtypes import to_torch
@@ -109,7 +109,7 @@ class PassRunner:
         pages = PageStore(
             place(profile, policy),
             arenas,
-            page_bytes=costs.page_bytes(profile, self.dtype),
+            parts=self._layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
@@ -187,6 +187,7 @@ class PassRunner:
             carried=self._executor.carried,
             wraps=follows,
             look_ahead=self._policy.look_ahead,
+            routed_only=self._routed_only(sum(load.tokens for load in packed.loads)),
         )
         completing = [[piece for piece in load.pieces if piece.completes] for load in packed.loads]
 
@@ -194,7 +195,7 @@ class PassRunner:
             return choose(completing[j][first : first + len(logits)], logits)
 
         schedule = self._schedule(shape)
-        perform = self._operations.bind(packed.micro_batches, self._position, sample)
+        perform = self._operations.bind(packed.micro_batches, self._position, sample, routed_only=shape.routed_only)
         self._position += schedule.stream_advance
         return Launched(packed=packed, flight=self._executor.launch(schedule, perform))
 
@@ -211,6 +212,9 @@ class PassRunner:
     def close(self) -> None:
         """Stop the lanes, close the files."""
         self._opened.close()
+
+    def _routed_only(self, tokens: int) -> bool:
+        return routed.pays(self._layout, self._policy.schedule, tokens, self._policy.micro_batch_tokens)
 
     def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
         """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""

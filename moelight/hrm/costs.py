@@ -10,18 +10,20 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from moelight.core.dtypes import DType
-from moelight.core.units import align_up
+from moelight.core.units import MiB, align_up
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import dense_tensors, page_shapes
 
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
+PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): what is sent next waits no longer behind a page
 EXPERT_ROWS = 1024  # of one expert at once: enough to bind any processor by its products, not by its weights
 _ALL_MET = 1e3
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
@@ -40,6 +42,14 @@ def page_bytes(model: ModelProfile, dtype: DType) -> int:
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes one page takes in an arena: whole memory pages, so that slots may be read into directly."""
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)
+
+
+def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
+    """The bytes of each part in which a page of ``size`` bytes crosses a link: as few as fit ``most`` (a multiple of
+    `PAGE_ALIGNMENT`) and as equal as may be. All but the last end on a multiple of `PAGE_ALIGNMENT`."""
+    blocks, count = -(-size // PAGE_ALIGNMENT), -(-size // most)
+    bounds = [min(size, blocks * part // count * PAGE_ALIGNMENT) for part in range(count + 1)]
+    return tuple(range(first, last) for first, last in pairwise(bounds))
 
 
 @lru_cache(maxsize=64)

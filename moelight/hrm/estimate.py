@@ -19,7 +19,7 @@ from moelight.hrm.acts import Acts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
 from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of, static_passes_of
 from moelight.hrm.lanes import Homes, PassCost, pass_cost
-from moelight.hrm.orders import pass_s
+from moelight.hrm.orders import pass_s, routed_only
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.speeds import Speeds
 from moelight.profiles.model import ModelProfile
@@ -124,15 +124,17 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
 def cost_of(acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str) -> PassCost:
     """The work of one pass of each of ``kinds`` under a policy, or under many candidates."""
     alive = np.asarray(sizes.batch_size, dtype=float)
+    tokens, most = kinds.decode_tokens + kinds.prompt_tokens, np.asarray(sizes.micro_batch_tokens, dtype=float)
     return pass_cost(
         acts,
         kinds,
         homes,
         alive=alive,
         batches=np.ceil(alive / sizes.micro_batch_size),
-        prompt_tokens=np.asarray(sizes.micro_batch_tokens, dtype=float),
+        prompt_tokens=most,
         whole=order in WHOLE_EXPERTS,
         look_ahead=sizes.look_ahead,
+        routed_only=routed_only(acts.model, order, tokens, most),
     )
 
 

@@ -54,6 +54,10 @@ class PassCost:
         link_waits: how long the link stands still for the CPU's experts, whose results cross in their turn.
         beside_link: how much longer work in host memory takes while the link reads there too and gets its share first.
         look_ahead: as in `Policy`.
+        apart: 1 where only routed pages move, so that links and compute take turns; else 0.
+        share: of the streamed pages that move: those that somebody is expected to be routed to, where only they do.
+        crossing: what pages take of the link upwards.
+        first: of one micro-batch, everything up to the end of attention, where there is no link.
     """
 
     lanes: dict[str, Any]
@@ -68,6 +72,10 @@ class PassCost:
     link_waits: Any = 0.0
     beside_link: float = 1.0
     look_ahead: Any = 2
+    apart: Any = 0.0
+    share: Any = 1.0
+    crossing: Any = 0.0
+    first: Any = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +96,7 @@ def pass_cost(
     prompt_tokens: Any,
     whole: bool,
     look_ahead: Any = 2,
+    routed_only: Any = False,
 ) -> PassCost:
     """The work of one pass of ``kind``.
 
@@ -96,19 +105,23 @@ def pass_cost(
         prompt_tokens: the most tokens in a micro-batch of prompts.
         whole: experts run once over the whole pass, not once per micro-batch.
         look_ahead: as in `Policy`; without a GPU no micro-batch is ever elsewhere.
+        routed_only: pages that nobody is routed to do not move.
     """
+    met = costs.distinct_experts(acts.model, kind.decode_tokens + kind.prompt_tokens)
+    share = np.where(routed_only, met / acts.model.experts.num_experts, 1.0)
     if acts.discrete:
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / alive))
         fresh = np.maximum(batches * kind.prompts / alive, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
-        return replace(_beside_a_gpu(acts, kind, homes, decode, prompts, whole), look_ahead=look_ahead)
+        beside = _beside_a_gpu(acts, kind, homes, decode, prompts, whole, share)
+        return replace(beside, apart=np.where(routed_only, 1.0, 0.0), look_ahead=look_ahead)
     rows = kind.decode_tokens + kind.prompts
     tokens = kind.decode_tokens + kind.prompt_tokens
     together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / alive), tokens / prompt_tokens))
-    return _on_the_cpu(acts, kind, homes, together, whole)
+    return replace(_on_the_cpu(acts, kind, homes, together, whole, share), apart=np.where(routed_only, 1.0, 0.0))
 
 
-def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole: bool) -> PassCost:
+def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole: bool, share: Any) -> PassCost:
     """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages.
 
     Reading takes processors and memory from computing, and computing from reading: while both go on, each keeps a share
@@ -116,12 +129,13 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
     """
     cpu, layers, speeds = acts.near, acts.model.num_layers, acts.speeds
     act = _acts_s(acts, batches.tokens) + (0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0))
+    before = sum(layers * acts.before_s(elements, batches.tokens) for elements, _, layers in acts.layer_kinds())
     experts = _experts_s(acts, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
     decode = np.where(kind.decode_tokens > 0, acts.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
     prompt = acts.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
     attend = layers * (decode + np.where(kind.prompt_tokens > 0, prompt, 0.0))
     head = batches.count * acts.head_s((kind.decode_tokens + kind.prompts) / np.maximum(batches.count, 1e-9))
-    reading = homes.from_disk * acts.page_bytes() / (acts.speeds.disk or NO_DISK_BYTES_PER_S)
+    reading = share * homes.from_disk * acts.page_bytes() / (acts.speeds.disk or NO_DISK_BYTES_PER_S)
     busy = batches.count * act + experts + attend + head
     none = np.zeros_like(busy)
     return PassCost(
@@ -137,10 +151,15 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
         },
         experts=experts,
         pages=(reading + none,),
+        share=share,
+        crossing=none,
+        first=before + attend / np.maximum(batches.count, 1e-9),
     )
 
 
-def _beside_a_gpu(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts: _Batches, whole: bool) -> PassCost:
+def _beside_a_gpu(
+    acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts: _Batches, whole: bool, share: Any
+) -> PassCost:
     """Decoding sequences and prompts ride in micro-batches of their own; every crossing is a transfer."""
     layers, speeds, near = acts.model.num_layers, acts.speeds, acts.near
     on_cpu = _computed_share(acts, homes)
@@ -159,9 +178,10 @@ def _beside_a_gpu(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prom
     host = _HostExperts.of(acts, decode, prompts, on_cpu)
     cpu = speeds.cpu.touch_s(2 * moved.stored) + host.cpu_s
     attention_on_cpu = 1.0 if acts.attention_device == "cpu" else 0.0
-    pages = _pages_s(acts, homes)
+    first, second, third = _pages_s(acts, homes)
+    pages = (share * first, share * second, share * third)
     read = attention_on_cpu * layers * acts.kv_read_bytes(kind.decode_tokens, kind.context)
-    touched = read + moved.up + moved.down + host.bytes + _staged_bytes(acts, homes)
+    touched = read + moved.up + moved.down + host.bytes + share * _staged_bytes(acts, homes)
     up, down = acts.up_s(moved.up, moved.ups), acts.down_s(moved.down, moved.downs)
     each_up, each_down = up / np.maximum(decode.count, 1.0), acts.down_s(moved.decode_down, layers)
     near_s = act + attend * (1.0 - attention_on_cpu)
@@ -185,6 +205,8 @@ def _beside_a_gpu(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prom
         waits={"device": (chain - near_s) / layers, "cpu": (chain - far_s) / layers},
         experts=experts,
         pages=pages,
+        share=share,
+        crossing=pages[0],
         link_waits=host.cpu_s,
         beside_link=1.0 / (1.0 - min(speeds.h2d / speeds.dram, 0.5)),
     )

@@ -12,22 +12,41 @@ from typing import Any
 
 import numpy as np
 
+from moelight.hrm import costs
 from moelight.hrm.lanes import PassCost
+from moelight.profiles.model import ModelProfile
 
 _COMPUTE = ("device", "cpu", "d2h", "dram")
+_WORK = ("device", "cpu", "d2h", "h2d")
+ROUTED_ORDERS = ("cgopipe", "fastdecode", "serial", "module")  # that can bring routed pages only in a small pass
+# The share of the streamed pages that nobody is expected to route to from which on only the others are brought, after
+# the routers. What that loses is the overlap of the links with compute. So few tokens compute as fast as memory is
+# read, ten to twenty times as fast as any link that binds, and read no more bytes than the pages that cross and the
+# dense part: 0.05 to 0.2 of the link's time.
+ROUTED_ONLY_SHARE = 0.25
 LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, where no policy says (algorithm 1)
+
+
+def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any) -> Any:
+    """Whether a pass of ``tokens`` in ``order`` brings only those streamed pages that its tokens are routed to; never
+    one of more tokens than ``most_tokens``, what one micro-batch may carry: all keep what experts need."""
+    missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
+    small = (missed >= ROUTED_ONLY_SHARE) & (np.asarray(tokens) <= most_tokens)
+    return small & (order in ROUTED_ORDERS)
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
     """S1: every lane runs at once. Links run on from pass to pass; compute starts anew with the first micro-batch, and
-    so many micro-batches are on their way at a time."""
+    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns."""
     return _overlapped(cost, cost.look_ahead)
 
 
 def _overlapped(cost: PassCost, look_ahead: Any = LOOK_AHEAD) -> list[Any]:
     compute = [cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in _COMPUTE if lane in cost.lanes]
     on_their_way = np.maximum(1.0, cost.count / (look_ahead + 1.0))
-    return [*_links(cost), *compute, cost.chain * on_their_way]
+    work = reduce(np.add, (cost.lanes[lane] for lane in _WORK if lane in cost.lanes)) - cost.crossing
+    turns = [cost.apart * (work + pages) for pages in cost.pages]
+    return [*_links(cost), *compute, cost.chain * on_their_way, *turns]
 
 
 def fastdecode(cost: PassCost) -> list[Any]:
@@ -47,14 +66,21 @@ def flexgen_c(cost: PassCost) -> list[Any]:
 
 
 def flexgen(cost: PassCost) -> list[Any]:
-    """S4: contexts cross one micro-batch ahead, behind the pages of their layer."""
+    """S4: contexts cross one micro-batch ahead, behind the pages of their layer. Without a link, the next layer's block
+    is read behind the first micro-batch's experts, beside all until the next layer's."""
+    if "h2d" not in cost.lanes:
+        first = np.where(cost.count > 1, cost.act + cost.attend - cost.first, 0.0)
+        return [*cgopipe(cost), *(pages + first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.act + cost.attend, cost.up)
     return [*_overlapped(cost), *(pages + others * step for pages in cost.pages for step in steps)]
 
 
 def flexgen_loop(cost: PassCost) -> list[Any]:
     """FlexGen's real loop: everything waits for everything after each micro-batch, and the whole next layer crosses
-    beside the first one: max(w + K, c) + (n - 1) max(c, K)."""
+    beside the first one: max(w + K, c) + (n - 1) max(c, K). Without a link, a layer's block is read beside its first
+    attention a, and nothing beside anything else: max(w, a) + (n - 1) a + n e."""
+    if "h2d" not in cost.lanes:
+        return [*cgopipe(cost), *(pages + cost.lanes["cpu"] - cost.first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.chain, cost.up)
     firsts = (*(pages + cost.up for pages in cost.pages), *steps)
     return [*_overlapped(cost), *(first + others * step for first in firsts for step in steps)]

@@ -38,11 +38,14 @@ class Load:
 
 
 def pass_costs(
-    acts: Acts, placement: Placement, loads: Sequence[Load], *, host_kv: float = 1.0
+    acts: Acts, placement: Placement, loads: Sequence[Load], *, host_kv: float = 1.0, routed_only: bool = False
 ) -> Callable[[Task], Cost]:
     """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate;
-    ``host_kv`` is the share of the cache in host memory."""
+    ``host_kv`` is the share of the cache in host memory. Where only routed pages move, a page costs its expected share:
+    nobody knows which they will be."""
     table = _Table(acts, placement, loads, host_kv)
+    tokens = sum(load.tokens for load in loads)
+    share = float(costs.distinct_experts(acts.model, tokens)) / acts.model.experts.num_experts if routed_only else 1.0
     by_kind: Mapping[TaskKind, Callable[[Task], Cost]] = {
         TaskKind.EMBED: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
         TaskKind.PRE_ATTENTION: lambda task: _alone(acts.before_s(table.elements(task), table.tokens(task))),
@@ -59,7 +62,12 @@ def pass_costs(
     }
 
     def cost(task: Task) -> Cost:
-        return by_kind[task.kind](task) if task.kind in by_kind else _moved(acts, task)
+        if task.kind in by_kind:
+            return by_kind[task.kind](task)
+        found = _moved(acts, task)
+        if task.page is None:
+            return found
+        return Cost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
 
     return cost
 

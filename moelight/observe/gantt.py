@@ -223,5 +223,5 @@ class _Panel:
 def _short(task: Task) -> str:
     """Which page, or which micro-batch."""
     if task.kind.moves_page and task.page is not None:
-        return f"{task.page.layer}:e{task.page.expert}"
+        return task.page.name
     return str(task.micro_batch) if task.micro_batch >= 0 else ""

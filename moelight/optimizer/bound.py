@@ -20,7 +20,7 @@ from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
 from moelight.hrm.job import bounding_passes
 from moelight.hrm.lanes import NO_DISK_BYTES_PER_S, Homes, PassCost, pass_cost
-from moelight.hrm.orders import pass_s
+from moelight.hrm.orders import pass_s, routed_only
 from moelight.hrm.speeds import at_best
 from moelight.optimizer.homes import Room, Wanted, fill, room_of
 from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Cells, Problem, Setting, cells, kv_tokens, settings
@@ -212,6 +212,9 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     )
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in range(len(kinds.count))])
 
+    carried = kinds.decode_tokens + kinds.prompt_tokens  # the fewer, the fewer pages are routed to, if only they move
+    routed = routed_only(problem.model, setting.order, carried, many)
+
     def cost(homes: Homes, *, fewest: bool) -> PassCost:
         return pass_cost(
             setting.acts,
@@ -221,6 +224,7 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
             batches=boxes.b0 if fewest else boxes.b1,
             prompt_tokens=(many if fewest else few).astype(float),
             whole=setting.order in WHOLE_EXPERTS,
+            routed_only=routed,
         )
 
     best = _best_of(
@@ -240,7 +244,7 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
             in_host=boxes.c0,
             room=room,
         )
-        links = [cost(replace(bare.homes, device_kv=k), fewest=True).lanes["h2d"] for k in (boxes.k0, boxes.k1)]
+        links = [cost(replace(bare.homes, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
         best = _pages_or_cache(setting, best, bare.homes, room, boxes, links)
     seconds = np.sum(kinds.count * pass_s(setting.order, best), axis=0)
     return np.where(filled.feasible, seconds, np.inf)
@@ -300,14 +304,14 @@ def _from_disk(problem: Problem, setting: Setting, cost: PassCost, homes: Homes)
 
 
 def _pages_or_cache(
-    setting: Setting, cost: PassCost, bare: Homes, room: Room, boxes: _Boxes, links: list[Any]
+    setting: Setting, cost: PassCost, bare: Homes, room: Room, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
     """``cost`` with a link that carries a page less one for every slot that the cache takes of device memory. ``links``
-    are its seconds with none taken, but the least and the most of the cache there; in between they are straight."""
-    page_s = setting.acts.page_bytes() / setting.acts.speeds.h2d
+    are passes with none taken, but the least and the most of the cache there; in between they are straight."""
+    page_s = links[0].share * setting.acts.page_bytes() / setting.acts.speeds.h2d
     taken = room.kv_blocks * room.kv_block_bytes / room.slot_bytes
     least = np.minimum(
-        *(link + (k * taken - 1.0) * page_s for link, k in zip(links, (boxes.k0, boxes.k1), strict=True))
+        *(link.lanes["h2d"] + (k * taken - 1.0) * page_s for link, k in zip(links, (boxes.k0, boxes.k1), strict=True))
     )
     streams = bare.from_host + bare.from_disk > 0
     h2d = np.where(streams, np.maximum(cost.lanes["h2d"], least), cost.lanes["h2d"])
@@ -315,7 +319,7 @@ def _pages_or_cache(
 
 
 def _best_of(costs: list[PassCost]) -> PassCost:
-    """The least of every figure."""
+    """The least of every figure; what is taken off again, beside the first attention, may be everything."""
     first = costs[0]
 
     def least(name: str) -> Any:
@@ -331,6 +335,7 @@ def _best_of(costs: list[PassCost]) -> PassCost:
         waits={lane: np.minimum.reduce([cost.waits[lane] for cost in costs]) for lane in first.waits},
         experts=least("experts"),
         link_waits=least("link_waits"),
+        first=np.inf,
         beside_link=first.beside_link,
         pages=tuple(np.minimum.reduce(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
     )

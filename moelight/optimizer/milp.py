@@ -69,10 +69,12 @@ def solve(problem: Problem, cell: Cells) -> Solved | None:
         *_fixed(problem, cell, room, v),
     ]
     objective: Any = 0
-    for count, slopes, base in _terms(problem, cell):
-        longest = cvxpy.Variable()
-        limits.append(longest >= slopes @ homes + base)
-        objective = objective + count * longest
+    terms = _terms(problem, cell)
+    scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
+    for count, slopes, base in terms:
+        longest = cvxpy.Variable()  # of one kind of passes together
+        limits.append(longest >= (count / scale) * (slopes @ homes + base))
+        objective = objective + longest
     programme = cvxpy.Problem(cvxpy.Minimize(objective), limits)
     programme.solve(solver=cvxpy.HIGHS, mip_rel_gap=1e-9)  # type: ignore[no-untyped-call]
     if programme.status not in ("optimal", "optimal_inaccurate"):
@@ -84,7 +86,7 @@ def solve(problem: Problem, cell: Cells) -> Solved | None:
         from_disk=found.from_disk,
         computed=found.computed,
         device_blocks=found.device_blocks,
-        seconds=float(programme.value),
+        seconds=float(programme.value) * scale,
     )
 
 

@@ -22,7 +22,7 @@ from moelight.optimizer.optimize import compute_dtype
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
-from moelight.scheduler import SCHEDULES
+from moelight.scheduler import SCHEDULES, routed
 from moelight.scheduler.layout import EXPERT_HOMES, Layout, MicroBatchShape, PassShape, layout_of
 from moelight.scheduler.needs import misfit
 from moelight.scheduler.simulate import Price, simulate_passes
@@ -151,15 +151,28 @@ class Stage:
         for each in loads:
             built = self._built(schedule, each, carried)
             carried = len(built.carried_out)
-            yield built, pass_costs(self._acts, self._placement, each, host_kv=self._layout.kv_host)
+            routed_only = self._routed_only(schedule, each)
+            yield (
+                built,
+                pass_costs(self._acts, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only),
+            )
 
     def _carried(self, schedule: str) -> int:
         """Pages that a decode pass hands on."""
         return len(self._built(schedule, self._decode_loads(), 0).carried_out)
 
     def _built(self, schedule: str, loads: Sequence[Load], carried: int) -> Schedule:
-        shape = PassShape(micro_batches=tuple(map(self._shape, loads)), carried=carried, wraps=True)
+        shape = PassShape(
+            micro_batches=tuple(map(self._shape, loads)),
+            carried=carried,
+            wraps=True,
+            routed_only=self._routed_only(schedule, loads),
+        )
         return SCHEDULES.get(schedule)(self._layout, shape)
+
+    def _routed_only(self, schedule: str, loads: Sequence[Load]) -> bool:
+        tokens = round(sum(load.tokens for load in loads))
+        return routed.pays(self._layout, schedule, tokens, self.policy.micro_batch_tokens)
 
     def _shape(self, load: Load) -> MicroBatchShape:
         fresh = self._layout.discrete and not load.decode_tokens

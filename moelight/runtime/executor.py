@@ -105,7 +105,7 @@ class Executor:
 
 
 def _timeline(submitted: Sequence[Submitted]) -> Timeline:
-    """When each task ran and what it waited for last."""
+    """When each task ran that found something to do, and what it waited for last."""
     done: dict[Ticket, tuple[float, float]] = {}  # a device is asked once for each
 
     def span(ticket: Ticket) -> tuple[float, float]:
@@ -115,6 +115,8 @@ def _timeline(submitted: Sequence[Submitted]) -> Timeline:
 
     spans = []
     for task, ticket, after in submitted:
+        if ticket.skipped:
+            continue
         start_s, end_s = span(ticket)
         last, until_s = last_to_end((dep, span(earlier)[1]) for dep, earlier in after)
         spans.append(Span(task=task, start_s=start_s, end_s=end_s, waited_for=last, waited_until_s=until_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,11 +17,27 @@ from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
 from moelight.runtime.attending import Act
 from moelight.runtime.executor import Perform
-from moelight.runtime.lanes import Outcome, Work
+from moelight.runtime.lanes import SKIPPED, Outcome, Work
 from moelight.runtime.microbatch import MicroBatch, present
 from moelight.runtime.mixing import Mixing
 
 Sample = Callable[[int, int, Tensor], Tensor]
+
+
+class Chosen:
+    """The experts that somebody in the pass is routed to, layer by layer. Asked between a layer's routers and its
+    experts; whoever asks first looks."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._micro_batches = micro_batches
+        self._found: dict[int, frozenset[int]] = {}
+
+    def of(self, layer: int) -> frozenset[int]:
+        """Of ``layer``, whose routers were the last to run."""
+        if layer not in self._found:
+            routed = [present(mb.kept.routed if mb.kept is not None else mb.routed) for mb in self._micro_batches]
+            self._found[layer] = frozenset(expert for each in routed for expert in each.ids.flatten().tolist())
+        return self._found[layer]
 
 
 class Operations:
@@ -49,13 +66,17 @@ class Operations:
             **attention,
         }
 
-    def bind(self, micro_batches: Sequence[MicroBatch], position: int, sample: Sample) -> Perform:
+    def bind(
+        self, micro_batches: Sequence[MicroBatch], position: int, sample: Sample, *, routed_only: bool = False
+    ) -> Perform:
         """The work of a pass whose page stream stands at ``position``; ``sample(j, first, logits)`` gives the
-        tokens int64 that follow sample rows ``first`` and on of micro-batch j."""
+        tokens int64 that follow sample rows ``first`` and on of micro-batch j. ``routed_only``: pages of
+        experts that nobody in the pass is routed to stay where they are."""
+        chosen = Chosen(micro_batches) if routed_only else None
 
         def perform(task: Task) -> Work:
             if task.page is not None:
-                return partial(self._move_page, task, position)
+                return partial(self._move_page, task, position, chosen)
             if task.kind in self._mixing.table:
                 return partial(self._mixing.table[task.kind], task, micro_batches, position)
             micro_batch = micro_batches[task.micro_batch]
@@ -65,11 +86,13 @@ class Operations:
 
         return perform
 
-    def _move_page(self, task: Task, position: int) -> Outcome:
+    def _move_page(self, task: Task, position: int, chosen: Chosen | None) -> Outcome:
         page, (into,) = present(task.page), task.writes
+        if chosen is not None and page.expert not in chosen.of(page.layer):
+            return SKIPPED
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
-            return self._start_page(page, target)
+            return self._start_page(replace(page, part=0), target, self._pages.begin(page))
         if task.kind is TaskKind.STAGE_PAGE:
             copy_pages(target, self._pages.far_home(page))
         else:  # out of its pinned slot, or from a home that is pinned

@@ -9,6 +9,7 @@ from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.needs import check
+from moelight.scheduler.routed import write
 
 LOOK_AHEAD = 2
 
@@ -21,6 +22,8 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
     """
     check("fastdecode", layout)
     draft = Draft(layout, shape)
+    if shape.routed_only:
+        return write(draft, "fastdecode")
     n, layers = draft.count, layout.model.num_layers
     steps, look_ahead = layers * n, min(LOOK_AHEAD, n)
     draft.deliver_layer(0)
@@ -44,7 +47,7 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
 def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
     """S3: one micro-batch after the other goes through projections, CPU attention and experts, and nothing overlaps
     with it but the next layer's block, launched behind the first micro-batch."""
-    check("flexgen-c", layout)
+    check("flexgen-c", layout, shape)
     draft = Draft(layout, shape)
     draft.deliver_layer(0)
     for layer in range(layout.model.num_layers):
@@ -62,17 +65,26 @@ def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
 
 def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
     """S4: the device attends; the next micro-batch's context crosses meanwhile, and the next layer's block behind that
-    of the second."""
-    check("flexgen", layout)
+    of the second.
+
+    Without a link, one level down: the next layer's block is read behind the first micro-batch, or beside it where it
+    is the only one.
+    """
+    check("flexgen", layout, shape)
     draft = Draft(layout, shape)
     n, layers = draft.count, layout.model.num_layers
     draft.deliver_layer(0)
+    alone = n == 1 and not layout.discrete  # whoever computes here also launches
     for step in range(layers * n):
         layer, j = divmod(step, n)
+        if alone:
+            draft.deliver_layer(layer + 1)
         draft.load_contexts(layer, j)
         draft.attend(layer, j)
         draft.post_attention(layer, j)
         if j == 0:
+            if not layout.discrete and not alone:
+                draft.barrier()  # nothing stands before the block but the first micro-batch itself
             draft.deliver_layer(layer + 1)
             draft.fetch_layer(layer + 2)
     for j in range(n):
@@ -82,12 +94,13 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
 
 def build_flexgen_loop(layout: Layout, shape: PassShape) -> Schedule:
     """FlexGen's ``generation_loop_overlap_multi_batch`` as the published runs had it (``sep_layer``): see `loop`."""
-    check("flexgen-loop", layout)
+    check("flexgen-loop", layout, shape)
     return loop(layout, shape, separate=True)
 
 
 def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
-    """Attention and experts of all micro-batches, with a synchronisation of everything after each of them.
+    """Attention and experts of all micro-batches, with a synchronisation of everything after each of them; without a
+    link, of compute and the reading of pages.
 
     The whole next layer's weights are launched with the first micro-batch; the next one's context beside this one.
     ``separate``: attention and experts are layers of their own, each with a loop over micro-batches and a

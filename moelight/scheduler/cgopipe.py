@@ -14,6 +14,7 @@ from itertools import pairwise
 from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.routed import write
 
 LOOK_AHEAD = 2
 
@@ -26,6 +27,8 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
     delivery, across layers.
     """
     draft = Draft(layout, shape)
+    if shape.routed_only:
+        return write(draft, "cgopipe")
     n, layers = draft.count, layout.model.num_layers
     late = int(n > 1 and any(layout.cpu_layers))
     steps, look_ahead = layers * n, min(shape.look_ahead, n - late)
@@ -51,12 +54,14 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def page_shares(draft: Draft) -> list[range]:
-    """For each step the pages of the next layer that cross in it: consecutive parts, as equal as may be."""
-    n, shares = draft.count, []
+    """For each step what crosses of the next layer's pages in it: consecutive parts, as equal as may be. Where
+    pages cross no link, nothing waits behind them: all go in a layer's first step, so that the disk is never idle while
+    whoever launches computes."""
+    n, shares = draft.count if draft.layout.pages_cross else 1, []
     for layer in range(draft.layout.model.num_layers):
         pages = draft.layer_pages(layer + 1)
         bounds = [pages.start + len(pages) * share // n for share in range(n + 1)]
-        shares += [range(first, last) for first, last in pairwise(bounds)]
+        shares += [range(first, last) for first, last in pairwise(bounds)] + [range(0)] * (draft.count - n)
     return shares
 
 

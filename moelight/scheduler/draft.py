@@ -100,7 +100,7 @@ class Draft(PageStream):
         Where the CPU computes experts across a link, they are on their way when this is done; `combine` ends it.
         """
         if self.layout.cpu_layers[layer]:
-            self._experts_over_the_link(layer, j)
+            self._experts_over_the_link(layer, j, self._route(layer, j))
             return
         kind, deps = TaskKind.POST_ATTENTION, (self._ready[j], *self.arrived(layer))
         ring = self.ring(layer)
@@ -119,11 +119,22 @@ class Draft(PageStream):
         self._ready[j] = self.compute(TaskKind.COMBINE, layer, j, both, reads=("experts",), writes=("hidden",))
 
     def route(self, layer: int, j: int) -> None:
-        """Micro-batch ``j`` up to its router, for experts that run once for all; a layer without experts whole."""
+        """Micro-batch ``j`` up to its router, for experts that run later; a layer without experts whole."""
         if self.layout.model.moe_layers[layer]:
-            self._ready[j] = self._route(layer, j)
+            self._ready[j] = self._routed[layer] = self._route(layer, j)
         else:
             self.post_attention(layer, j)
+
+    def experts_of(self, layer: int, j: int) -> None:
+        """The experts of micro-batch ``j`` behind its router; nothing to do where there are none. What the CPU makes of
+        them is on its way when this is done; `combine` ends it."""
+        if self.layout.cpu_layers[layer]:
+            self._experts_over_the_link(layer, j, self._ready[j])
+        elif self.layout.model.moe_layers[layer]:
+            deps, ring = (self._ready[j], *self.arrived(layer)), self.ring(layer)
+            kind, reads, writes = TaskKind.EXPERTS, ("routed",), ("hidden",)
+            self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes, also_reads=ring)
+            self.read_ring(layer, self._ready[j])
 
     def experts(self, layer: int) -> None:
         """The experts of ``layer``, once for all micro-batches; nothing to do where there are none."""
@@ -205,10 +216,9 @@ class Draft(PageStream):
         written = ("hidden", "routed")
         return self.compute(TaskKind.ROUTE, layer, j, (self._ready[j],), reads=("attn",), writes=written)
 
-    def _experts_over_the_link(self, layer: int, j: int) -> None:
+    def _experts_over_the_link(self, layer: int, j: int, routed: int) -> None:
         """The CPU's share: down, computed, and waiting to come up. The device's, if it has any, meanwhile."""
         down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        routed = self._route(layer, j)
         sent = self.cross(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, (routed,), down, "routed", "routed_host")
         here, there = self.ring(layer), self.arrived(layer)
         all_on_cpu = self.layout.experts == "host"

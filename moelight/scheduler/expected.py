@@ -75,14 +75,14 @@ _LANES = {
 
 def act_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
     """How often each (kind, layer, micro-batch) must be there. Experts run per micro-batch, or once for all of them
-    where the schedule has such a task."""
+    where the schedule has such a task; apart from their router there, and where only routed pages move."""
     whole = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
     expected: Counter[tuple[TaskKind, int, int]] = Counter()
     for layer in range(layout.model.num_layers):
-        apart = whole and layout.model.moe_layers[layer]
-        expected[TaskKind.EXPERTS, layer, ALL] += apart
+        apart = layout.model.moe_layers[layer] and (whole or shape.routed_only)
+        expected[TaskKind.EXPERTS, layer, ALL] += apart and whole
         for j, micro_batch in enumerate(shape.micro_batches):
-            experts = (TaskKind.ROUTE,) if apart else _expert_kinds(layout, layer)
+            experts = (TaskKind.ROUTE,) if apart and whole else _expert_kinds(layout, layer, apart=apart)
             for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
                 expected[kind, layer, j] += 1
     for j, micro_batch in enumerate(shape.micro_batches):
@@ -101,9 +101,9 @@ def _attention_kinds(layout: Layout, micro_batch: MicroBatchShape) -> tuple[Task
     return (*loaded, TaskKind.ATTENTION, *stored)
 
 
-def _expert_kinds(layout: Layout, layer: int) -> tuple[TaskKind, ...]:
+def _expert_kinds(layout: Layout, layer: int, *, apart: bool) -> tuple[TaskKind, ...]:
     if not layout.cpu_layers[layer]:
-        return (TaskKind.POST_ATTENTION,)
+        return (TaskKind.ROUTE, TaskKind.EXPERTS) if apart else (TaskKind.POST_ATTENTION,)
     there = (TaskKind.OFFLOAD_HIDDEN, TaskKind.CPU_EXPERTS, TaskKind.LOAD_EXPERTS, TaskKind.COMBINE)
     return (TaskKind.ROUTE, *there, *((TaskKind.EXPERTS,) if layout.experts == "split" else ()))
 
@@ -181,7 +181,7 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
         lane=lane,
         page=layout.streamed[at],
         slot=slot,
-        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.page_bytes,
+        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.bytes_at(k),
         reads=source,
         writes=(Buffer(space=space, index=slot), *also),
     )
@@ -192,12 +192,13 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
     out; and for each layer and micro-batch what attention and the CPU's experts send down and up."""
     layers, total = layout.model.num_layers, len(layout.streamed)
     moved = [k % total for k in range(shape.carried, total + len(schedule.carried_out))] if total else []
-    from_disk = sum(layout.from_disk[k] for k in moved)
+    from_disk = sum(layout.bytes_at(k) for k in moved if layout.from_disk[k])
     sizes: Counter[Lane] = Counter()
-    sizes[Lane.DISK] += from_disk * layout.page_bytes
+    sizes[Lane.DISK] += from_disk
     if layout.pages_cross:
-        sizes[Lane.STAGE] += sum(layout.stops(k) and not layout.from_disk[k] for k in moved) * layout.page_bytes
-        sizes[Lane.H2D] += len(moved) * layout.page_bytes
+        stages = (k for k in moved if layout.stops(k) and not layout.from_disk[k])
+        sizes[Lane.STAGE] += sum(layout.bytes_at(k) for k in stages)
+        sizes[Lane.H2D] += sum(layout.bytes_at(k) for k in moved)
     for micro_batch in shape.micro_batches if layout.discrete else ():
         sizes[Lane.D2H] += sum(layout.cpu_layers) * _routed(layout, micro_batch)
         sizes[Lane.H2D] += sum(layout.cpu_layers) * _residual(layout, micro_batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
@@ -29,11 +29,12 @@ class Layout:
         attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (fresh prompts attend on the GPU).
         experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` where they lie, the GPU the others.
         kv_host: the share of every context whose keys and values live in host memory.
-        streamed: the pages that move every pass, in order of use; ``from_disk`` says which come from disk, and
+        parts: the bytes of each part in which a page moves: several across a link, one without.
+        streamed: the parts of pages that move every pass, in order of use; ``from_disk`` says which come from disk, and
             ``layer_pages`` which positions belong to each layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
-        ring_slots: beside the experts. Across a link, pages pass through ``pinned_slots`` first; those from host memory
-            do not where their homes are pinned.
+        ring_slots: beside the experts, each of one part; those of a page lie together in their order. Across a link,
+            parts pass through ``pinned_slots`` first; those from host memory do not where their homes are pinned.
     """
 
     model: ModelProfile
@@ -44,6 +45,7 @@ class Layout:
     attention: str
     experts: str
     kv_host: float
+    parts: tuple[range, ...]
     streamed: tuple[Page, ...]
     from_disk: tuple[bool, ...]
     layer_pages: tuple[range, ...]
@@ -58,10 +60,9 @@ class Layout:
         """The lane of norms, projections and routers."""
         return Lane.DEVICE if self.discrete else Lane.CPU
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page on any link."""
-        return costs.page_bytes(self.model, self.page_dtype)
+    def bytes_at(self, k: int) -> int:
+        """Bytes of what position ``k`` of the stream moves."""
+        return len(self.parts[k % len(self.parts)])
 
     @property
     def pages_cross(self) -> bool:
@@ -117,19 +118,32 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassShape:
-    """One sweep: its micro-batches, how many of its first pages are already in the ring, whether another follows;
-    ``look_ahead`` as in `Policy`."""
+    """One sweep: its micro-batches, how many parts of its first pages are already in the ring, whether another follows;
+    ``look_ahead`` as in `Policy`.
+
+    ``routed_only``: pages of a layer move once all its routers have chosen, and only those that were chosen; none are
+    brought for the pass after.
+    """
 
     micro_batches: tuple[MicroBatchShape, ...]
     carried: int = 0
     wraps: bool = False
     look_ahead: int = 2
+    routed_only: bool = False
 
 
-def layout_of(model: ModelProfile, policy: Policy, dtype: DType, *, discrete: bool | None = None) -> Layout:
+def layout_of(
+    model: ModelProfile,
+    policy: Policy,
+    dtype: DType,
+    *,
+    discrete: bool | None = None,
+    part_bytes: int | None = None,
+) -> Layout:
     """The pipeline that ``policy`` makes of ``model``, worked in ``dtype``.
 
     ``discrete``: whether the machine has a GPU, where the policy alone cannot tell (both devices ``cpu``).
+    ``part_bytes``: the most of a page that crosses a link at a time, where it is not `costs.PART_BYTES`.
 
     Raises:
         ConfigError: homes and devices of the policy contradict each other.
@@ -137,22 +151,27 @@ def layout_of(model: ModelProfile, policy: Policy, dtype: DType, *, discrete: bo
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
     placement, experts = place(model, policy), EXPERT_HOMES[policy.ffn_device]
+    page_dtype = dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
+    size, crosses = costs.page_bytes(model, page_dtype), discrete and experts != "host"
+    parts = costs.page_parts(size, part_bytes or costs.PART_BYTES) if crosses else (range(size),)
+    streamed = tuple(replace(page, part=part) for page in placement.streamed for part in range(len(parts)))
     return Layout(
         model=model,
         dtype=dtype,
-        page_dtype=dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype),
+        page_dtype=page_dtype,
         kv_dtype=dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype),
         discrete=discrete,
         attention=policy.attention_device,
         experts=experts,
         kv_host=policy.kv.host,
-        streamed=placement.streamed,
-        from_disk=tuple(placement.homes[page] == "disk" for page in placement.streamed),
-        layer_pages=_layer_ranges(model.num_layers, placement.streamed),
+        parts=parts,
+        streamed=streamed,
+        from_disk=tuple(placement.homes[replace(page, part=0)] == "disk" for page in streamed),
+        layer_pages=_layer_ranges(model.num_layers, streamed),
         computed=placement.computed,
         cpu_layers=_cpu_layers(model, placement, experts) if discrete else (False,) * model.num_layers,
-        ring_slots=ring_slots(placement),
-        pinned_slots=pinned_slots(placement) if discrete and experts != "host" else 0,
+        ring_slots=len(parts) * ring_slots(placement),
+        pinned_slots=len(parts) * pinned_slots(placement) if crosses else 0,
         pinned_homes=placement.pinned_homes,
     )
 

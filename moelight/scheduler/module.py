@@ -10,6 +10,7 @@ from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.needs import check
+from moelight.scheduler.routed import write
 
 
 def build(layout: Layout, shape: PassShape) -> Schedule:
@@ -21,6 +22,8 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
     """
     check("module", layout)
     draft = Draft(layout, shape)
+    if shape.routed_only:
+        return write(draft, "module", whole=True)
     everyone, layers = range(draft.count), layout.model.num_layers
     # Hidden states come up after attention, contexts before it: the block goes between those of two layers.
     ahead = 0 if layout.discrete and layout.attention == "cpu" else 1

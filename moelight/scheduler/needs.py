@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.scheduler.layout import EXPERT_HOMES, Layout
+from moelight.hrm.orders import ROUTED_ORDERS
+from moelight.scheduler.layout import EXPERT_HOMES, Layout, PassShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +24,8 @@ NEEDS: Mapping[str, Needs] = {
     "cgopipe": Needs(device_experts=False),
     "fastdecode": Needs(attention=("cpu",)),
     "flexgen-c": Needs(gpu=True, attention=("cpu",)),
-    "flexgen": Needs(gpu=True, attention=("gpu",)),
-    "flexgen-loop": Needs(gpu=True),
+    "flexgen": Needs(attention=("gpu",)),
+    "flexgen-loop": Needs(),
     "serial": Needs(device_experts=False),
     "module": Needs(),
 }
@@ -52,13 +53,15 @@ def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
     _check(policy.schedule, discrete, policy.attention_device, EXPERT_HOMES[policy.ffn_device])
 
 
-def check(schedule: str, layout: Layout) -> None:
-    """Refuse a layout that the builder ``schedule`` cannot serve.
+def check(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
+    """Refuse a layout that the builder ``schedule`` cannot serve, and a ``shape`` that it does not know.
 
     Raises:
         ConfigError: says what the schedule needs, and which others would do.
     """
     _check(schedule, layout.discrete, layout.attention, layout.experts)
+    if shape is not None and shape.routed_only and schedule not in ROUTED_ORDERS:
+        raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")
 
 
 def _check(schedule: str, discrete: bool, attention: str, experts: str) -> None:

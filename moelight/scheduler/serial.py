@@ -5,11 +5,14 @@ from __future__ import annotations
 from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.routed import write
 
 
 def build(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: bring its pages, then run each micro-batch through it."""
     draft = Draft(layout, shape, chained=True)
+    if shape.routed_only:
+        return write(draft, "serial")
     micro_batches = range(draft.count)
     for layer in range(layout.model.num_layers):
         draft.deliver_layer(layer)

@@ -17,6 +17,7 @@ class PageStream(Pen):
         self._fetched: dict[int, int] = {}
         self._delivered: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
+        self._routed: dict[int, int] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
         for k in range(shape.carried):
             page, slot = self._page_slot(k)
@@ -30,7 +31,7 @@ class PageStream(Pen):
         """The stream positions of ``layer``; ``num_layers`` stands for layer 0 of the next pass."""
         if layer < self.layout.model.num_layers:
             return self.layout.layer_pages[layer]
-        if not self.shape.wraps:
+        if not self.shape.wraps or self.shape.routed_only:
             return range(0)
         first, total = self.layout.layer_pages[0], len(self.layout.streamed)
         return range(first.start + total, first.stop + total)
@@ -55,8 +56,8 @@ class PageStream(Pen):
                 lane=Lane.DISK if from_disk else Lane.STAGE,
                 page=page,
                 slot=slot,
-                bytes=self.layout.page_bytes,
-                deps=present(self._delivered.get(former_k)),
+                bytes=self.layout.bytes_at(k),
+                deps=present(self._delivered.get(former_k), self._chosen(k)),
                 writes=(Buffer(space="pinned", index=slot),),
             )
         )
@@ -76,8 +77,8 @@ class PageStream(Pen):
                 lane=Lane.H2D if crosses else Lane.DISK,
                 page=page,
                 slot=slot,
-                bytes=self.layout.page_bytes,
-                deps=present(self._fetched.get(k), former),
+                bytes=self.layout.bytes_at(k),
+                deps=present(self._fetched.get(k) if stops else self._chosen(k), former),
                 reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if stops else (),
                 writes=(Buffer(space="ring", index=slot),),
             )
@@ -121,6 +122,10 @@ class PageStream(Pen):
 
     def _page_slot(self, k: int) -> tuple[Page, int]:
         return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
+
+    def _chosen(self, k: int) -> int | None:
+        """The router after which it is known whether anybody needs page ``k``, in a pass that asks."""
+        return self._routed.get(self._layer_of(k)) if self.shape.routed_only else None
 
     def _layer_of(self, k: int) -> int:
         return self.layout.streamed[k % len(self.layout.streamed)].layer

@@ -2,8 +2,9 @@
 
 Checked: dependencies point backwards (so there is no cycle); every micro-batch passes every act of every layer once,
 on its lane, with its crossings where there is a link; every page of the stream is brought once and is in its slot
-when its layer's experts run; what each task touches and moves is what the ledger says; and every two tasks that
-contend for a buffer are ordered, so no slot is overwritten while it is read.
+when its layer's experts run, and moves behind the layer's routers where only routed pages move; what each task touches
+and moves is what the ledger says; and every two tasks that contend for a buffer are ordered, so no slot is overwritten
+while it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 
 from moelight.core.errors import ScheduleError
-from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task
+from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler import expected
 from moelight.scheduler.layout import Layout, PassShape
 
@@ -28,6 +29,7 @@ def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     order = HappensBefore(schedule)
     _check_acts(schedule, layout, shape)
     _check_pages(schedule, layout, shape)
+    _check_routed(schedule, shape, order)
     _check_cache(schedule, layout)
     _check_buffers(schedule, order)
     _check_bytes(schedule, layout, shape)
@@ -139,11 +141,23 @@ def _check_carried(
         raise ScheduleError(f"the pass advances the stream by {schedule.stream_advance} pages, not {total}")
     if schedule.carried_out != tuple(arrivals[k] for k in ahead) or ahead != list(range(total, total + len(ahead))):
         raise ScheduleError(f"carried_out {schedule.carried_out} are not the tasks that bring the next pass's pages")
-    if ahead and not shape.wraps:
+    if ahead and (not shape.wraps or shape.routed_only):
         raise ScheduleError(f"{schedule.tasks[arrivals[ahead[0]]].name} fetches for a pass that may never come")
     for k in ahead:
         if held[Buffer(space="ring", index=k % layout.ring_slots)] != k:
             raise ScheduleError(f"{schedule.tasks[arrivals[k]].name} is overwritten before the next pass")
+
+
+def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) -> None:
+    """Where only routed pages move, a page moves once every micro-batch has chosen its experts of the layer."""
+    routers: dict[int, list[int]] = {}
+    for position, task in enumerate(schedule.tasks if shape.routed_only else ()):
+        if task.kind is TaskKind.ROUTE:
+            routers.setdefault(task.layer, []).append(position)
+        elif task.page is not None and task.kind is not TaskKind.CARRIED_PAGE:
+            done = [each for each in routers.get(task.page.layer, ()) if order(each, position)]
+            if len(done) < len(shape.micro_batches):
+                raise ScheduleError(f"{task.name} moves before every router of its layer has chosen")
 
 
 def _held(layout: Layout, held: dict[Buffer, int], buffer: Buffer) -> str:

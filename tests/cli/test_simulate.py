@@ -123,7 +123,7 @@ def test_the_tables_fit_the_terminal(policy: Path) -> None:
 REFUSED = {
     "nothing named": ("--hw t4", ["--model", "--policy"]),
     "unknown schedule": ("--hw t4 --model demo --schedule cgopip", ["cgopip", "'cgopipe'", "flexgen"]),
-    "not on these devices": ("--hw cpu-avx2 --model demo --schedule flexgen", ["flexgen", "GPU"]),
+    "not on these devices": ("--hw cpu-avx2 --model demo --schedule flexgen-c", ["flexgen-c", "GPU"]),
     "attention elsewhere": ("--hw t4 --policy @/policy.yaml --schedule flexgen", ["flexgen", "attention_device"]),
     "no GPU for the policy": ("--hw cpu-avx2 --policy @/policy.yaml", ["@/policy.yaml", "GPU", "cpu-avx2"]),
     "a policy and a fix": ("--hw t4 --policy @/policy.yaml --fix ffn=gpu", ["--policy", "--fix"]),

@@ -262,8 +262,8 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
         (replace(policy, ffn_device="gpu"), "ffn_device is 'gpu', but the machine has no GPU"),
         (replace(policy, attention_device="gpu"), "attention_device is 'gpu', but the machine has no GPU"),
         (
-            replace(policy, schedule="flexgen"),
-            "needs a GPU, and there is none; here these do: cgopipe, fastdecode, ser",
+            replace(policy, schedule="flexgen-c"),
+            "needs a GPU, and there is none; here these do: cgopipe, fastdecode, flexgen, ",
         ),
         (replace(policy, weights=Shares(device=0.5, host=0.5)), "a share on 'device' needs a GPU"),
         (replace(policy, schedule="cgopip"), "did you mean 'cgopipe'"),
@@ -286,8 +286,8 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Engine(wrong, device="twin")
-    with pytest.raises(ConfigError, match="schedule 'flexgen' needs a GPU, and there is none"):
-        Engine.from_pretrained(model, device="cpu", schedule="flexgen")
+    with pytest.raises(ConfigError, match="schedule 'flexgen-c' needs a GPU, and there is none"):
+        Engine.from_pretrained(model, device="cpu", schedule="flexgen-c")
     with pytest.raises(ConfigError, match="this machine runs without a GPU"):
         Engine.from_pretrained(model, device="cpu", device_memory="1GiB")
     with pytest.raises(ConfigError, match="did you mean 'serial'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from moelight.core.timeline import Timeline
 from moelight.engine.engine import Engine
 from moelight.engine.passes import weight_dtype
 from moelight.engine.source import open_source
+from moelight.hrm import costs, orders
 from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint
+from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.hrm.placement import place
 from moelight.profiles.workload import Workload
 from moelight.runtime.allocator import device_peak
@@ -139,7 +142,7 @@ def test_every_lane_of_the_machine_has_its_figures(model: Path, device: str, lan
     assert engine.timeline is trace[-1]
 
 
-@pytest.mark.parametrize("schedule", ["cgopipe", "serial", "fastdecode", "module"])
+@pytest.mark.parametrize("schedule", ["cgopipe", "serial", "fastdecode", "flexgen", "flexgen-loop", "module"])
 def test_without_a_link_a_pass_reads_the_streamed_pages_once(model: Path, schedule: str) -> None:
     """However many micro-batches ride in it; and the whole run reads no page more."""
     policy = Policy(model=str(model), batch_size=6, weights=Shares(host=0.4, disk=0.6), schedule=schedule)
@@ -217,7 +220,11 @@ def test_a_cache_on_the_device_leaves_the_link_to_the_pages(model: Path) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", "twin"])
-def test_in_the_least_memory_every_pass_moves_what_the_plan_says(model: Path, device: str) -> None:
+def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
+    model: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is spared for small passes."""
+    monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 1.1)
     work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
     least = least_memory(model, device, work)
     with Engine.from_pretrained(model, device=device, workload=work, **least) as engine:  # type: ignore[arg-type]
@@ -229,6 +236,25 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(model: Path, de
     kind = TaskKind.READ_PAGE if device == "cpu" else TaskKind.SEND_PAGE
     assert placement.streamed
     assert {page_traffic(timeline, kind) for timeline in trace} == {len(placement.streamed) * page}
+
+
+@pytest.mark.parametrize("schedule", ROUTED_ORDERS)
+@pytest.mark.parametrize("devices", ["cpu", "twin"])
+def test_a_token_alone_brings_its_own_experts(
+    model: Path, devices: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of six a layer: what moves them does nothing for the others, on any lane."""
+    monkeypatch.setattr(costs, "PART_BYTES", costs.PAGE_ALIGNMENT)
+    beside = {"ffn_device": "gpu", "weights": Shares(host=0.5, disk=0.5)} if devices == "twin" else {}
+    sizes: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "weights": Shares(disk=1.0), **beside}
+    with Engine(Policy(model=str(model), schedule=schedule, **sizes), device=devices) as engine:
+        layers, size = engine.profile.num_layers, page_bytes(engine.profile, FLOAT32)
+        trace = traced(engine)
+    for timeline in trace[:4]:  # of the first prompt, which has one token
+        sent = page_traffic(timeline, TaskKind.SEND_PAGE)
+        fetched = page_traffic(timeline, TaskKind.READ_PAGE) + page_traffic(timeline, TaskKind.STAGE_PAGE)
+        assert fetched == 3 * layers * size
+        assert sent == (fetched if devices == "twin" else 0)
 
 
 def test_the_last_pass_fetches_nothing_for_another(model: Path) -> None:

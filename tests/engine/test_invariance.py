@@ -16,7 +16,9 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
+from moelight.hrm import costs, orders
 from moelight.hrm.costs import page_slot_bytes
+from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.stored import pages
 from moelight.profiles.workload import Workload
@@ -158,6 +160,28 @@ def test_every_schedule_serves_every_model_with_cut_prompts(model: Path, schedul
     assert run(policy) == truth(model)
 
 
+@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if DEVICES[each[1]].get("ffn_device")])
+def test_pages_that_cross_in_parts_give_the_same_tokens(
+    model: Path, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four to twenty-nine parts a page."""
+    monkeypatch.setattr(costs, "PART_BYTES", costs.PAGE_ALIGNMENT)
+    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=5, **DEVICES[devices])
+    assert run(policy) == truth(model)
+
+
+@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[0] in ROUTED_ORDERS])
+def test_passes_of_routed_pages_give_the_same_tokens(
+    model: Path, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass that one micro-batch could carry brings only what somebody is routed to; larger ones between them
+    bring everything, and hand on what they fetched."""
+    monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 0.0)
+    sizes = {"micro_batch_size": 2, "micro_batch_tokens": 40, "batch_size": 5, "kv_tokens": 5 * 160}
+    policy = Policy(model=str(model), schedule=schedule, **sizes, **DEVICES[devices])
+    assert run(policy) == truth(model)
+
+
 @pytest.mark.parametrize(("n", "processor"), [(1, "gpu"), (2, "cpu"), (7, "gpu"), (64, "cpu"), (64, "gpu")])
 def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, processor: str) -> None:
     """Every request three times over, so that 64 of them can be alive at once."""
@@ -244,8 +268,13 @@ def policies(draw: st.DrawFn, model: Path) -> Policy:
 @examples(20)
 @given(data=st.data())
 def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> None:
+    """Whether pages cross whole or in parts, and whichever passes bring routed pages only."""
     policy, lanes = data.draw(policies(model)), data.draw(st.sampled_from(LANE_KINDS))
-    assert run(policy, lanes=lanes) == truth(model)
+    wanted = truth(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "PART_BYTES", data.draw(st.sampled_from((1, 2, 4096))) * costs.PAGE_ALIGNMENT)
+        patch.setattr(orders, "ROUTED_ONLY_SHARE", data.draw(st.sampled_from((0.0, 0.03, 0.25))))
+        assert run(policy, lanes=lanes) == wanted
 
 
 @pytest.mark.gpu

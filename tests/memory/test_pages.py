@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +20,7 @@ from moelight.memory.arena import allocate
 from moelight.memory.pages import PageStore
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import page_views
-from tests.shapes import examples, placed, small_model, small_policy
+from tests.shapes import PARTS_OF_4_KIB, examples, placed, small_model, small_policy
 
 CPU = torch.device("cpu")
 
@@ -28,17 +30,20 @@ def mark(page: Page) -> float:
     return 1.0 + page.layer * 100 + page.expert
 
 
-def fill(page: Page, slot: Tensor) -> None:
+def fill(page: Page, slot: Tensor, begin: int = 0) -> None:
+    assert begin == 0
     slot.view(torch.float32).fill_(mark(page))
 
 
-def open_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Placement, dict[str, Tensor]]:
+def open_store(
+    model: ModelProfile, policy: Policy, *, part_bytes: int = costs.PART_BYTES
+) -> tuple[PageStore, Placement, dict[str, Tensor]]:
     placement = place(model, policy)
     arenas = allocate(footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32), CPU)
     store = PageStore(
         placement,
         arenas,
-        page_bytes=costs.page_bytes(model, FLOAT32),
+        parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
         slot_bytes=costs.page_slot_bytes(model, FLOAT32),
         view=lambda slot: page_views(slot, model, torch.float32),
     )
@@ -46,24 +51,30 @@ def open_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Placemen
 
 
 @examples(60)
-@given(case=placed(), data=st.data())
-def test_experts_are_found_wherever_they_are(case: tuple[ModelProfile, Policy], data: st.DataObject) -> None:
-    """Stream pages through the ring for several passes: at each layer every expert's view holds that expert."""
+@given(case=placed(), part_bytes=st.sampled_from((costs.PAGE_ALIGNMENT, costs.PART_BYTES)), data=st.data())
+def test_experts_are_found_wherever_they_are(
+    case: tuple[ModelProfile, Policy], part_bytes: int, data: st.DataObject
+) -> None:
+    """Stream pages through the ring for several passes, part by part and in any order of the parts: at each layer every
+    expert's view holds that expert."""
     model, policy = case
-    store, placement, _ = open_store(model, policy)
+    store, placement, _ = open_store(model, policy, part_bytes=part_bytes)
     store.load(fill)
-    position = data.draw(st.integers(0, 50)) * len(placement.streamed)
+    parts = len(costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes))
+    position = data.draw(st.integers(0, 50)) * len(placement.streamed) * parts
     experts = model.experts.num_experts
     for _ in range(3):
         k = 0
         for layer in range(model.num_layers):
             while k < len(placement.streamed) and placement.streamed[k].layer == layer:
-                fill(placement.streamed[k], store.slot(Buffer(space="ring", index=k), position))
+                for part in data.draw(st.permutations(range(parts))):
+                    slot = store.slot(Buffer(space="ring", index=k * parts + part), position)
+                    fill(placement.streamed[k], slot)
                 k += 1
             if model.moe_layers[layer]:
                 for expert, weights in enumerate(store.layer_experts(layer, experts, position)):
                     assert all(part.eq(mark(Page(layer=layer, expert=expert))).all() for part in weights)
-        position += len(placement.streamed)
+        position += len(placement.streamed) * parts
 
 
 @examples(40)
@@ -72,7 +83,7 @@ def test_only_homes_in_memory_are_loaded(case: tuple[ModelProfile, Policy]) -> N
     model, policy = case
     store, placement, arenas = open_store(model, policy)
     read: list[Page] = []
-    store.load(lambda page, slot: (read.append(page), fill(page, slot))[0])
+    store.load(lambda page, slot, begin: (read.append(page), fill(page, slot, begin))[0])
     assert sorted(read) == sorted((*placement.on("device"), *placement.on("host")))
     if policy.ffn_device == "gpu":
         for page in placement.on("host"):
@@ -80,6 +91,21 @@ def test_only_homes_in_memory_are_loaded(case: tuple[ModelProfile, Policy]) -> N
             assert (
                 store.far_home(page).untyped_storage().data_ptr() == arenas["host_experts"].untyped_storage().data_ptr()
             )
+
+
+def test_a_part_of_a_page_at_home_is_found_where_the_page_has_it() -> None:
+    """Host memory and the ring agree on where a part lies, and the parts of a page are the page."""
+    model = small_model((True, True), experts=3, width=PARTS_OF_4_KIB)
+    store, placement, _ = open_store(model, small_policy(model, discrete=True, host=4), part_bytes=4096)
+    store.load(lambda page, slot, begin: (None, slot.copy_(torch.arange(slot.numel()) % 251))[0])
+    (page, *_), size = placement.on("host"), costs.page_bytes(model, FLOAT32)
+    whole = torch.arange(size).remainder(251).to(torch.uint8)
+    found = [store.far_home(replace(page, part=part)) for part in range(3)]
+    assert torch.equal(torch.cat(found), whole)
+    assert [store.begin(replace(page, part=part)) for part in range(3)] == [0, 4096, 8192]
+    for part, piece in enumerate(found):
+        assert store.slot(Buffer(space="ring", index=3 + part), 0).numel() == piece.numel()
+        assert store.slot(Buffer(space="pinned", index=part), 3).numel() == piece.numel()
 
 
 @pytest.mark.parametrize("discrete", [True, False])
@@ -128,10 +154,11 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
         "host_experts": torch.empty(3 * slot, dtype=torch.uint8),
         "pinned_ring": torch.empty(0, dtype=torch.uint8),
     }
-    store = PageStore(placement, arenas, page_bytes=size, slot_bytes=slot, view=lambda s: (s, s))
+    store = PageStore(placement, arenas, parts=[range(size)], slot_bytes=slot, view=lambda s: (s, s))
     targets: list[int] = []
 
-    def read(page: Page, into: Tensor) -> None:
+    def read(page: Page, into: Tensor, begin: int) -> None:
+        assert begin == 0
         assert into.device.type == "cpu"
         assert into.numel() == size
         if placement.homes[page] == "device":

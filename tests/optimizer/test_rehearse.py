@@ -94,7 +94,7 @@ def test_no_pass_is_shorter_than_its_busiest_lane(
 
 def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
     stage = Stage(policy(ffn_device="cpu", weights=Shares(host=1.0)), OLMOE, ALONE, WORK)
-    assert set(stage.schedules()) == {"cgopipe", "fastdecode", "serial", "module"}
+    assert set(stage.schedules()) == set(SCHEDULES) - {"flexgen-c"}
     assert stage.roofs().keys() <= {"disk"}
     for name in stage.schedules():
         found = stage.rehearse(name)

@@ -105,8 +105,10 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
     moved: dict[TaskKind, int] = {}
     bind = Operations.bind
 
-    def counted(self: Operations, batch: Any, position: int, sample: Any) -> Callable[[Task], Callable[[], None]]:
-        perform = bind(self, batch, position, sample)
+    def counted(
+        self: Operations, batch: Any, position: int, sample: Any, **how: Any
+    ) -> Callable[[Task], Callable[[], None]]:
+        perform = bind(self, batch, position, sample, **how)
 
         def wrap(task: Task) -> Callable[[], None]:
             work = perform(task)

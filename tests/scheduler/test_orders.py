@@ -165,6 +165,49 @@ def test_module_without_a_link_reads_pages_beside_compute() -> None:
         assert found.seconds / LAYERS == pytest.approx(max(PAGES * 1.0, 2.0 + N * 0.6), rel=0.05)
 
 
+NO_LINK = small_layout((True,) * LAYERS, experts=PAGES, discrete=False)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("w", [0.5, 3.0, 12.0])
+def test_flexgens_block_one_level_down(n: int, w: float) -> None:
+    """It is read behind the first micro-batch's experts e and beside all that follows until the next ones: max(n c,
+    e + w). A single one computes beside it. With CGOPipe it is read beside all of them."""
+    c, seconds = 1.5, {"read_page": w / PAGES, "pre_attention": 0.2, "cpu_attention": 0.3, "post_attention": 1.0}
+
+    def cost(task: Task) -> Cost:
+        return Cost(seconds=_of(task, seconds))
+
+    for launcher in (False, True):
+        found = {
+            name: steady_pass(build(name, NO_LINK, n=n), cost, launcher=launcher) for name in ("flexgen", "cgopipe")
+        }
+        behind = max(n * c, w + (1.0 if n > 1 else 0.0))
+        assert found["flexgen"].seconds / LAYERS == pytest.approx(behind, rel=1e-6)
+        assert found["cgopipe"].seconds / LAYERS == pytest.approx(max(n * c, w), rel=1e-6)
+
+
+@pytest.mark.parametrize("w", [0.1, 3.0, 12.0])
+def test_flexgens_loop_one_level_down(w: float) -> None:
+    """A layer's block is read beside its first attention, and nothing beside anything else: max(w, a) + (n - 1) a +
+    n e."""
+    seconds = {"read_page": w / PAGES, "pre_attention": 0.2, "cpu_attention": 0.3, "post_attention": 1.0}
+
+    def cost(task: Task) -> Cost:
+        return Cost(seconds=_of(task, seconds))
+
+    for launcher in (False, True):
+        found = steady_pass(build("flexgen-loop", NO_LINK), cost, launcher=launcher)
+        assert found.seconds / LAYERS == pytest.approx(max(w, 0.5) + (N - 1) * 0.5 + N * 1.0, rel=1e-6)
+
+
+def test_the_published_orders_bring_every_page() -> None:
+    shape = replace(steady_shape(NO_LINK, carries=False), routed_only=True)
+    for name in ("flexgen", "flexgen-loop"):
+        with pytest.raises(ConfigError, match=f"'{name}' moves every page"):
+            SCHEDULES.get(name)(NO_LINK, shape)
+
+
 @pytest.mark.parametrize("ffn", ["split", "cpu"])
 def test_the_cpus_experts_work_beside_the_device(ffn: str) -> None:
     """A step's share of the CPU is computed while the device goes on with the next; nobody adds up the two."""
@@ -186,8 +229,11 @@ def test_the_cpus_experts_work_beside_the_device(ffn: str) -> None:
         ({"schedule": "flexgen-c", "attention_device": "gpu"}, "'flexgen-c' needs attention_device cpu, not gpu"),
         ({"schedule": "fastdecode", "attention_device": "gpu"}, "'fastdecode' needs attention_device cpu"),
         ({"schedule": "module", "ffn_device": "split"}, "'module' needs ffn_device gpu"),
-        ({"schedule": "flexgen-loop", "ffn_device": "cpu"}, "'flexgen-loop' needs a GPU, and there is none"),
-        ({"schedule": "flexgen", "ffn_device": "cpu"}, "here these do: cgopipe, fastdecode, serial, module"),
+        ({"schedule": "flexgen-c", "ffn_device": "cpu"}, "'flexgen-c' needs a GPU, and there is none"),
+        (
+            {"schedule": "flexgen-c", "ffn_device": "cpu"},
+            "here these do: cgopipe, fastdecode, flexgen, flexgen-loop, serial, module",
+        ),
     ],
 )
 def test_an_order_that_makes_no_sense_is_refused(changes: dict[str, str], words: str) -> None:

@@ -24,6 +24,7 @@ CONTEXT = MicroBatchShape(tokens=3)
 FRESH = MicroBatchShape(tokens=5, fresh=True)
 LAYOUTS = {
     "link": small_layout(experts=5, near=2, host=4),
+    "parts": small_layout(experts=3, near=1, host=3, in_parts=True),
     "no link": small_layout(discrete=False, near=2),
     "nothing streamed": small_layout(near=8),
     "device attends": small_layout(experts=3, near=1, host=3, attention_device="gpu"),
