@@ -106,7 +106,7 @@ class Batcher:
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._waiting: deque[Generation] = deque()
         self._alive: dict[Generation, None] = {}
-        self._places = list(range(policy.batch_size - 1, -1, -1))
+        self._places = list(range(pass_tokens(policy) - 1, -1, -1))  # N may grow: every one alive rides in a pass
 
     def add(self, generations: Iterable[Generation]) -> None:
         """Queue more work, served in this order."""

@@ -132,10 +132,10 @@ class PassRunner:
                 most_rows=policy.micro_batch_tokens,
             ),
             start_page=self._reader.start,
-            pool=torch.zeros(policy.batch_size, dtype=torch.int64, device=machine.device),
+            pool=torch.zeros(tokens, dtype=torch.int64, device=machine.device),
         )
         # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
-        room = torch.empty((3, policy.batch_size), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
+        room = torch.empty((3, tokens), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
         self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
