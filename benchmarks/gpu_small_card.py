@@ -179,7 +179,13 @@ class Card:
         n, timelines, began = engine.policy.batch_size, list[Timeline](), time.perf_counter()
         ends: list[float] = []
         requests = mtbench_requests(n, STEADY_PASSES + 6, engine.profile.vocab_size)
-        for _ in engine.run(requests, trace=timelines, on_pass=lambda: ends.append(time.perf_counter())):
+
+        def on_pass() -> None:
+            ends.append(time.perf_counter())
+            if engine.timeline is not None:
+                timelines.append(engine.timeline)
+
+        for _ in engine.run(requests, on_pass=on_pass):
             pass
         last = timelines[-STEADY_PASSES - 1 : -1]  # the very last pass fetches for nobody
         seconds = last[-1].end_s - last[0].start_s

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import Policy
+from moelight.core.policy import PROMPT_MICRO_BATCHES, Policy
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import job_s
@@ -42,6 +42,8 @@ class Sampled:
     computed: Any
     blocks: Any
     kv_block_size: int = KV_BLOCK_SIZE
+    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
+    look_ahead: int = 2
 
     @property
     def attention_device(self) -> str:

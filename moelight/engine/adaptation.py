@@ -38,6 +38,7 @@ class Adapting:
         self._busy_s: Mapping[Lane, float] = {}
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
         self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
+        self._blocks_each = 0.0
         self._lengths = _Lengths(())
 
     def begin(self, generations: Sequence[Generation], busy_s: Mapping[Lane, float]) -> None:
@@ -58,6 +59,8 @@ class Adapting:
         self._lengths.end(finished)
         lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
         self._adapter.observe(passed(loads, seconds, lanes))
+        if alive := len(self._batcher.alive):  # none where all of a batch end together
+            self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / alive
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
         if self._due():
@@ -71,19 +74,23 @@ class Adapting:
         return enough and self._spent_s + self._look_s <= SHARE * self._all_s
 
     def _look(self) -> None:
-        pool, alive = self._passes.pool, len(self._batcher.alive)
-        held = pool.blocks - pool.free
         rest = Rest(
             waiting=self._batcher.waiting,
             prompt_len=self._lengths.prompt,
             gen_len=self._lengths.answer,
-            most_alive=pool.blocks * alive // held if held else self._adapter.policy.batch_size,
+            most_alive=self._most_alive(),
         )
         change = self._adapter.look(rest, after_pass=self._passed)
         if change is not None:
             self._passes.policy = self._batcher.policy = self._adapter.policy
             self.changes.append(change)
             _log.info("after pass %d: %s", change.after_pass, change.reason)
+
+    def _most_alive(self) -> int:
+        """Sequences that the cache holds, if others need as many blocks as those that are alive."""
+        if not self._blocks_each:
+            return self._adapter.policy.batch_size
+        return int(self._passes.pool.blocks / self._blocks_each)
 
 
 def adapting_for(

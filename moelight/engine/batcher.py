@@ -106,7 +106,7 @@ class Batcher:
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._waiting: deque[Generation] = deque()
         self._alive: dict[Generation, None] = {}
-        self._places = list(range(pass_tokens(policy) - 1, -1, -1))  # N may grow: every one alive rides in a pass
+        self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, generations: Iterable[Generation]) -> None:
         """Queue more work, served in this order."""
@@ -249,6 +249,12 @@ class Batcher:
     def _load(self, pieces: list[Piece]) -> Load:
         fresh = self._discrete and all(piece.start == 0 for piece in pieces)
         return Load(pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), fresh=fresh)
+
+
+def places(policy: Policy, blocks: int) -> int:
+    """Sequences that can be alive at a time under any policy of the allocation of this one: each brings a token to a
+    pass, and holds one of the ``blocks`` of the cache."""
+    return min(int(pass_tokens(policy)), blocks)
 
 
 def partition(

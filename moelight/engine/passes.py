@@ -19,7 +19,7 @@ from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.engine.batcher import Load, Piece
+from moelight.engine.batcher import Load, Piece, places
 from moelight.engine.source import Source
 from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_tokens, kv_device_blocks, pass_tokens
@@ -98,6 +98,7 @@ class PassRunner:
         announced = footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
         arenas = allocate_for(machine, announced, pinned_homes=self._layout.pinned_homes)
         tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
+        alive = places(policy, self.pool.blocks)
         self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
         self._crossing: CrossingArena | None = None
         if "crossing" in arenas:
@@ -132,10 +133,10 @@ class PassRunner:
                 most_rows=policy.micro_batch_tokens,
             ),
             start_page=self._reader.start,
-            pool=torch.zeros(tokens, dtype=torch.int64, device=machine.device),
+            pool=torch.zeros(alive, dtype=torch.int64, device=machine.device),
         )
         # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
-        room = torch.empty((3, tokens), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
+        room = torch.empty((3, alive), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
         self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:

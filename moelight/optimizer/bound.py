@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import PROMPT_MICRO_BATCHES
 from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
 from moelight.hrm.job import bounding_passes
@@ -204,7 +203,7 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     """Seconds that no policy of each box undercuts; infinite where none fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
     smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few)
-    riding = (PROMPT_MICRO_BATCHES * few, PROMPT_MICRO_BATCHES * many)
+    riding = (smallest.prompt_micro_batches * few, smallest.prompt_micro_batches * many)
     kinds = bounding_passes(problem.workload, (boxes.n0, boxes.n1), riding)
     room = _most_room(problem, smallest, boxes, many)
     filled = fill(

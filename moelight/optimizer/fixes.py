@@ -11,7 +11,7 @@ from itertools import combinations
 
 from moelight.core.dtypes import DTYPES
 from moelight.core.errors import ConfigError, did_you_mean
-from moelight.core.policy import FFN_DEVICES, HOST_PAGES, KV_BLOCK_SIZES, PROCESSORS
+from moelight.core.policy import ADMISSIONS, FFN_DEVICES, HOST_PAGES, KV_BLOCK_SIZES, PROCESSORS
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
@@ -19,7 +19,16 @@ from moelight.scheduler.needs import misfit
 Fixed = str | int | float
 
 SHORT = {"attention": "attention_device", "ffn": "ffn_device"}
-_COUNTS = ("batch_size", "micro_batch_size", "num_micro_batches", "micro_batch_tokens", "kv_tokens", "kv_block_size")
+_COUNTS = (
+    "batch_size",
+    "micro_batch_size",
+    "num_micro_batches",
+    "micro_batch_tokens",
+    "prompt_micro_batches",
+    "kv_tokens",
+    "kv_block_size",
+    "look_ahead",
+)
 _SHARES = ("weights.device", "weights.host", "weights.disk", "cpu_experts", "kv.device", "kv.host")
 _WORDS = {
     "attention_device": PROCESSORS,
@@ -28,6 +37,7 @@ _WORDS = {
     "kv_dtype": tuple(DTYPES),
     "schedule": SCHEDULES.names(),
     "host_pages": HOST_PAGES,
+    "admission": ADMISSIONS,
 }
 KEYS = (*_COUNTS, *_WORDS, *_SHARES)
 _SLACK = 1e-9

@@ -126,6 +126,7 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "weight_dtype": policy.weight_dtype,
         "kv_dtype": policy.kv_dtype,
         "schedule": policy.schedule,
+        "prompt_micro_batches": policy.prompt_micro_batches,
         "look_ahead": policy.look_ahead,
         "admission": policy.admission,
         "host_pages": policy.host_pages,

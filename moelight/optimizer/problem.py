@@ -6,7 +6,7 @@ Refuses to know what anything costs (``hrm``) and how the best is found (``searc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -138,6 +138,8 @@ class Cells:
     micro_batch_tokens: Any
     kv_tokens: Any
     kv_block_size: int
+    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
+    look_ahead: int = LOOK_AHEAD
 
     @property
     def attention_device(self) -> str:
@@ -159,28 +161,11 @@ class Cells:
         """Whether a GPU takes part."""
         return self.setting.acts.discrete
 
-    @property
-    def prompt_micro_batches(self) -> int:
-        """Not searched."""
-        return PROMPT_MICRO_BATCHES
-
-    @property
-    def look_ahead(self) -> int:
-        """Not searched."""
-        return LOOK_AHEAD
-
     def at(self, index: Any) -> Cells:
         """The candidates that ``index`` picks."""
         arrays = (self.batch_size, self.micro_batch_size, self.micro_batch_tokens, self.kv_tokens)
         n, mu, tokens, kv = (np.asarray(array)[index] for array in arrays)
-        return Cells(
-            setting=self.setting,
-            batch_size=n,
-            micro_batch_size=mu,
-            micro_batch_tokens=tokens,
-            kv_tokens=kv,
-            kv_block_size=self.kv_block_size,
-        )
+        return replace(self, batch_size=n, micro_batch_size=mu, micro_batch_tokens=tokens, kv_tokens=kv)
 
 
 def settings(problem: Problem) -> Iterator[Setting]:
@@ -236,6 +221,8 @@ def cells(problem: Problem, setting: Setting, batch_size: Any, micro_batch_size:
         micro_batch_tokens=prompt_tokens,
         kv_tokens=kv_tokens(problem, batch_size),
         kv_block_size=problem.block_size,
+        prompt_micro_batches=problem.count("prompt_micro_batches") or PROMPT_MICRO_BATCHES,
+        look_ahead=problem.count("look_ahead") or LOOK_AHEAD,
     )
 
 

@@ -152,9 +152,7 @@ def _joined(parts: list[Choices]) -> Choices:
     first = parts[0].cells
     names = ("computed", "device_kv", "resident", "spilled")
     wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
-    return Choices(
-        cells=Cells(setting=first.setting, kv_block_size=first.kv_block_size, **arrays), wanted=Wanted(**wanted)
-    )
+    return Choices(cells=replace(first, **arrays), wanted=Wanted(**wanted))
 
 
 def _closer(problem: Problem, leaders: _Leaders, step: float) -> _Leaders:

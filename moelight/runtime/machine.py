@@ -118,7 +118,7 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
-def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool) -> dict[str, Tensor]:
+def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool = False) -> dict[str, Tensor]:
     """The arenas of ``footprint`` (`memory.arena.allocate`), those in host memory on the NUMA nodes that suit a run."""
     plug = plug_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")

@@ -79,6 +79,7 @@ def check_stats(stats: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "lanes",
         "binding",
         "counts",
+        "adaptations",
     }
     assert stats["completion_tokens"] == sum(row["usage"]["completion_tokens"] for row in rows)
     assert stats["prompt_tokens"] == sum(row["usage"]["prompt_tokens"] for row in rows)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from moelight.core.adaptation import Adaptation
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.stats import Binding, LaneStats, LaneTotals, Stats
@@ -14,6 +15,11 @@ from moelight.observe.stats import Binding, LaneStats, LaneTotals, Stats
 
 def span(lane: Lane, start_s: float, end_s: float, crossed: int = 0) -> Span:
     return Span(task=Task(kind=TaskKind.READ_PAGE, lane=lane, bytes=crossed), start_s=start_s, end_s=end_s)
+
+
+CHANGE = Adaptation(
+    after_pass=9, before={"batch_size": 2}, now={"batch_size": 4}, reason="so it is", predicted_gain=0.5
+)
 
 
 def stats(**changed: object) -> Stats:
@@ -30,6 +36,7 @@ def stats(**changed: object) -> Stats:
         },
         "python_s": 0.1,
         "counts": {"things": 3},
+        "adaptations": (CHANGE,),
     }
     return Stats(**{**values, **changed})  # type: ignore[arg-type]
 
@@ -51,6 +58,9 @@ def test_the_keys_are_those_of_the_stats_file() -> None:
         },
         "binding": {"lane": "cpu", "idle_share": 0.25, "bubbles_s": {"read_page": 0.75, "launch": 0.25}},
         "counts": {"things": 3},
+        "adaptations": [
+            {"pass": 9, "from": {"batch_size": 2}, "to": {"batch_size": 4}, "reason": "so it is", "predicted_gain": 0.5}
+        ],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import Policy, Shares
+from moelight.core.policy import PROMPT_MICRO_BATCHES, Policy, Shares
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import job_s
@@ -43,6 +43,8 @@ class Policies:
     computed: Any
     blocks: Any
     kv_block_size: int = BLOCK
+    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
+    look_ahead: int = 2
 
     @property
     def attention_device(self) -> str:

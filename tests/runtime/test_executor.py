@@ -102,8 +102,9 @@ def test_carried_pages_are_fetched_once_and_counted_where_they_are_used(executor
 
 
 def test_every_span_says_what_it_waited_for_last(executor: Executor) -> None:
-    """In its own pass or, of a page that was fetched ahead, in the one before."""
+    """In its own pass or, of a page that was fetched ahead and of the first task on a lane, in the one before."""
     before: dict[Page, list[str]] = {}
+    ended: set[float] = set()
     for wraps in (True, True, False):
         schedule = build(carried=executor.carried, wraps=wraps)
         timeline = executor.run(schedule, lambda task: lambda: time.sleep(0.0001))
@@ -115,11 +116,14 @@ def test_every_span_says_what_it_waited_for_last(executor: Executor) -> None:
             if task.kind is TaskKind.CARRIED_PAGE:
                 assert task.page is not None and span.waited_for is not None
                 assert span.waited_for.name in before[task.page]
+            elif span.waited_until_s in ended:
+                assert all(spans[dep].end_s < span.waited_until_s for dep in task.deps)
             elif task.deps:
                 assert span.waited_until_s == max(spans[dep].end_s for dep in task.deps)
                 assert span.waited_for in [spans[dep].task for dep in task.deps]
             else:
                 assert (span.waited_for, span.waited_until_s) == (None, FREE)
+        ended = {span.end_s for span in timeline.spans}
         before = {
             page: [schedule.tasks[dep].name for dep in schedule.tasks[position].deps]
             for position in schedule.carried_out
