@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,23 +213,23 @@ def test_no_show_on_a_terminal_is_rows_without_a_bar(tmp_path: Path) -> None:
 
 
 def on_a_terminal(*arguments: str | Path) -> str:
-    """Everything a terminal of 100 columns receives."""
+    """Everything a terminal of 100 columns receives. It is read all the while: one holds little, and then nobody can
+    write to it."""
     ours, theirs = pty.openpty()
-    os.set_blocking(ours, False)
     received = bytearray()
 
     def drain() -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other end is closed
             while piece := os.read(ours, 65536):
                 received.extend(piece)
-        except (BlockingIOError, OSError):
-            return
 
+    reader = threading.Thread(target=drain)
+    reader.start()
     try:
         done = moelight(*arguments, stdout=theirs, stderr=theirs)
-        drain()
     finally:
         os.close(theirs)
+        reader.join()
         os.close(ours)
     assert done.returncode == 0
     return received.decode()
