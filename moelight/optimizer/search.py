@@ -145,7 +145,7 @@ def _as_filled(problem: Problem, choices: Choices) -> Choices:
 def _joined(parts: list[Choices]) -> Choices:
     if len(parts) == 1:
         return parts[0]
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part.cells, name) for part in parts])
         for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens")
     }
