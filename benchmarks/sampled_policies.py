@@ -61,7 +61,7 @@ class Sampled:
         return len(self.batch_size)
 
     def at(self, index: Any) -> Sampled:
-        plain = ("acts", "schedule", "kv_block_size")
+        plain = ("acts", "schedule", "kv_block_size", "prompt_micro_batches", "look_ahead")
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self) if f.name not in plain})
 
     def seconds(self, problem: Problem) -> Any:

@@ -72,7 +72,8 @@ class Played:
             took = (clock.now_s - before_s) * self._noisy(random)
             self.seconds += took
             busy = {str(lane): seconds * self._noisy(random) for lane, seconds in timeline.busy_s().items()}
-            fresh = sum(_advance(batcher, load) for load in loads)
+            batcher.launched(loads)
+            fresh = sum(piece.completes for load in loads for piece in load.pieces)
             self.ends_s.append(self.seconds)
             self.tokens.append(fresh)
             if self.adapter is not None:
@@ -139,15 +140,3 @@ def _priced(load: Carried) -> Load:
         prompt_len=sum(prompts) / max(1, len(prompts)) or 1.0,
         rows=len(load.pieces),
     )
-
-
-def _advance(batcher: Batcher, load: Carried) -> int:
-    """Every piece that completes its sequence gets a token; what is as long as it may be ends."""
-    fresh = 0
-    for piece in load.pieces:
-        completes = piece.completes
-        batcher.advance(piece, 7 if completes else None)
-        fresh += completes
-        if len(piece.generation.generated) == piece.generation.max_tokens:
-            batcher.retire(piece.generation)
-    return fresh
