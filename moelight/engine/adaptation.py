@@ -24,7 +24,7 @@ from moelight.profiles.model import ModelProfile
 
 SHARE = 1 / 2000  # of the time of all passes, that watching and looking may take
 LEAST_S = 1.0
-_FIRST_LOOK_S = 5e-3  # what a look is taken to cost until one was taken
+_FIRST_LOOK_S = 3e-3  # what a look is taken to cost until one was taken
 
 _log = logging.getLogger(__name__)
 
