@@ -1,4 +1,4 @@
-"""How fast a disk is read: as passes read it (through the page cache), past the page cache, and from the page cache.
+"""How fast a disk is read: as passes read it, by blocks past the page cache, and from the page cache.
 
 Knows one scratch file, which has no name from the moment it is open, so that nothing of it outlives the process.
 Refuses to know checkpoints.
@@ -14,14 +14,18 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from moelight.core.errors import ConfigError
 from moelight.core.units import MiB
+from moelight.kernels.reads import FileReader, Part, Ticket
 from moelight.runtime.gauges.timing import Gauge, Reading, Work, reading_of
 
 BLOCK_BYTES = 8 * MiB
@@ -32,6 +36,7 @@ SHARE_OF_FREE = 4  # the scratch file takes at most one part in so many
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
 _APART = 3
+_ON_THEIR_WAY = 4
 _CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed did not come from the disk
 
 
@@ -136,11 +141,12 @@ def cached_reads(scratch: Scratch) -> Gauge:
 
 
 def lane_reads(scratch: Scratch) -> Gauge:
-    """bytes/s of one reader through the page cache when the file is not in it: how the disk lane reads."""
+    """bytes/s of the disk lane: past the page cache where that is possible, pages in the order in which passes want
+    them, several on their way."""
 
     def read(seconds: float) -> Reading:
-        with block_buffer() as block:
-            return _passes(seconds, scratch.size, lambda: _pass(scratch, block), before=scratch.forget)
+        with _Lane(scratch) as lane:
+            return _passes(seconds, scratch.size, lane.read_all, before=scratch.forget)
 
     return read
 
@@ -222,6 +228,41 @@ def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None
     return reading_of(samples, size)
 
 
+class _Lane(AbstractContextManager["_Lane"]):
+    """Reads the scratch file as the disk lane reads pages: into slots that lie in memory otherwise than in the file."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._file = Path(f"/dev/fd/{scratch.buffered}")
+        self._reader = FileReader([self._file])
+        self._slots = [torch.zeros(BLOCK_BYTES + _APART, dtype=torch.uint8)[_APART:] for _ in range(_ON_THEIR_WAY)]
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+    def read_all(self) -> None:
+        """The whole file once."""
+        for _ in self.blocks():
+            pass
+
+    def blocks(self) -> Iterator[int]:
+        """The numbers of blocks as they arrive, of the whole file once."""
+        coming: deque[tuple[int, Ticket]] = deque()
+        for place, number in enumerate(lane_order(self._scratch.blocks)):
+            into = self._slots[place % len(self._slots)]
+            if len(coming) == len(self._slots):
+                yield _arrived(coming)
+            coming.append((number, self._reader.submit([Part(self._file, number * BLOCK_BYTES, into)])))
+        while coming:
+            yield _arrived(coming)
+
+
+def _arrived(coming: deque[tuple[int, Ticket]]) -> int:
+    number, ticket = coming.popleft()
+    ticket.wait()
+    return number
+
+
 @contextlib.contextmanager
 def _reading(scratch: Scratch) -> Iterator[list[int]]:
     """The file is read from the disk over and over by a thread of its own, as the disk lane does; gives the numbers of
@@ -229,13 +270,12 @@ def _reading(scratch: Scratch) -> Iterator[list[int]]:
     enough, blocks = threading.Event(), list[int]()
 
     def read() -> None:
-        with block_buffer() as block:
+        with _Lane(scratch) as lane:
             while not enough.is_set():
                 scratch.forget()
-                for number in lane_order(scratch.blocks):
+                for number in lane.blocks():
                     if enough.is_set():
                         return
-                    scratch.read(number, block)
                     blocks.append(number)
 
     reader = threading.Thread(target=read, name="moelight-scratch-reader", daemon=True)
