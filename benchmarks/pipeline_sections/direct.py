@@ -1,14 +1,18 @@
-"""The roof of a disk: plain direct reads of the same files, several at a time, into memory that is thrown away."""
+"""The roof of a disk: plain direct reads of the same files, several at a time, into memory on huge pages.
+
+On small pages the same reads may come at a third of the rate (1.2 against 3.7 GB/s): no roof.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+
+from reads import ring
 
 THREADS = 4
 BLOCK = 4 << 20
@@ -32,7 +36,7 @@ def direct_rate(files: list[Path], *, threads: int = THREADS, block: int = BLOCK
 
 def _reader(opened: list[int], places: list[tuple[int, int]], ticket: Iterator[int], block: int) -> int:
     """One thread: the next block that nobody has taken, until there is none; bytes read."""
-    memory, total = mmap.mmap(-1, block), 0
+    memory, total = ring(block, huge=True)[:block].numpy().data, 0
     while (number := next(ticket)) < len(places):
         file, offset = places[number]
         total += os.preadv(opened[file], [memory], offset)
