@@ -70,6 +70,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")
     parser.add_argument("--refill-requests", type=int, default=192)
     parser.add_argument("--refill-batch", type=int, default=64, help="N of the refill section")
+    parser.add_argument(
+        "--refill-share", type=float, help="budget of the refill section over the weights; else resident"
+    )
     parser.add_argument("--long-requests", type=int, default=2000)
     parser.add_argument("--long-share", type=float, default=0.6, help="budget of the long section over the weights")
     add_places(parser)

@@ -1,6 +1,7 @@
 """Continuous refill with riding prompts, against static batches with a prefill of their own, on the same policy.
 
-Lengths are ragged: that is what a static batch waits for. Both are loaded together and take turns. The roof is the
+Lengths are ragged: that is what a static batch waits for. Where weights stream (``--refill-share``, the budget over the
+weights), every pass that it waits brings them once more. Both are loaded together and take turns. The roof is the
 least time: prompts at the product rate, and as few full decode passes as the new tokens need.
 """
 
@@ -22,7 +23,7 @@ ADMISSIONS = ("refill", "static")
 
 def run(setting: Setting) -> dict[str, Any]:
     """Every resident model."""
-    count, batch = setting.options["refill_requests"], setting.options["refill_batch"]
+    count, batch, share = (setting.options[f"refill_{name}"] for name in ("requests", "batch", "share"))
     draw = np.random.default_rng(0)
     lengths, new = (draw.integers(low, high + 1, count).tolist() for low, high in (PROMPTS, NEW))
     rows = []
@@ -31,7 +32,9 @@ def run(setting: Setting) -> dict[str, Any]:
         work = random_work(model, lengths, new, [count], setting.threads)
         roofs.read_seconds_per_byte()
         roofs.seconds_per_flop()
-        options = {"batch_size": batch, "watch": True}
+        options: dict[str, Any] = {"batch_size": batch, "watch": True}
+        if share is not None:
+            options["host_memory"] = int(share * sum(path.stat().st_size for path in model.glob("*.safetensors")))
         with (
             started("moelight-refill", setting, work, admission="refill", **options) as refill,
             started("moelight-static", setting, work, admission="static", **options) as static,
@@ -45,7 +48,14 @@ def run(setting: Setting) -> dict[str, Any]:
         rows.append(
             _row(model.name, turns, work.tokens(count), bound_s(work, count, roof, alive=batch)) | {"roof": roof}
         )
-    result = {"requests": count, "batch_size": batch, "prompts": PROMPTS, "new_tokens": NEW, "rows": rows}
+    result = {
+        "requests": count,
+        "batch_size": batch,
+        "share": share,
+        "prompts": PROMPTS,
+        "new_tokens": NEW,
+        "rows": rows,
+    }
     print_table(result)
     return result
 

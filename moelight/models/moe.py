@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
+_IDLE = (None, None)  # an expert without rows: lending its weights to a kernel takes as long as a busy one's
 
 
 class Experts(tuple[ExpertWeights | None, ...]):
@@ -98,9 +100,11 @@ def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Wo
         ids = place[ids.long()]
     by_expert = cpu_sort_by_expert(ids, len(mine) + 1)
     offsets = by_expert.offsets[: len(mine) + 1]
-    count = int(offsets[-1])
+    cuts = offsets.tolist()
+    count = cuts[-1]
+    busy = [expert if first < last else _IDLE for expert, (first, last) in zip(mine, pairwise(cuts), strict=True)]
     rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=space.rows[:count])
-    cpu_expert_ffn(rows, [gate_up for gate_up, _ in mine], [down for _, down in mine], offsets, out=rows)
+    cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
     position = by_expert.position
     if count < position.numel():
         position = torch.where(position < count, position, -1)
