@@ -44,8 +44,8 @@ class Operations:
     """The work of every task of one engine: its decoder, its pages, ``attention`` (a table of acts), ``mixing``, and,
     beside the decoder, the ``pool`` int64 [N and more] of the newest token of every living sequence.
 
-    Tokens are put there and taken from there on the lane that computes, in the order of
-    passes, so a pass can be launched before the host has seen the tokens of the one before.
+    Tokens are put there and taken from there on the lane that computes, in the order of passes, so a pass can be
+    launched before the host has seen the tokens of the one before.
     """
 
     def __init__(
