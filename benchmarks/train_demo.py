@@ -6,6 +6,7 @@ about 45 minutes on one CPU core; the best checkpoint so far is on disk from the
 
     python benchmarks/train_demo.py                   # train, write, measure
     python benchmarks/train_demo.py --measure-only    # measure what is already written
+    python benchmarks/train_demo.py --shape many --steps 2600 --out benchmarks/models/many   # 64 experts, top 8
 
 The text of a problem is ``prompt + answer + <eos>``. A prompt ends in ``=`` without a space and its answer begins with
 one: ``add 12 and 305 =`` is answered by `` 317``. Loss falls on answer and ``<eos>`` only. Both sides of the split ask
@@ -72,6 +73,11 @@ CONFIG: dict[str, object] = {
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": len(SPECIALS) + 95,
+}
+# What a shape has otherwise. Both compute as much for a token.
+SHAPES: dict[str, dict[str, object]] = {
+    "demo": {},
+    "many": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 32},
 }
 
 
@@ -197,11 +203,11 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_static_files(folder: Path, tokenizer: Tokenizer) -> None:
+def write_static_files(folder: Path, tokenizer: Tokenizer, shape: str) -> None:
     """Everything of the checkpoint but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "config.json", CONFIG | SHAPES[shape])
     write_json(folder / "generation_config.json", {"do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD})
     described: dict[str, object] = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIALS, strict=True))
     described |= {
@@ -300,7 +306,7 @@ def train(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     set, say they are the best so far."""
     watched = held_out_problems(options.seed + 1, options.per_task)
     torch.manual_seed(options.seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(CONFIG | SHAPES[options.shape])))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": gains, "weight_decay": 0.0}]
@@ -375,6 +381,7 @@ def measure(folder: Path, tokenizer: Tokenizer, problems: list[Problem]) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "moelight" / "demo", help="folder of the checkpoint")
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="demo: 8 experts, top 2; many: 64, top 8")
     parser.add_argument("--held-out", type=Path, default=ROOT / "tests" / "demo" / "heldout.jsonl")
     parser.add_argument("--steps", type=int, default=4400)
     parser.add_argument("--batch", type=int, default=256, help="problems a step")
@@ -390,7 +397,7 @@ def main() -> None:
     tokenizer, problems = make_tokenizer(), held_out_problems(options.seed, options.per_task)
     result: dict[str, object] = {}
     if not options.measure_only:
-        write_static_files(options.out, tokenizer)
+        write_static_files(options.out, tokenizer, options.shape)
         write_held_out(options.held_out, problems)
         result["train_s"] = round(train(options, tokenizer))
     print(json.dumps(result | measure(options.out, tokenizer, problems)))

@@ -1,0 +1,171 @@
+"""An expert policy as a value: which experts stay, which are fetched ahead, where a missing one is computed.
+
+The fields are those of the ``.moe`` language; ``lang`` turns text into these objects and back. Values are within the
+language's rules when they come from there; whoever builds them by hand may ask `lang.check.check_policy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moelight.core.errors import ConfigError
+from moelight.core.units import format_bytes
+
+EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold")
+# `fallback` is the language's word for lfu | lru.
+FALLBACK = ("lfu", "lru")
+STRATEGIES = ("none", "affinity", "history", "lookahead", "previous", "frequency", "next_router")
+MODES = ("gpu_only", "cpu_fallback", "hybrid")
+ALLOCATIONS = ("uniform", "entropy")
+METRICS = ("hit_rate", "eviction_rate")
+CAPACITY_UNITS = ("slots", "percent", "bytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """How many experts have room: ``value`` slots, percent of all experts, or bytes."""
+
+    value: float
+    unit: str = "slots"
+
+    def slots(self, experts: int, page_bytes: int | None) -> int:
+        """Of a model of ``experts`` experts in all, each of ``page_bytes``; at most all of them.
+
+        Raises:
+            ConfigError: bytes are asked for and nobody said how large an expert is, or not one fits.
+        """
+        if self.unit == "slots":
+            return min(int(self.value), experts)
+        if self.unit == "percent":
+            return max(1, min(int(experts * self.value / 100.0), experts))
+        if not page_bytes:
+            raise ConfigError(f"capacity {self}: how many experts that is depends on the model; name one")
+        found = min(int(self.value // page_bytes), experts)
+        if found < 1:
+            raise ConfigError(f"capacity {self} holds no expert of {format_bytes(page_bytes)}; allow more")
+        return found
+
+    def __str__(self) -> str:
+        if self.unit == "bytes":
+            return format_bytes(int(self.value))
+        return f"{self.value:g}%" if self.unit == "percent" else f"{self.value:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheRules:
+    """Block ``cache``.
+
+    Attributes:
+        eviction: one of `EVICTIONS`, or two: what the first gives up, the second keeps for a while.
+        pin: experts that never leave, in every layer, as far as there is room.
+        frequency_decay, freq_threshold, freq_window, score_ema_alpha: what ``lfu``, ``frequency_threshold`` and
+            ``score`` go by.
+        memory_threshold, memory_headroom: shares of ``memory_budget_gb``; above the first, experts leave until the
+            second (None: never). ``expert_size_gb``: of one expert, for this alone.
+        ttl: accesses after which an expert that nobody asked for leaves (None: never).
+        warm_pin: accesses after which the busiest residents are pinned (None: never).
+        profile: a file of counts to begin with.
+    """
+
+    capacity: Capacity
+    eviction: tuple[str, ...] = ("lru",)
+    pin: tuple[int, ...] = ()
+    frequency_decay: float = 0.95
+    freq_threshold: float = 0.05
+    freq_window: int = 100
+    score_ema_alpha: float = 0.3
+    memory_threshold: float | None = None
+    memory_headroom: float = 0.7
+    memory_budget_gb: float = 16.0
+    expert_size_gb: float = 1.2
+    ttl: int | None = None
+    warm_pin: int | None = None
+    profile: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchRules:
+    """Block ``prefetch``: ``strategy`` guesses at most ``budget`` experts of a layer to come."""
+
+    strategy: str = "none"
+    lookahead: int = 1
+    budget: int = 4
+    affinity_threshold: float = 0.3
+    history_window: int = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleRules:
+    """Block ``schedule``: where a missing expert is computed. ``offload_threshold_ms``: in ``hybrid``, fetches that
+    take longer may be computed where the expert lies, if that is estimated to be sooner."""
+
+    mode: str = "gpu_only"
+    offload_threshold_ms: float = 50.0
+    overlap: bool = True
+    priority_routing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitorRules:
+    """Block ``monitor``: figures over the last ``window`` accesses, noted every ``log_interval`` accesses."""
+
+    metrics: tuple[str, ...] = ("hit_rate",)
+    window: int = 100
+    log_interval: int = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerLayerRules:
+    """Block ``per_layer``: every layer has a budget of its own; together ``total_budget`` slots (None: layers x
+    ``cache.capacity``)."""
+
+    allocation: str = "entropy"
+    entropy_window: int = 200
+    min_capacity: int = 2
+    max_capacity: int = 64
+    rebalance_interval: int = 500
+    total_budget: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """What a rule does: ``set`` a key to ``value``, ``trigger`` something, or ``rebalance`` the layers' budgets.
+
+    ``value`` is a `Capacity` for ``capacity``, the tuple of `CacheRules` for ``eviction``, a word or a number else.
+    """
+
+    kind: str
+    name: str
+    value: Capacity | tuple[str, ...] | str | float | int | None = None
+
+
+ACTION_KEYS = ("eviction", "capacity", "frequency_decay", "prefetch_strategy", "prefetch_budget", "schedule_mode")
+TRIGGERS = ("memory_pressure",)
+OPERATORS = ("<", ">", "<=", ">=", "!=")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptRule:
+    """``when metric op threshold for accesses``: once the condition has held over so many accesses in a row, do
+    ``action``, and not again before ``cooldown`` accesses. ``conditional``: written as ``key = A : B when ...``."""
+
+    metric: str
+    op: str
+    threshold: float
+    action: Action
+    accesses: int = 1
+    cooldown: int = 50
+    conditional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPolicy:
+    """One policy of a ``.moe`` file. ``per_layer`` None: one cache shared by all layers."""
+
+    name: str
+    cache: CacheRules
+    prefetch: PrefetchRules = field(default_factory=PrefetchRules)
+    schedule: ScheduleRules = field(default_factory=ScheduleRules)
+    monitor: MonitorRules | None = None
+    per_layer: PerLayerRules | None = None
+    adapt: tuple[AdaptRule, ...] = ()
