@@ -57,6 +57,7 @@ class Policy:
         host_pages: how experts at home in host memory come to the link: ``pinned`` (from their home, which is locked),
             ``staged`` (copied into pinned memory first), or ``auto``: planned as staged, and pinned where the machine
             locks memory in place.
+        host_copies: experts at home on the device have a copy in host memory, so that others may take their places.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Policy:
     look_ahead: int = 2
     admission: str = "refill"
     host_pages: str = "auto"
+    host_copies: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches"):

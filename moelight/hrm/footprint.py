@@ -14,6 +14,7 @@ import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
+from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm import costs
 from moelight.hrm.placement import Placement, place
@@ -153,9 +154,14 @@ def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
     near = placement.near
     slots = [("experts", near, len(placement.resident)), ("ring", near, ring_slots(placement))]
     if near == "device":
-        slots.append(("host_experts", "host", len(placement.on("host"))))
+        slots.append(("host_experts", "host", len(far_pages(placement))))
         slots.append(("pinned_ring", "host", pinned_slots(placement)))
     return tuple(slots)
+
+
+def far_pages(placement: Placement) -> tuple[Page, ...]:
+    """What host memory across the link holds, in order: the pages at home there, and copies of those that are near."""
+    return (*placement.on("host"), *(placement.resident if placement.host_copies else ()))
 
 
 def ring_slots(placement: Placement) -> int:
