@@ -31,6 +31,10 @@ class Arriving(Protocol):
         """Return when it is there; raise what went wrong."""
         ...
 
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
 
 StartPage = Callable[[Page, Tensor, int], Arriving | None]  # the bytes of a page from the last argument on
 ExpertWeights = tuple[Tensor, Tensor]
@@ -111,6 +115,13 @@ class PageStore:
         """Bytes of a part's slot in the ring or in pinned memory, named relative to the stream's ``position``."""
         ring = self._slots[buffer.space]
         return ring[(position + buffer.index) % len(ring)]
+
+    def swap(self, slot: int, ring: int) -> None:
+        """Let the page that is in page ``ring`` of the ring be near, in ``slot``: the two exchange their memory."""
+        for near, passing in ((self.near_pages, self.ring_pages), (self.near_views, self.ring_views)):
+            near[slot], passing[ring] = passing[ring], near[slot]  # type: ignore[index, assignment]
+        page, each = self.ring_pages[ring], len(self._parts)
+        self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
 
     def ring_page(self, k: int, position: int) -> int:
         """The page of the ring in which page k of the stream lies, counted from ``position``."""
