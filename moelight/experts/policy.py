@@ -176,5 +176,6 @@ DEFAULT_POLICY = ExpertPolicy(
     name="default",
     cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("lru",)),
     prefetch=PrefetchRules(strategy="next_router"),
+    schedule=ScheduleRules(mode="hybrid", offload_threshold_ms=1e-3),
     per_layer=PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=4096),
 )

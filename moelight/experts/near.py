@@ -46,6 +46,7 @@ class Residency:
     Attributes:
         table: int32 [layers, experts], the near slot of each expert or -1.
         version: a number that changes with it.
+        learns: residents make way for others.
         profile: how often each expert was chosen, and what else is worth knowing another time.
         schedule_mode: where missing experts are computed, as the policy or one of its rules has it.
     """
@@ -73,7 +74,7 @@ class Residency:
         self.cache = ExpertCache.of(
             _within(policy, max(1, len(resident))), num_layers=len(self._layers), num_experts=model.num_experts
         )
-        self.schedule_mode, self._learns = policy.schedule.mode, learns
+        self.schedule_mode, self.learns = policy.schedule.mode, learns
         self._monitor = Monitor(policy.monitor)
         control = Control(self.cache, self.prefetcher, self, policy.cache, model.page_bytes)
         self._adapting = Adapting(policy.adapt if learns else (), control, self._monitor)
@@ -87,7 +88,7 @@ class Residency:
     @property
     def ahead(self) -> bool:
         """Whether anything is guessed at all."""
-        return self._learns and self.prefetcher.rules.strategy != "none"
+        return self.learns and self.prefetcher.rules.strategy != "none"
 
     @property
     def foresees(self) -> bool:
@@ -109,7 +110,7 @@ class Residency:
             away = np.isin(ids, list(leave))
             self._count(row, self.cache.access(row, ids[away].reshape(-1, 1), admit=False))
             ids, weights = ids[~away].reshape(-1, 1), weights[~away].reshape(-1, 1)
-        found = self.cache.access(row, ids, weights, admit=self._learns)
+        found = self.cache.access(row, ids, weights, admit=self.learns)
         self._count(row, found, weights, ids)
         self._follow()
         return found
