@@ -15,6 +15,7 @@ from moelight.experts.access import Access, IntArray, Prefetch
 from moelight.experts.batches import flat_ids, mass_of
 from moelight.experts.eviction import Eviction, EvictionRules
 from moelight.experts.policy import ExpertPolicy
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.residents import Residents
 from moelight.experts.triggers import MemoryPressure
 
@@ -28,7 +29,7 @@ class ExpertCache(Residents):
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
         rules: the numbers evictions go by.
-        predictor: told of every batch, or None.
+        predictor: a name of `STRATEGIES` or a `Prefetcher`; told of every batch, asked by `prefetch_ahead`.
         per_layer: each layer has a budget of its own, together ``capacity``.
         pins: experts that are to stay, in every layer, as far as there is room (`preload`).
         ttl: accesses after which an expert that had none leaves.
@@ -60,7 +61,7 @@ class ExpertCache(Residents):
         counts = np.bincount(flat, minlength=self.num_experts)
         pool, base = self._pools[layer], layer * self.num_experts
         mass = None
-        if scores is not None and (pool.uses_scores or self.predictor is not None):
+        if scores is not None and (pool.uses_scores or self.predictor.is_on):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = np.flatnonzero(counts)
         if pool.has_begin:
@@ -83,7 +84,7 @@ class ExpertCache(Residents):
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
         self._let_go([pool])
-        if self.predictor is not None:
+        if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
             layer=layer,
@@ -172,6 +173,39 @@ class ExpertCache(Residents):
         self.stats.prefetched += len(found)
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
 
+    def fill(self, keys: IntArray) -> IntArray:
+        """Fill a cache in which are only pins with ``keys`` [n, 2] (layer, expert), the most wanted first, as far as
+        there is room; no access, and no guess. Returns who found room with their slots, int64 [m, 3].
+
+        Raises:
+            ValueError: an expert that there is not, or experts that came in otherwise than as pins.
+        """
+        if len(self) > len(self._pinned):
+            raise ValueError(f"{len(self)} experts are resident; only an empty cache is filled")
+        chosen: dict[int, list[int]] = {}
+        room = {id(pool): pool.capacity - len(pool) for pool in self._distinct}
+        found = []
+        for layer, expert in keys.tolist():
+            key, pool = self._key(layer, expert), self._pools[layer]
+            if self._slot_of[key] < 0 and room[id(pool)] > 0:
+                room[id(pool)] -= 1
+                chosen.setdefault(id(pool), []).append(key)
+                found.append((layer, expert, self._place(key)))
+        for pool in self._distinct:
+            pool.adopt(chosen.get(id(pool), [])[::-1])
+        if self._expiry is not None:
+            self._expiry.touch((key for keys_of in chosen.values() for key in keys_of), self.clock)
+        return np.array(found, np.int64).reshape(-1, 3)
+
+    def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
+        """Now that ``layer`` has been served: bring in what the predictor expects of layers to come, by layer, as
+        `prefetch` does it."""
+        if not self.predictor.is_on:
+            return []
+        guesses = self.predictor.ahead(layer, self._table >= 0)
+        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in guesses]
+        return [(at, brought) for at, brought in found if brought.ids.size]
+
     # ---- made from a policy
 
     @classmethod
@@ -209,6 +243,7 @@ class ExpertCache(Residents):
                 window=rules.freq_window,
                 alpha=rules.score_ema_alpha,
             ),
+            predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
             per_layer=layers,
             pins=rules.pin,
             ttl=rules.ttl,

@@ -111,9 +111,9 @@ class Layered(Eviction):
         return [*self.second.order(), *self.first.order()]
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """The last to leave go to the first, as many as have room there."""
+        """The last to leave go to the first, as many as have room there beside its pins."""
         keys = list(keys)
-        cut = max(0, len(keys) - self.first.capacity)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
         self.second.adopt(keys[:cut])
         self.first.adopt(keys[cut:])
         self._upper.update(keys[cut:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,6 +136,14 @@ class History(Nothing):
             batches.clear()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transitions:
+    """What `Affinity` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
+
+    matrix: Matrix
+    times: Ints
+
+
 class Affinity(Nothing):
     """How likely an expert is after one of the layer before, learned as batches go by.
 
@@ -152,12 +161,13 @@ class Affinity(Nothing):
         self._least = 1.0 - decay
         self._last: tuple[int, Ints, Floats | Ints] | None = None
 
-    def learned(self, matrix: Matrix, times: Ints) -> None:
-        """Go on from ``matrix`` [L, E, E] and ``times`` [L, E], from a saved profile.
+    def learned(self, transitions: Transitions) -> None:
+        """Go on from ``transitions``, of a saved profile.
 
         Raises:
             ConfigError: they are of another model.
         """
+        matrix, times = transitions.matrix, transitions.times
         if matrix.shape != self.matrix.shape or times.shape != self.times.shape:
             raise ConfigError(f"affinity of shape {matrix.shape}; this model needs {self.matrix.shape}")
         self.matrix[...], self.times[...], self._last = matrix, times, None

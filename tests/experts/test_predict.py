@@ -10,7 +10,17 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import STRATEGIES, PrefetchRules
-from moelight.experts.predict import Affinity, Floats, Frequency, History, Ints, NextRouter, Previous, make_predictor
+from moelight.experts.predict import (
+    Affinity,
+    Floats,
+    Frequency,
+    History,
+    Ints,
+    NextRouter,
+    Previous,
+    Transitions,
+    make_predictor,
+)
 
 LAYERS, EXPERTS = 3, 7
 BUDGETS = (0, 1, 3, EXPERTS + 2)
@@ -134,13 +144,13 @@ def test_affinity_goes_on_from_what_was_saved() -> None:
     rows = list(batches(6))
     for row in rows[:60]:
         first.observe(*row)
-    second.learned(first.matrix, first.times)
+    second.learned(Transitions(matrix=first.matrix, times=first.times))
     for row in rows[1:20]:  # layer 1 after the last layer: nothing is learned of that
         first.observe(*row)
         second.observe(*row)
     np.testing.assert_array_equal(first.matrix, second.matrix)
     with pytest.raises(ConfigError, match=r"affinity of shape \(3, 7, 7\)"):
-        Affinity(LAYERS, EXPERTS + 1).learned(first.matrix, first.times)
+        Affinity(LAYERS, EXPERTS + 1).learned(Transitions(matrix=first.matrix, times=first.times))
 
 
 def test_a_hint_is_good_for_one_batch_of_its_layer() -> None:
