@@ -19,6 +19,8 @@ from moelight.experts.prefetch import Prefetcher
 from moelight.experts.residents import Residents
 from moelight.experts.triggers import MemoryPressure
 
+_MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
+
 
 class ExpertCache(Residents):
     """Places for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
@@ -61,7 +63,8 @@ class ExpertCache(Residents):
         counts = np.bincount(flat, minlength=self.num_experts)
         pool, base = self._pools[layer], layer * self.num_experts
         mass = None
-        if scores is not None and (pool.uses_scores or self.predictor.is_on):
+        few = flat.size <= _MANY * self.num_experts
+        if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = np.flatnonzero(counts)
         if pool.has_begin:

@@ -87,7 +87,8 @@ class SlowAffinity:
     def observe(self, layer: int, mass: dict[int, float]) -> None:
         if self.last is not None and (self.last[0] + 1) % LAYERS == layer:
             before = self.last[0]
-            for i in self.last[1]:
+            few = max(len(self.last[1]), len(mass)) <= EXPERTS // 2
+            for i in self.last[1] if few else ():
                 self.times[before, i] += 1
                 rate = max(self.least, 1.0 / self.times[before, i])
                 for j in range(EXPERTS):
@@ -137,6 +138,15 @@ def test_affinity_finds_a_rule_that_others_cannot_see() -> None:
         if predictor.times[0, expert[0]] > 3:
             assert predictor.predict(1, 2).tolist() == [(int(expert[0]) * 3 + 1) % 8]
         predictor.observe(1, (expert * 3 + 1) % 8, one, None)
+
+
+def test_a_batch_that_chose_most_experts_teaches_nothing() -> None:
+    predictor = Affinity(2, 4)
+    chosen = [[0], [1], [0, 1, 2], [2], [0], [1, 2, 3], [0, 1], [1, 3]]
+    for step, ids in enumerate(chosen):
+        predictor.observe(step % 2, np.array(ids), np.ones(len(ids), dtype=np.int64), None)
+    assert predictor.times[0].tolist() == [2, 1, 0, 0]
+    assert predictor.matrix[0].tolist() == [[0, 1, 0, 0.5], [0, 1, 0, 1], [0] * 4, [0] * 4]
 
 
 def test_affinity_goes_on_from_what_was_saved() -> None:
