@@ -218,7 +218,8 @@ class _Chosen(NamedTuple):
 
 class NextRouter(Nothing):
     """What the layer's own router said of the hidden state of the layer before: only somebody above the waterline can
-    compute that, and gives it as a `hint`. A hint is good for one batch."""
+    compute that, and gives it as a `hint`, of those that are sure enough to be worth a page. A hint is good for one
+    batch."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._mass = np.zeros((num_layers, num_experts))
