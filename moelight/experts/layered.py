@@ -16,7 +16,7 @@ def split(capacity: int) -> tuple[int, int]:
 class Layered(Eviction):
     """New keys enter the first; its victims are demoted into the second, a hit there promotes back, and only what the
     second gives up leaves. Where the first takes nobody (all pinned or held, or not frequent enough), the second does.
-    Pinned keys are in the first."""
+    Both are told of all accesses. Pinned keys are in the first."""
 
     def __init__(self, setting: Setting, first: Eviction, second: Eviction) -> None:
         super().__init__(setting)
@@ -55,9 +55,11 @@ class Layered(Eviction):
     def touch(self, key: int, score: float) -> None:
         if key in self._upper:
             self.first.touch(key, score)
+            self.second.note(key)
         elif self.first.admit(key, score):
             self.second.remove(key)
             self._upper.add(key)
+            self.second.note(key)
         else:
             self.second.touch(key, score)
         self._demote()
@@ -70,6 +72,8 @@ class Layered(Eviction):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if self.first.admit(key, score, asked):
             self._upper.add(key)
+            if asked:
+                self.second.note(key)
             self._demote()
             return True
         self._demote()
@@ -111,9 +115,9 @@ class Layered(Eviction):
         return [*self.second.order(), *self.first.order()]
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """The last to leave go to the first, as many as have room there."""
+        """The last to leave go to the first, as many as have room there beside its pins."""
         keys = list(keys)
-        cut = max(0, len(keys) - self.first.capacity)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
         self.second.adopt(keys[:cut])
         self.first.adopt(keys[cut:])
         self._upper.update(keys[cut:])

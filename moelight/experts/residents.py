@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.experts.access import FloatArray, IntArray, Stats
+from moelight.core.errors import ConfigError
+from moelight.experts.access import IntArray, Stats
 from moelight.experts.budgets import Selections, share_out
-from moelight.experts.eviction import Eviction, EvictionRules, Setting, make_eviction
-from moelight.experts.policy import FALLBACK, PerLayerRules
+from moelight.experts.eviction import EVICTIONS, Eviction, EvictionRules, Setting, make_eviction
+from moelight.experts.policy import FALLBACK, PerLayerRules, PrefetchRules
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.triggers import Expiry, MemoryPressure
 
 
-class Predictor(Protocol):
-    """Told of every batch; see `moelight.experts.predict`."""
-
-    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None: ...
-
-
 def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two names."""
+    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
+
+    Raises:
+        ConfigError: an unknown one, or more than two.
+    """
     names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
-    return FALLBACK if names == ("fallback",) else names
+    names = FALLBACK if names == ("fallback",) else names
+    for name in names:
+        EVICTIONS.get(name)
+    if not 1 <= len(names) <= 2:
+        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
+    return names
 
 
 class Residents:
@@ -42,7 +46,7 @@ class Residents:
         num_experts: int,
         eviction: str | Sequence[str] = "slru",
         rules: EvictionRules | None = None,
-        predictor: Predictor | None = None,
+        predictor: str | Prefetcher = "none",
         per_layer: PerLayerRules | None = None,
         pins: Iterable[int] = (),
         ttl: int | None = None,
@@ -55,7 +59,8 @@ class Residents:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.capacity = min(capacity, num_layers * num_experts)
         self.eviction = eviction_names(eviction)
-        self.rules, self.predictor = rules or EvictionRules(), predictor
+        self.rules = rules or EvictionRules()
+        self.predictor = predictor if isinstance(predictor, Prefetcher) else self._prefetcher(predictor)
         self.pressure, self.on_evict = pressure, on_evict
         self.per_layer = per_layer
         self.stats = Stats(num_layers, num_experts)
@@ -81,6 +86,10 @@ class Residents:
         self._distinct: list[Eviction] = []
         self._make_pools()
         self.preload = self._preload(list(pins))
+
+    def _prefetcher(self, strategy: str) -> Prefetcher:
+        rules = PrefetchRules(strategy=strategy)
+        return Prefetcher(rules, num_layers=self.num_layers, num_experts=self.num_experts)
 
     def _make_pools(self) -> None:
         if self.per_layer is None:
@@ -233,6 +242,13 @@ class Residents:
                 self.on_evict(*divmod(key, self.num_experts), slot)
         return np.stack(np.divmod(np.array(left, np.int64), self.num_experts), axis=1)
 
+    def relieve(self) -> IntArray:
+        """Memory is short, whatever its threshold says: experts leave until only its headroom is used. Without
+        `pressure`, nothing happens. Returns who left, int64 [e, 2]."""
+        if self.pressure is not None:
+            self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
+        return self._tell()
+
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
         pools, left = list(self._distinct), 0
@@ -291,12 +307,12 @@ class Residents:
             ConfigError: an unknown eviction.
         """
         names = self.eviction if eviction is None else eviction_names(eviction)
-        self.rules = rules or self.rules
         if names == self.eviction:
+            self.rules = rules or self.rules
             for pool in self._distinct:
                 pool.retune(self.rules)
             return
-        old, self.eviction = self._pools, names
+        old, self.eviction, self.rules = self._pools, names, rules or self.rules
         counts = self.stats.hits + self.stats.misses
         self._frequency[:] = counts.reshape(-1).tolist()
         made: dict[int, Eviction] = {}
