@@ -1,4 +1,4 @@
-"""Real routing: which experts a checkpoint chose for every token, and passes composed of it as the engine composes them.
+"""Real routing: the experts a checkpoint chose for every token, and passes composed of it as the engine does.
 
     python benchmarks/experts_sections/traces.py moelight/demo --task add --batch 4 --out trace.jsonl
 
@@ -142,21 +142,22 @@ class _Notes:
         self.seen["router"].append(out[0])
 
     def _left(self, _module: Any, _given: Any, out: Any) -> None:
-        self.seen["after"].append((out[0] if isinstance(out, tuple) else out).reshape(-1, self.seen["router"][0].shape[1]))
+        self.seen["after"].append(out[0])
 
     def clear(self) -> None:
         self.seen.clear()
 
     def rows(self) -> dict[str, np.ndarray]:
-        """Of the last forward pass. What the hooks note of a guess is noted through them too, so the list is copied."""
+        """Of the last forward pass. Guessing calls norms that are hooked too, so the lists are copied first."""
         seen = {kind: list(values) for kind, values in self.seen.items()}
-        probs = torch.stack([_routed(layer, row) for layer, row in zip(self.layers, seen["router"], strict=True)], dim=1)
+        given = zip(self.layers, seen["router"], strict=True)
+        probs = torch.stack([_routed(layer, row) for layer, row in given], dim=1)
         found = {"probs": probs.numpy(), "ids": probs.topk(self.top_k, dim=-1).indices.numpy().astype(np.uint8)}
         for kind in AHEAD:
             guesses = []
             for layer, row in zip(self.layers[1:], seen[kind][:-1], strict=True):
-                given = row if kind == "router" else layer.post_attention_layernorm(row[None])[0]
-                guesses.append(_routed(layer, given))
+                normed = row if kind == "router" else layer.post_attention_layernorm(row[None])[0]
+                guesses.append(_routed(layer, normed))
             found[kind] = torch.stack(guesses, dim=1).numpy()
         return found
 

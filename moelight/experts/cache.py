@@ -66,6 +66,8 @@ class ExpertCache(Residents):
         if pool.has_begin:
             pool.begin()
             self._drain(pool)
+        if pool.has_visit:
+            pool.visit(base, counts > 0)
         slots_before = self._table[layer, distinct]
         found = slots_before >= 0
         hits, misses = distinct[found], distinct[~found]
