@@ -1,1 +1,1 @@
-"""The sections of `benchmarks/experts.py`."""
+"""The sections of `benchmarks/experts.py`: each measures and returns its figures."""
