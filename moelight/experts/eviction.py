@@ -80,6 +80,10 @@ class Eviction(ABC):
     def visit(self, first: int, used: NDArray[np.bool_]) -> None:  # noqa: B027
         """After `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts] of it."""
 
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:  # noqa: B027
+        """What somebody knows before the first access, of the layer whose lowest key is ``first``: the share of visits
+        that use each expert, float64 [experts]."""
+
     @abstractmethod
     def touch(self, key: int, score: float) -> None:
         """An access found ``key``."""

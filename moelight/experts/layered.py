@@ -52,6 +52,10 @@ class Layered(Eviction):
         self.first.visit(first, used)
         self.second.visit(first, used)
 
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:
+        self.first.expect(first, shares)
+        self.second.expect(first, shares)
+
     def _demote(self) -> None:
         demoted = self.first.gone
         for key in demoted:

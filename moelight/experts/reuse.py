@@ -59,6 +59,8 @@ class Reuse(Eviction):
         return self._count
 
     def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+        if self.capacity >= self.population:
+            return
         start = first - self._first
         self._visited = part = slice(start, start + self._experts)
         layer = start // self._experts
@@ -68,12 +70,24 @@ class Reuse(Eviction):
             self._learn(layer, now - 1.0 / (1.0 + np.exp(-self._chance[part])), logit, last)
         self._visits[layer] += 1
         share += (now - share) * max(1.0 / MEMORY, 1.0 / (self._visits[layer] + 2))
+        last[:] = now
+        self._judge(part, layer)
+
+    def expect(self, first: int, shares: FloatArray) -> None:
+        start = first - self._first
+        part, layer = slice(start, start + self._experts), start // self._experts
+        self._share[part] = np.clip(shares, 0.0, 1.0)
+        self._visits[layer] = MEMORY
+        self._judge(part, layer)
+
+    def _judge(self, part: slice, layer: int) -> None:
+        """The chances of one layer, from its shares and its last visit."""
+        share, logit = self._share[part], self._logit[part]
         # A hundredth away from never and from always, whose logits are infinite.
         np.log((share + 0.01) / (1.01 - share), out=logit)
-        last[:] = now
         bias, of_share, of_last = self._weights[layer]
         np.multiply(logit, of_share, out=self._chance[part])
-        self._chance[part] += of_last * now + bias
+        self._chance[part] += of_last * self._last[part] + bias
         self._queue = self._bar = None
 
     def _learn(self, layer: int, missed: FloatArray, logit: FloatArray, last: FloatArray) -> None:

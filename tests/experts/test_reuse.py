@@ -133,3 +133,17 @@ def test_a_rare_guest_passes_by() -> None:
     assert guest.slots.tolist() == [-1]
     assert cache.contains(0, 1)
     assert cache.stats.bypasses == 1
+
+
+@pytest.mark.parametrize("eviction", ["reuse", "reuse|lru"])
+def test_known_shares_decide_before_anything_was_seen(eviction: str) -> None:
+    cache = ExpertCache(capacity=4, num_layers=2, num_experts=8, eviction=eviction, per_layer=UNIFORM)
+    shares = np.full((2, 8), 0.05)
+    shares[:, 6:] = 0.9
+    cache.expect(shares)
+    for layer in (0, 1):
+        cache.access(layer, [[6, 7]])
+        cache.access(layer, [[0, 1]])
+        assert cache.contains(layer, 6)
+    with pytest.raises(ValueError, match="shares"):
+        cache.expect(shares[0])
