@@ -71,6 +71,8 @@ class ExpertCache(Residents):
         if pool.has_begin:
             pool.begin()
             self._drain(pool)
+        if pool.has_visit:
+            pool.visit(base, counts > 0)
         slots_before = self._table[layer, distinct]
         found = slots_before >= 0
         hits, misses = distinct[found], distinct[~found]
@@ -254,6 +256,19 @@ class ExpertCache(Residents):
             pressure=pressure,
         )
 
+    def expect(self, shares: ArrayLike) -> None:
+        """What a profile says before the first access: the share of a layer's visits that use each expert, [L, E].
+        ``reuse`` goes by it until it has seen enough; no other eviction does.
+
+        Raises:
+            ValueError: another shape.
+        """
+        given = np.asarray(shares, np.float64)
+        if given.shape != self._table.shape:
+            raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(given.shape)}")
+        for layer, row in enumerate(given):
+            self._pools[layer].expect(layer * self.num_experts, row)
+
     # ---- many accesses of one id
 
     def access_each(self, layers: ArrayLike, experts: ArrayLike, scores: ArrayLike | None = None) -> NDArray[np.bool_]:
@@ -269,12 +284,7 @@ class ExpertCache(Residents):
         if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
             raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
         hit = np.zeros(len(at), np.bool_)
-        if (
-            self.pressure is not None
-            or self._expiry is not None
-            or self._selections is not None
-            or self.predictor.is_on
-        ):
+        if each_alone or self.predictor.is_on or self._distinct[0].has_visit:
             for i in range(len(at)):
                 score = None if weights is None else weights[i : i + 1, None]
                 hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
 
-EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold")
+EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "reuse")
 # `fallback` is the language's word for lfu | lru.
 FALLBACK = ("lfu", "lru")
 STRATEGIES = ("none", "affinity", "history", "lookahead", "previous", "frequency", "next_router")

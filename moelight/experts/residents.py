@@ -94,20 +94,27 @@ class Residents:
     def _make_pools(self) -> None:
         if self.per_layer is None:
             keys = [keys for _, keys in self._future]
-            self._pools = [self._make_pool(self.capacity, self._table.size, keys)] * self.num_layers
+            self._pools = [self._make_pool(self.capacity, 0, self.num_layers, keys)] * self.num_layers
             self._distinct = self._pools[:1]
             return
         if self.per_layer.allocation == "entropy":
             self._selections = Selections(self.num_layers, self.num_experts, self.per_layer.entropy_window)
         self._pools = [
-            self._make_pool(int(budget), self.num_experts, [keys for at, keys in self._future if at == layer])
+            self._make_pool(int(budget), layer, 1, [keys for at, keys in self._future if at == layer])
             for layer, budget in enumerate(self._shares(self.capacity))
         ]
         self._distinct = self._pools
 
-    def _make_pool(self, capacity: int, population: int, future: Sequence[Sequence[int]]) -> Eviction:
+    def _make_pool(self, capacity: int, layer: int, layers: int, future: Sequence[Sequence[int]]) -> Eviction:
+        """Of ``layers`` from ``layer`` on."""
         setting = Setting(
-            capacity=capacity, population=population, rules=self.rules, frequency=self._frequency, future=future
+            capacity=capacity,
+            population=layers * self.num_experts,
+            rules=self.rules,
+            frequency=self._frequency,
+            future=future,
+            first=layer * self.num_experts,
+            experts=self.num_experts,
         )
         pool = make_eviction(self.eviction, setting)
         pool.hold(self._leases)
@@ -318,8 +325,8 @@ class Residents:
         made: dict[int, Eviction] = {}
         for layer, pool in enumerate(old):
             if id(pool) not in made:
-                population = self._table.size if self.per_layer is None else self.num_experts
-                fresh = self._make_pool(pool.capacity, population, ())
+                layers = self.num_layers if self.per_layer is None else 1
+                fresh = self._make_pool(pool.capacity, layer, layers, ())
                 pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
                 fresh.adopt([*pool.order(), *pins])
                 for key in pins:
