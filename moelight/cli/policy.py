@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 policy = typer.Typer(name="policy", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 ERRORS, REFUSED = 1, 2
-_Files = Annotated[list[Path], typer.Argument(metavar="FILE.moe...", help="Policy files.")]
+_Files = Annotated[list[Path], typer.Argument(metavar="FILE.moe", help="Policy files.")]
 _File = Annotated[Path, typer.Argument(metavar="FILE.moe", help="A policy file.")]
 
 
@@ -81,9 +81,9 @@ def _print_findings(readings: list[tuple[str, Reading | str]]) -> None:
         if isinstance(reading, str):
             continue
         errors, warnings = errors + len(reading.errors), warnings + len(reading.warnings)
+        lines = reading.lines
         for finding in (*reading.errors, *reading.warnings):
-            typer.echo(shown(finding, file, reading.text))
-            typer.echo()
+            typer.echo(f"{shown(finding, file, lines)}\n")
         if not reading.errors and not reading.warnings:
             names = ", ".join(each.name for each in reading.policies)
             typer.echo(f"{_printable(file)}: {names}: all is well")
@@ -165,9 +165,9 @@ def explain(
     if reading.warnings:
         from moelight.lang.findings import shown
 
+        lines = reading.lines
         for warning in reading.warnings:
-            typer.echo()
-            typer.echo(shown(warning, str(file), reading.text))
+            typer.echo(f"\n{shown(warning, str(file), lines)}")
 
 
 def _sound(file: Path) -> Reading:
