@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moelight.core.errors import ConfigError
+from moelight.experts.cache import ExpertCache
 from moelight.lang.check import read
 from moelight.lang.keys import BLOCKS, KEYS
 from moelight.lang.words import Experts, cached_experts, meanings, memory_words, spread
@@ -34,13 +35,29 @@ def policy(cache: str, rest: str = ""):  # type: ignore[no-untyped-def]
         ("capacity = 3", "per_layer { min_capacity = 1 }", 12),
         ("capacity = 50%", "per_layer { min_capacity = 1 }", 32),
         ("capacity = 3", "per_layer { total_budget = 20 }", 20),
-        ("capacity = 1", "per_layer { min_capacity = 2 }", 8),
-        ("capacity = 64", "per_layer { max_capacity = 4 }", 16),
-        ("capacity = 1", "per_layer { min_capacity = 40 max_capacity = 50 }", 64),
+        ("capacity = 2MiB", "per_layer { min_capacity = 1 }", 8),
+        ("capacity = 400", "per_layer { min_capacity = 40 max_capacity = 50 }", 64),
     ],
 )
 def test_experts_with_room(cache: str, rest: str, count: int) -> None:
     assert cached_experts(policy(cache, rest), MODEL) == count
+
+
+@pytest.mark.parametrize(
+    ("cache", "rest"),
+    [("capacity = 1", "per_layer { min_capacity = 2 }"), ("capacity = 64", "per_layer { max_capacity = 4 }")],
+)
+def test_budgets_that_cannot_be_met(cache: str, rest: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be shared out to 4 layers"):
+        cached_experts(policy(cache, rest), MODEL)
+
+
+def test_experts_with_room_are_those_of_the_cache() -> None:
+    for rest in ("", "per_layer { min_capacity = 1 }", "per_layer { total_budget = 30 }"):
+        for room in ("7", "25%", "6MiB"):
+            asked = policy(f"capacity = {room}", rest)
+            cache = ExpertCache.of(asked, num_layers=4, num_experts=16, page_bytes=1 << 20)
+            assert cache.capacity == cached_experts(asked, MODEL)
 
 
 def test_a_size_without_room_for_one_expert() -> None:
