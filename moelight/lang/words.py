@@ -20,6 +20,7 @@ _EVICTIONS = {
     "lfu": "the expert used least often, older uses counting less",
     "slru": "on trial, the expert used least often; whoever is asked for twice is safe for longer",
     "score": "the expert that the router valued least of late",
+    "reuse": "the expert least likely to be asked for at its layer's next visit, as learned on the way",
     "frequency_threshold": "experts below their share of recent accesses",
 }
 _STRATEGIES = {

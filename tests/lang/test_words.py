@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.cache import ExpertCache
+from moelight.experts.policy import EVICTIONS, MODES, STRATEGIES
 from moelight.lang.check import read
 from moelight.lang.keys import BLOCKS, KEYS
 from moelight.lang.words import Experts, cached_experts, meanings, memory_words, spread
@@ -70,6 +72,17 @@ def test_experts_spread_over_the_memories() -> None:
     tiers = {"device": 1 << 30, "host": 30 << 20, "disk": 1 << 40}
     assert spread(some, MODEL, tiers) == {"device": 16, "host": 30, "disk": 18}
     assert spread(some, MODEL, {"host": 1 << 30, "disk": 1 << 40}) == {"host": 16, "disk": 48}
+
+
+def test_every_word_is_explained_and_in_the_reference() -> None:
+    for key, choices in (("eviction", EVICTIONS), ("strategy", STRATEGIES), ("mode", MODES)):
+        for word in choices:
+            assert f"`{word}`" in REFERENCE
+            told = replace(policy("capacity = 4"), name=key)
+            section = {"eviction": "cache", "strategy": "prefetch", "mode": "schedule"}[key]
+            value = (word,) if key == "eviction" else word
+            told = replace(told, **{section: replace(getattr(told, section), **{key: value})})
+            assert any(meaning.line.endswith(word) and meaning.words for meaning in meanings(told)), word
 
 
 def test_rules_are_told_in_words() -> None:
