@@ -31,6 +31,7 @@ def test_sound_files(tmp_path: Path) -> None:
 
 
 def test_errors_with_line_and_caret(tmp_path: Path) -> None:
+    known = ", ".join((*EVICTIONS, "fallback"))
     path = written(tmp_path / "wrong.moe", WRONG)
     done = moelight_inside("policy", "check", path)
     assert (done.returncode, done.stderr) == (1, "")
