@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moelight.experts.policy import EVICTIONS
 from tests.cli.program import ROOT, moelight, moelight_inside
 from tests.cli.test_startup import without_torch
 
