@@ -70,6 +70,8 @@ class Layered(Eviction):
         self._demote()
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if self._is_crowded() and not self.drop():
+            return False
         if self.first.admit(key, score, asked):
             self._upper.add(key)
             if asked:
@@ -78,6 +80,12 @@ class Layered(Eviction):
             return True
         self._demote()
         return self.second.admit(key, score, asked)
+
+    def _is_crowded(self) -> bool:
+        """All is full though one level is not: the other had to keep more than its share when places were taken."""
+        first, second = self.first, self.second
+        short = len(first) < first.capacity or len(second) < second.capacity
+        return short and len(first) + len(second) >= self.capacity
 
     def enter(self, key: int, score: float) -> None:
         self.first.enter(key, score)
@@ -128,6 +136,7 @@ class Layered(Eviction):
         self.first.resize(first)
         self.second.resize(second)
         self._demote()
+        super().resize(capacity)
 
     def retune(self, rules: EvictionRules) -> None:
         super().retune(rules)

@@ -306,7 +306,7 @@ class Residents:
             for pool in self._distinct:
                 pool.retune(self.rules)
             return
-        old, self.eviction = self._pools, names
+        old, self.eviction = list(self._pools), names
         counts = self.stats.hits + self.stats.misses
         self._frequency[:] = counts.reshape(-1).tolist()
         made: dict[int, Eviction] = {}
@@ -315,10 +315,13 @@ class Residents:
                 population = self._table.size if self.per_layer is None else self.num_experts
                 fresh = self._make_pool(pool.capacity, population, ())
                 pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
-                fresh.adopt([*pool.order(), *pins])
+                residents = [*pool.order(), *pins]
+                fresh.adopt(residents)
+                fresh.hold(residents)  # nobody makes room for a pin
                 for key in pins:
                     if not fresh.pin(key):
                         del self._pinned[key]
+                self._let_go([fresh])
                 made[id(pool)] = fresh
             self._pools[layer] = made[id(pool)]
         self._distinct = list(made.values())
