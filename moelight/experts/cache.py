@@ -63,12 +63,12 @@ class ExpertCache(Residents):
         mass = None
         if scores is not None and (pool.uses_scores or self.predictor is not None):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
-        distinct = np.flatnonzero(counts)
+        distinct = counts.nonzero()[0]
         if pool.has_begin:
             pool.begin()
             self._drain(pool)
-        slots_before = self._table[layer, distinct]
-        found = slots_before >= 0
+        before = self._table[layer][distinct]
+        found = before >= 0
         hits, misses = distinct[found], distinct[~found]
         keys = (distinct + base).tolist()
         held = set(keys)
@@ -76,47 +76,45 @@ class ExpertCache(Residents):
         if pool.uses_frequency:
             for key in keys:
                 self._frequency[key] += 1
-        means = (mass[distinct] / counts[distinct]) if mass is not None and pool.uses_scores else None
-        self._touch(pool, (hits + base).tolist(), None if means is None else means[found].tolist())
-        slots = self._bring(pool, (misses + base).tolist(), None if means is None else means[~found].tolist(), admit)
+        means = mass[distinct] / counts[distinct] if mass is not None and pool.uses_scores else np.ones(len(distinct))
+        self._touch(pool, (hits + base).tolist(), means[found].tolist())
+        slots = self._bring(pool, (misses + base).tolist(), means[~found].tolist(), admit) if len(misses) else []
         self._count(layer, hits, misses, counts)
         self._last_batch = held
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
-        self._let_go([pool])
+        pool.hold(self._leases)
+        pool.settle()
         if self.predictor is not None:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
             layer=layer,
             hits=hits,
-            hit_slots=slots_before[found].astype(np.int64),
+            hit_slots=before[found].astype(np.int64),
             misses=misses,
             slots=np.array(slots, np.int64),
             evictions=self._tell(),
             counts=counts,
         )
 
-    def _touch(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> None:
+    def _touch(self, pool: Eviction, keys: list[int], scores: list[float]) -> None:
         touch = pool.touch
-        if scores is None:
-            for key in keys:
-                touch(key, 1.0)
-        else:
-            for key, score in zip(keys, scores, strict=True):
-                touch(key, score)
+        for key, score in zip(keys, scores, strict=True):
+            touch(key, score)
         if pool.gone:
             self._drain(pool)
 
-    def _bring(self, pool: Eviction, keys: list[int], scores: list[float] | None, admit: bool) -> list[int]:
+    def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
         """The slot of each missing key, -1 for a bypass."""
         slots: list[int] = []
-        for at, key in enumerate(keys):
-            if not admit:
+        bring, gone = pool.admit, pool.gone
+        for key, score in zip(keys, scores, strict=True):
+            if admit:
+                brought = bring(key, score)
+            else:
                 pool.note(key)
                 brought = False
-            else:
-                brought = pool.admit(key, 1.0 if scores is None else scores[at])
-            if pool.gone:
+            if gone:
                 self._drain(pool)
             slots.append(self._place(key) if brought else -1)
         self.stats.bypasses += slots.count(-1)
@@ -124,8 +122,8 @@ class ExpertCache(Residents):
 
     def _count(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
         stats = self.stats
-        stats.hits[layer, hits] += 1
-        stats.misses[layer, misses] += 1
+        stats.hits[layer][hits] += 1
+        stats.misses[layer][misses] += 1
         stats.tokens[layer] += counts
         self.clock += len(hits) + len(misses)
 

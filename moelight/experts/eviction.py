@@ -149,9 +149,10 @@ class Lru(Eviction):
             self._order.move_to_end(key)
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if len(self._order) + len(self._pinned) >= self.capacity and not self.drop():
+        order = self._order
+        if len(order) + len(self._pinned) >= self.capacity and not self.drop():
             return False
-        self._order[key] = None
+        order[key] = None
         return True
 
     def enter(self, key: int, score: float) -> None:
@@ -215,6 +216,32 @@ class Ranked(Eviction):
             heapify(self._heap)
         else:
             heappush(self._heap, entry)
+
+    @abstractmethod
+    def entry_of(self, key: int, score: float) -> Entry:
+        """The rank ``key`` would enter with now."""
+
+    def enter(self, key: int, score: float) -> None:
+        self.push(self.entry_of(key, score))
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if asked:
+            self.note(key)
+        if len(self.rank) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        top = self.lowest()
+        if top is None:
+            return False
+        self.replace(top, self.entry_of(key, score))
+        return True
+
+    def replace(self, top: Entry, entry: Entry) -> None:
+        """`lowest` leaves, a new key takes its place."""
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[entry[2]] = entry
+        self.gone.append(top[2])
 
     def lowest(self) -> Entry | None:
         """The top of the heap: the entry of the next to leave."""
@@ -303,9 +330,9 @@ class Lfu(Ranked):
         else:
             self.rank[key] = (entry[0] + self._one, entry[1], key)
 
-    def enter(self, key: int, score: float) -> None:
+    def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
-        self.push((self._one, self.number, key))
+        return (self._one, self.number, key)
 
     def pin(self, key: int) -> bool:
         count, born, _ = self.rank.pop(key)
@@ -334,9 +361,9 @@ class Score(Ranked):
         else:
             self.rank[key] = (value, entry[1], key)
 
-    def enter(self, key: int, score: float) -> None:
+    def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
-        self.push((score, self.number, key))
+        return (score, self.number, key)
 
 
 EVICTIONS: Registry[type[Eviction]] = Registry(

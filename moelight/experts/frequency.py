@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from moelight.experts.eviction import EvictionRules, Ranked, Setting
+from moelight.experts.eviction import Entry, EvictionRules, Ranked, Setting
 
 
 class FrequencyThreshold(Ranked):
@@ -81,12 +81,13 @@ class FrequencyThreshold(Ranked):
             entry = self.lowest()
             if entry is None or entry[0] > count:
                 return False
-            self.drop()
-        self.enter(key, score)
+            self.replace(entry, (count, self.number, key))
+        else:
+            self.push((count, self.number, key))
         return True
 
-    def enter(self, key: int, score: float) -> None:
-        self.push((self._counts.get(key, 0), self.number, key))
+    def entry_of(self, key: int, score: float) -> Entry:
+        return (self._counts.get(key, 0), self.number, key)
 
     def unpin(self, key: int) -> None:
         _, moment, _ = self.pinned.pop(key)

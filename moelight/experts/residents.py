@@ -41,7 +41,7 @@ class Residents:
     """What `ExpertCache` knows about places; see there for the arguments.
 
     Invariants: `slot_table` and the pools name the same keys; a slot is one key's or free; whoever leaves goes through
-    `_leave`, once, and `_tell` reports it when the public call that made it leave ends.
+    `_drain`, once, and `_tell` reports it when the public call that made it leave ends.
     """
 
     def __init__(
@@ -220,18 +220,24 @@ class Residents:
 
     def _drain(self, pool: Eviction) -> None:
         """Empty the places of all who left ``pool``."""
-        for key in pool.gone:
-            self._leave(key)
-        pool.gone.clear()
-
-    def _leave(self, key: int) -> None:
-        slot = self._slot_of[key]
-        self._slot_of[key] = -1
-        self._free.append(slot)
-        self._left.append(key)
-        self._left_slots.append(slot)
+        gone, slot_of = pool.gone, self._slot_of
+        for key in gone:
+            slot = slot_of[key]
+            slot_of[key] = -1
+            self._free.append(slot)
+            self._left.append(key)
+            self._left_slots.append(slot)
         if self._expiry is not None:
-            self._expiry.forget(key)
+            for key in gone:
+                self._expiry.forget(key)
+        gone.clear()
+
+    def _remove(self, key: int) -> None:
+        """It leaves for a reason that its pool knows nothing of."""
+        pool = self._pools[key // self.num_experts]
+        pool.remove(key)
+        pool.gone.append(key)
+        self._drain(pool)
 
     def _tell(self) -> IntArray:
         """(layer, expert) of all who left, int64 [e, 2], once `on_evict` has heard of them."""
@@ -241,7 +247,10 @@ class Residents:
         if self.on_evict is not None:
             for key, slot in zip(left, slots, strict=True):
                 self.on_evict(*divmod(key, self.num_experts), slot)
-        return np.stack(np.divmod(np.array(left, np.int64), self.num_experts), axis=1)
+        pairs = np.empty((len(left), 2), np.int64)
+        if left:
+            np.divmod(left, self.num_experts, pairs[:, 0], pairs[:, 1])
+        return pairs
 
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
@@ -268,8 +277,7 @@ class Residents:
         if self._expiry is None:
             return
         for key in self._expiry.due(self.clock, self._is_guarded):
-            self._pools[key // self.num_experts].remove(key)
-            self._leave(key)
+            self._remove(key)
             self.stats.expired += 1
 
     def clear(self) -> IntArray:
@@ -283,11 +291,9 @@ class Residents:
             raise ValueError(f"{len(leased)} experts are leased; release them before clear()")
         for pool in self._distinct:
             for key in pool.order():
-                pool.remove(key)
-                self._leave(key)
+                self._remove(key)
         for key in self._pinned:
-            self._pools[key // self.num_experts].remove(key)
-            self._leave(key)
+            self._remove(key)
         self._pinned.clear()
         return self._tell()
 
