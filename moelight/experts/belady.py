@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moelight.experts.eviction import Entry, Ranked, Setting
+from moelight.experts.eviction import Setting
+from moelight.experts.ranked import Entry, Ranked
 
 _NEVER = 1 << 60
 

@@ -7,7 +7,7 @@ The cache decides and counts; it holds no bytes and moves none. Whoever does is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise, repeat
+from itertools import compress, pairwise, repeat
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -105,20 +105,20 @@ class ExpertCache(Residents):
             self._drain(pool)
 
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
-        """The slot of each missing key, -1 for a bypass."""
-        slots: list[int] = []
-        bring, gone = pool.admit, pool.gone
-        for key, score in zip(keys, scores, strict=True):
-            if admit:
-                brought = bring(key, score)
-            else:
+        """The slot of each missing key, -1 for a bypass. Places are given once all who make room have left."""
+        if not admit:
+            for key in keys:
                 pool.note(key)
-                brought = False
-            if gone:
-                self._drain(pool)
-            slots.append(self._place(key) if brought else -1)
-        self.stats.bypasses += slots.count(-1)
-        return slots
+            self._drain(pool)
+            self.stats.bypasses += len(keys)
+            return [-1] * len(keys)
+        brought = list(map(pool.admit, keys, scores))
+        self._drain(pool)
+        if all(brought):
+            return self._place(keys)
+        placed = iter(self._place(list(compress(keys, brought))))
+        self.stats.bypasses += brought.count(False)
+        return [next(placed) if there else -1 for there in brought]
 
     def _count(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
         stats = self.stats
@@ -164,7 +164,7 @@ class ExpertCache(Residents):
             if brought:
                 held.add(key)
                 found.append(int(expert))
-                slots.append(self._place(key))
+                slots += self._place([key])
         self._let_go([pool])
         if self._expiry is not None:
             self._expiry.touch((layer * self.num_experts + expert for expert in found), self.clock)
@@ -249,6 +249,7 @@ class ExpertCache(Residents):
         """The accesses of `access_each` in one pool: which were hits. Counters are left to the caller."""
         touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
         counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
+        left, left_slots = self._left.append, self._left_slots.append
         found: list[bool] = []
         answer = found.append
         for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
@@ -265,13 +266,20 @@ class ExpertCache(Residents):
                     self._drain(pool)
                 continue
             answer(False)
-            brought = admit(key, score)
+            if not admit(key, score):
+                self.stats.bypasses += 1
+            elif len(gone) == 1:  # the usual case of `_drain` and `_place`
+                old = gone.pop()
+                slot_of[key] = slot = slot_of[old]
+                slot_of[old] = -1
+                left(old)
+                left_slots(slot)
+                continue
+            else:
+                self._drain(pool)
+                slot_of[key] = free.pop()
             if gone:
                 self._drain(pool)
-            if brought:
-                slot_of[key] = free.pop()
-            else:
-                self.stats.bypasses += 1
         return found
 
     def _count_each(self, layers: IntArray, keys: IntArray, hit: NDArray[np.bool_]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from moelight.experts.eviction import Entry, EvictionRules, Ranked, Setting
+from moelight.experts.eviction import EvictionRules, Setting
+from moelight.experts.ranked import Entry, Ranked
 
 
 class FrequencyThreshold(Ranked):

@@ -27,6 +27,7 @@ class Layered(Eviction):
         # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
         second.gone = self.gone
         self._upper: set[int] = set()
+        self._second_counts = type(second).note is not Eviction.note  # it makes something of accesses elsewhere
 
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
@@ -53,16 +54,21 @@ class Layered(Eviction):
         demoted.clear()
 
     def touch(self, key: int, score: float) -> None:
+        first, second = self.first, self.second
         if key in self._upper:
-            self.first.touch(key, score)
-            self.second.note(key)
-        elif self.first.admit(key, score):
-            self.second.remove(key)
+            first.touch(key, score)
+        elif first.admit(key, score):
+            second.remove(key)
             self._upper.add(key)
-            self.second.note(key)
         else:
-            self.second.touch(key, score)
-        self._demote()
+            second.touch(key, score)
+            if first.gone:
+                self._demote()
+            return
+        if self._second_counts:
+            second.note(key)
+        if first.gone:
+            self._demote()
 
     def note(self, key: int) -> None:
         self.first.note(key)
@@ -74,18 +80,18 @@ class Layered(Eviction):
             return False
         if self.first.admit(key, score, asked):
             self._upper.add(key)
-            if asked:
+            if asked and self._second_counts:
                 self.second.note(key)
-            self._demote()
+            if self.first.gone:
+                self._demote()
             return True
         self._demote()
         return self.second.admit(key, score, asked)
 
     def _is_crowded(self) -> bool:
         """All is full though one level is not: the other had to keep more than its share when places were taken."""
-        first, second = self.first, self.second
-        short = len(first) < first.capacity or len(second) < second.capacity
-        return short and len(first) + len(second) >= self.capacity
+        first, second = len(self.first), len(self.second)
+        return first + second >= self.capacity and (first < self.first.capacity or second < self.second.capacity)
 
     def enter(self, key: int, score: float) -> None:
         self.first.enter(key, score)

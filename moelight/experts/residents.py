@@ -8,33 +8,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.core.errors import ConfigError
 from moelight.experts.access import FloatArray, IntArray, Stats
 from moelight.experts.budgets import Selections, share_out
-from moelight.experts.eviction import EVICTIONS, Eviction, EvictionRules, Setting, make_eviction
-from moelight.experts.policy import FALLBACK, PerLayerRules
+from moelight.experts.eviction import Eviction, EvictionRules, Setting, eviction_names, make_eviction
+from moelight.experts.policy import PerLayerRules
 from moelight.experts.triggers import Expiry, MemoryPressure
+
+_FEW = 12  # keys up to which a loop over them is faster than numpy
 
 
 class Predictor(Protocol):
     """Told of every batch; see `moelight.experts.predict`."""
 
     def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None: ...
-
-
-def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
-
-    Raises:
-        ConfigError: an unknown one, or more than two.
-    """
-    names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
-    names = FALLBACK if names == ("fallback",) else names
-    for name in names:
-        EVICTIONS.get(name)
-    if not 1 <= len(names) <= 2:
-        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
-    return names
 
 
 class Residents:
@@ -72,8 +58,9 @@ class Residents:
         self.clock = 0
         self._future = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._table = np.full((num_layers, num_experts), -1, np.int32)
-        # The same memory, one item for each key: a tenth of the cost where items are read one by one.
-        self._slot_of = self._table.reshape(-1).data
+        # The same memory by key, and once more as what is faster where items are met one by one.
+        self._flat_table = self._table.reshape(-1)
+        self._slot_of = self._flat_table.data
         self._free: list[int] = list(range(self.capacity))[::-1]
         self._made = self.capacity  # slots that there are or have been
         self._leases: dict[int, int] = {}
@@ -125,7 +112,7 @@ class Residents:
                 pool.enter(key, 1.0)
                 if pool.pin(key):
                     self._pinned[key] = None
-                    found.append((layer, expert, self._place(key)))
+                    found.append((layer, expert, self._place([key])[0]))
                 else:
                     pool.remove(key)
         return tuple(found)
@@ -213,20 +200,36 @@ class Residents:
 
     # ---- leaving
 
-    def _place(self, key: int) -> int:
-        slot = self._free.pop()
-        self._slot_of[key] = slot
-        return slot
+    def _place(self, keys: list[int]) -> list[int]:
+        """Free slots for ``keys``, which are resident from now on."""
+        if not keys:
+            return []
+        slots = self._free[: -len(keys) - 1 : -1]
+        del self._free[-len(keys) :]
+        if len(keys) < _FEW:
+            for key, slot in zip(keys, slots, strict=True):
+                self._slot_of[key] = slot
+        else:
+            self._flat_table[keys] = slots
+        return slots
 
     def _drain(self, pool: Eviction) -> None:
         """Empty the places of all who left ``pool``."""
         gone, slot_of = pool.gone, self._slot_of
-        for key in gone:
-            slot = slot_of[key]
-            slot_of[key] = -1
-            self._free.append(slot)
-            self._left.append(key)
-            self._left_slots.append(slot)
+        if not gone:
+            return
+        if len(gone) < _FEW:
+            for key in gone:
+                slot = slot_of[key]
+                slot_of[key] = -1
+                self._free.append(slot)
+                self._left_slots.append(slot)
+        else:
+            slots = self._flat_table[gone].tolist()
+            self._flat_table[gone] = -1
+            self._free += slots
+            self._left_slots += slots
+        self._left += gone
         if self._expiry is not None:
             for key in gone:
                 self._expiry.forget(key)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from moelight.experts.eviction import Entry, Ranked, Setting
+from moelight.experts.eviction import Setting
+from moelight.experts.ranked import Entry, Ranked
 
 
 class Slru(Ranked):
