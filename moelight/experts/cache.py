@@ -135,7 +135,7 @@ class ExpertCache(Residents):
         if self._expiry is not None:
             base = layer * self.num_experts
             self._expiry.touch((k for k in (distinct + base).tolist() if self._slot_of[k] >= 0), self.clock)
-            self._expire()
+            self._expire(self._expiry)
         if self._selections is not None and self.per_layer is not None:
             self._selections.add(layer, distinct)
             waited = self.clock - self._rebalanced
@@ -170,6 +170,29 @@ class ExpertCache(Residents):
             self._expiry.touch((layer * self.num_experts + expert for expert in found), self.clock)
         self.stats.prefetched += len(found)
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
+
+    def fill(self, experts: ArrayLike) -> tuple[tuple[int, int, int], ...]:
+        """Bring in ``experts``, (layer, expert) int [n, 2], the most wanted first, where places are free; nobody leaves
+        for it, and it is no access. They enter as the last to leave, the first of them last of all. Returns
+        (layer, expert, slot) of those that found room.
+
+        Raises:
+            ValueError: an expert out of range.
+        """
+        found = []
+        chosen: dict[int, list[int]] = {id(pool): [] for pool in self._distinct}
+        for layer, expert in np.asarray(experts, np.int64).reshape(-1, 2).tolist():
+            key, pool = self._key(layer, expert), self._pools[layer]
+            keys = chosen[id(pool)]
+            if self._slot_of[key] < 0 and len(pool) + len(keys) < pool.capacity:
+                keys.append(key)
+                found.append((layer, expert, self._place([key])[0]))
+        for pool in self._distinct:
+            keys = chosen[id(pool)]
+            pool.adopt(keys[::-1])
+            if self._expiry is not None:
+                self._expiry.touch(keys, self.clock)
+        return tuple(found)
 
     # ---- made from a policy
 

@@ -51,8 +51,9 @@ class Eviction(ABC):
     uses_scores = False
     # It reads `Setting.frequency`, which the cache must then keep.
     uses_frequency = False
-    # `begin` does something.
+    # `begin` and `note` do something.
     has_begin = False
+    has_note = False
 
     def __init__(self, setting: Setting) -> None:
         self.capacity = setting.capacity
@@ -64,6 +65,11 @@ class Eviction(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Residents, pinned ones included."""
+
+    @property
+    def pinnable(self) -> int:
+        """How many keys may be pinned."""
+        return self.capacity
 
     def begin(self) -> None:  # noqa: B027
         """An access begins, nothing has been looked up yet."""

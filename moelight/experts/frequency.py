@@ -18,6 +18,7 @@ class FrequencyThreshold(Ranked):
     """
 
     has_begin = True
+    has_note = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -24,13 +24,17 @@ class Layered(Eviction):
         self.uses_scores = first.uses_scores or second.uses_scores
         self.uses_frequency = first.uses_frequency or second.uses_frequency
         self.has_begin = first.has_begin or second.has_begin
+        self.has_note = first.has_note or second.has_note
         # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
         second.gone = self.gone
         self._upper: set[int] = set()
-        self._second_counts = type(second).note is not Eviction.note  # it makes something of accesses elsewhere
 
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
+
+    @property
+    def pinnable(self) -> int:
+        return self.first.pinnable
 
     def hold(self, keys: Container[int]) -> None:
         self.first.hold(keys)
@@ -65,7 +69,7 @@ class Layered(Eviction):
             if first.gone:
                 self._demote()
             return
-        if self._second_counts:
+        if self.second.has_note:
             second.note(key)
         if first.gone:
             self._demote()
@@ -80,7 +84,7 @@ class Layered(Eviction):
             return False
         if self.first.admit(key, score, asked):
             self._upper.add(key)
-            if asked and self._second_counts:
+            if asked and self.second.has_note:
                 self.second.note(key)
             if self.first.gone:
                 self._demote()
@@ -131,7 +135,7 @@ class Layered(Eviction):
     def adopt(self, keys: Iterable[int]) -> None:
         """The last to leave go to the first, as many as have room there."""
         keys = list(keys)
-        cut = max(0, len(keys) - self.first.capacity)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
         self.second.adopt(keys[:cut])
         self.first.adopt(keys[cut:])
         self._upper.update(keys[cut:])

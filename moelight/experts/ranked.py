@@ -48,7 +48,7 @@ class Ranked(Eviction):
         self.push(self.entry_of(key, score))
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if asked:
+        if asked and self.has_note:
             self.note(key)
         if len(self.rank) + len(self.pinned) < self.capacity:
             self.push(self.entry_of(key, score))
@@ -56,7 +56,11 @@ class Ranked(Eviction):
         top = self.lowest()
         if top is None:
             return False
-        self.replace(top, self.entry_of(key, score))
+        entry = self.entry_of(key, score)
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[key] = entry
+        self.gone.append(top[2])
         return True
 
     def replace(self, top: Entry, entry: Entry) -> None:
@@ -121,6 +125,8 @@ class Lfu(Ranked):
 
     Instead of shrinking counts, what one access adds grows (by powers of two it is brought back before it overflows).
     """
+
+    has_note = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

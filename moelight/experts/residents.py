@@ -136,6 +136,11 @@ class Residents:
         return [divmod(key, self.num_experts) for key in self._pinned]
 
     @property
+    def pinnable(self) -> int:
+        """How many experts may be pinned, all layers together."""
+        return sum(pool.pinnable for pool in self._distinct)
+
+    @property
     def budgets(self) -> list[int]:
         """Places of each layer, or one number for all of them."""
         return [pool.capacity for pool in self._distinct]
@@ -276,10 +281,8 @@ class Residents:
             pool.hold(self._leases)
             pool.settle()
 
-    def _expire(self) -> None:
-        if self._expiry is None:
-            return
-        for key in self._expiry.due(self.clock, self._is_guarded):
+    def _expire(self, expiry: Expiry) -> None:
+        for key in expiry.due(self.clock, self._is_guarded):
             self._remove(key)
             self.stats.expired += 1
 

@@ -38,6 +38,10 @@ class Slru(Ranked):
         return len(self.rank) + len(self._protected) + len(self.pinned)
 
     @property
+    def pinnable(self) -> int:
+        return self.protected_cap
+
+    @property
     def probation(self) -> list[int]:
         """Keys on probation, least recent first."""
         return [key for _, _, key in sorted(self.rank.values(), key=lambda entry: entry[1])]
@@ -128,7 +132,7 @@ class Slru(Ranked):
     def adopt(self, keys: Iterable[int]) -> None:
         """The last to leave become protected, as many as have room there."""
         keys = list(keys)
-        cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned)))
+        cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned) - len(self._protected)))
         for key in keys[:cut]:
             self.enter(key, 1.0)
         for key in keys[cut:]:
