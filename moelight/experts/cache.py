@@ -16,8 +16,11 @@ from moelight.experts.access import Access, IntArray, Prefetch
 from moelight.experts.batches import flat_ids, mass_of
 from moelight.experts.eviction import Eviction, EvictionRules
 from moelight.experts.policy import ExpertPolicy
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.residents import Residents
 from moelight.experts.triggers import MemoryPressure
+
+_MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
 
 
 class ExpertCache(Residents):
@@ -29,7 +32,7 @@ class ExpertCache(Residents):
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
         rules: the numbers evictions go by.
-        predictor: told of every batch, or None.
+        predictor: a name of `STRATEGIES` or a `Prefetcher`; told of every batch, asked by `prefetch_ahead`.
         per_layer: each layer has a budget of its own, together ``capacity``.
         pins: experts that are to stay, in every layer, as far as there is room (`preload`).
         ttl: accesses after which an expert that had none leaves.
@@ -61,7 +64,8 @@ class ExpertCache(Residents):
         counts = np.bincount(flat, minlength=self.num_experts)
         pool, base = self._pools[layer], layer * self.num_experts
         mass = None
-        if scores is not None and (pool.uses_scores or self.predictor is not None):
+        few = flat.size <= _MANY * self.num_experts
+        if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = counts.nonzero()[0]
         if pool.has_begin:
@@ -85,7 +89,7 @@ class ExpertCache(Residents):
         self._after(layer, distinct)
         pool.hold(self._leases)
         pool.settle()
-        if self.predictor is not None:
+        if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
             layer=layer,
@@ -171,28 +175,37 @@ class ExpertCache(Residents):
         self.stats.prefetched += len(found)
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
 
-    def fill(self, experts: ArrayLike) -> tuple[tuple[int, int, int], ...]:
-        """Bring in ``experts``, (layer, expert) int [n, 2], the most wanted first, where places are free; nobody leaves
+    def fill(self, keys: ArrayLike) -> IntArray:
+        """Bring in ``keys``, (layer, expert) int [n, 2], the most wanted first, where places are free; nobody leaves
         for it, and it is no access. They enter as the last to leave, the first of them last of all. Returns
-        (layer, expert, slot) of those that found room.
+        who found room with their slots, int64 [m, 3].
 
         Raises:
             ValueError: an expert out of range.
         """
         found = []
         chosen: dict[int, list[int]] = {id(pool): [] for pool in self._distinct}
-        for layer, expert in np.asarray(experts, np.int64).reshape(-1, 2).tolist():
+        for layer, expert in np.asarray(keys, np.int64).reshape(-1, 2).tolist():
             key, pool = self._key(layer, expert), self._pools[layer]
-            keys = chosen[id(pool)]
-            if self._slot_of[key] < 0 and len(pool) + len(keys) < pool.capacity:
-                keys.append(key)
+            wanted = chosen[id(pool)]
+            if self._slot_of[key] < 0 and len(pool) + len(wanted) < pool.capacity:
+                wanted.append(key)
                 found.append((layer, expert, self._place([key])[0]))
         for pool in self._distinct:
-            keys = chosen[id(pool)]
-            pool.adopt(keys[::-1])
+            wanted = chosen[id(pool)]
+            pool.adopt(wanted[::-1])
             if self._expiry is not None:
-                self._expiry.touch(keys, self.clock)
-        return tuple(found)
+                self._expiry.touch(wanted, self.clock)
+        return np.array(found, np.int64).reshape(-1, 3)
+
+    def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
+        """Now that ``layer`` has been served: bring in what the predictor expects of layers to come, by layer, as
+        `prefetch` does it."""
+        if not self.predictor.is_on:
+            return []
+        guesses = self.predictor.ahead(layer, self._table >= 0)
+        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in guesses]
+        return [(at, brought) for at, brought in found if brought.ids.size]
 
     # ---- made from a policy
 
@@ -231,6 +244,7 @@ class ExpertCache(Residents):
                 window=rules.freq_window,
                 alpha=rules.score_ema_alpha,
             ),
+            predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
             per_layer=layers,
             pins=rules.pin,
             ttl=rules.ttl,
@@ -252,7 +266,12 @@ class ExpertCache(Residents):
         if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
             raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
         hit = np.zeros(len(at), np.bool_)
-        if self.pressure is not None or self._expiry is not None or self._selections is not None or self.predictor:
+        if (
+            self.pressure is not None
+            or self._expiry is not None
+            or self._selections is not None
+            or self.predictor.is_on
+        ):
             for i in range(len(at)):
                 score = None if weights is None else weights[i : i + 1, None]
                 hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)

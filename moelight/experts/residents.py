@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.experts.access import FloatArray, IntArray, Stats
+from moelight.experts.access import IntArray, Stats
 from moelight.experts.budgets import Selections, share_out
 from moelight.experts.eviction import Eviction, EvictionRules, Setting, eviction_names, make_eviction
-from moelight.experts.policy import PerLayerRules
+from moelight.experts.policy import PerLayerRules, PrefetchRules
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.triggers import Expiry, MemoryPressure
 
 _FEW = 12  # keys up to which a loop over them is faster than numpy
-
-
-class Predictor(Protocol):
-    """Told of every batch; see `moelight.experts.predict`."""
-
-    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None: ...
 
 
 class Residents:
@@ -38,7 +32,7 @@ class Residents:
         num_experts: int,
         eviction: str | Sequence[str] = "slru",
         rules: EvictionRules | None = None,
-        predictor: Predictor | None = None,
+        predictor: str | Prefetcher = "none",
         per_layer: PerLayerRules | None = None,
         pins: Iterable[int] = (),
         ttl: int | None = None,
@@ -51,7 +45,8 @@ class Residents:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.capacity = min(capacity, num_layers * num_experts)
         self.eviction = eviction_names(eviction)
-        self.rules, self.predictor = rules or EvictionRules(), predictor
+        self.rules = rules or EvictionRules()
+        self.predictor = predictor if isinstance(predictor, Prefetcher) else self._prefetcher(predictor)
         self.pressure, self.on_evict = pressure, on_evict
         self.per_layer = per_layer
         self.stats = Stats(num_layers, num_experts)
@@ -78,6 +73,10 @@ class Residents:
         self._distinct: list[Eviction] = []
         self._make_pools()
         self.preload = self._preload(list(pins))
+
+    def _prefetcher(self, strategy: str) -> Prefetcher:
+        rules = PrefetchRules(strategy=strategy)
+        return Prefetcher(rules, num_layers=self.num_layers, num_experts=self.num_experts)
 
     def _make_pools(self) -> None:
         if self.per_layer is None:
@@ -145,8 +144,6 @@ class Residents:
         """Places of each layer, or one number for all of them."""
         return [pool.capacity for pool in self._distinct]
 
-    # ---- who must stay
-
     def lease(self, layer: int, ids: Iterable[int]) -> None:
         """None of ``ids``, resident or still to come, may leave until `release`; leases add up."""
         for expert in ids:
@@ -175,14 +172,13 @@ class Residents:
         key = self._key(layer, expert)
         if key in self._pinned:
             return True
-        if self._slot_of[key] < 0 or not self._pools[layer].pin(key):
-            self._drain(self._pools[layer])
-            self._tell()
-            return False
-        self._drain(self._pools[layer])
-        self._pinned[key] = None
+        pool = self._pools[layer]
+        pinned = bool(self._slot_of[key] >= 0 and pool.pin(key))
+        if pinned:
+            self._pinned[key] = None
+        self._drain(pool)
         self._tell()
-        return True
+        return pinned
 
     def unpin(self, layer: int, expert: int) -> bool:
         """Make a pinned expert an ordinary one again; False: it was not pinned."""
@@ -202,8 +198,6 @@ class Residents:
 
     def _is_guarded(self, key: int) -> bool:
         return key in self._pinned or key in self._leases or key in self._last_batch
-
-    # ---- leaving
 
     def _place(self, keys: list[int]) -> list[int]:
         """Free slots for ``keys``, which are resident from now on."""
@@ -260,6 +254,13 @@ class Residents:
             np.divmod(left, self.num_experts, pairs[:, 0], pairs[:, 1])
         return pairs
 
+    def relieve(self) -> IntArray:
+        """Memory is short, whatever its threshold says: experts leave until only its headroom is used. Without
+        `pressure`, nothing happens. Returns who left, int64 [e, 2]."""
+        if self.pressure is not None:
+            self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
+        return self._tell()
+
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
         pools, left = list(self._distinct), 0
@@ -303,8 +304,6 @@ class Residents:
         self._pinned.clear()
         return self._tell()
 
-    # ---- other rules, the same contents
-
     def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
         """Another order of leaving, or other numbers; residents, pins, leases and counters stay. The residents enter
         the new eviction in the order in which they would have left the old one. A pin that has no room there ends.
@@ -313,12 +312,12 @@ class Residents:
             ConfigError: an unknown eviction.
         """
         names = self.eviction if eviction is None else eviction_names(eviction)
-        self.rules = rules or self.rules
         if names == self.eviction:
+            self.rules = rules or self.rules
             for pool in self._distinct:
                 pool.retune(self.rules)
             return
-        old, self.eviction = list(self._pools), names
+        old, self.eviction, self.rules = list(self._pools), names, rules or self.rules
         counts = self.stats.hits + self.stats.misses
         self._frequency[:] = counts.reshape(-1).tolist()
         made: dict[int, Eviction] = {}
@@ -345,15 +344,15 @@ class Residents:
         Raises:
             ValueError: no room for the leased ones. ConfigError: budgets of layers that cannot be met.
         """
-        leased = sum(self._slot_of[key] >= 0 for key in self._leases)
-        if capacity < max(1, leased):
-            raise ValueError(f"{capacity=}: {leased} experts are leased")
+        leased = {key for key in self._leases if self._slot_of[key] >= 0}
+        if capacity < max(1, len(leased)):
+            raise ValueError(f"{capacity=}: {len(leased)} experts are leased")
         capacity = min(capacity, self._table.size)
         self._free[:0] = range(capacity - 1, self._made - 1, -1)
         self._made = max(self._made, capacity)
         if self.per_layer is None:
             for layer, expert in self.pinned[::-1]:
-                if len(self._pinned.keys() | {k for k in self._leases if self._slot_of[k] >= 0}) <= capacity:
+                if len(leased | self._pinned.keys()) <= capacity:
                     break
                 self.unpin(layer, expert)
             self._pools[0].resize(capacity)
@@ -378,11 +377,9 @@ class Residents:
         layers, experts = self.num_layers, self.num_experts
         least = np.full(layers, min(rules.min_capacity, experts))
         most = np.full(layers, min(rules.max_capacity, experts))
-        if self._pools:
-            for layer, pool in enumerate(self._pools):
-                kept = sum(map(self._is_kept, range(layer * experts, (layer + 1) * experts)))
-                # slru protects three of four.
-                least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))
+        for layer, pool in enumerate(self._pools):
+            kept = sum(map(self._is_kept, range(layer * experts, (layer + 1) * experts)))
+            least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))  # slru protects three of four
         weights = np.ones(layers) if self._selections is None else self._selections.entropies()
         return share_out(total, weights, least, most)
 

@@ -327,8 +327,8 @@ def test_filled_ahead_of_the_first_access(eviction: str) -> None:
     cache = make(9, eviction)
     cache.access(1, [[5]])
     wanted = [(0, expert) for expert in range(EXPERTS)] + [(1, 5)] + [(2, expert) for expert in range(EXPERTS)]
-    found = cache.fill(wanted)
-    assert [row[:2] for row in found] == wanted[:6] + wanted[7:9]
+    found = cache.fill(wanted).tolist()
+    assert [(layer, expert) for layer, expert, _ in found] == wanted[:6] + wanted[7:9]
     assert len({slot for _, _, slot in found}) == 8
     assert (len(cache), cache.stats.accesses, cache.stats.evictions) == (9, 1, 0)
     cache.access(1, [[0]])
