@@ -1,0 +1,88 @@
+"""Policies for `attach`: read as they were given, made for a model, and turned into what decides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from moelight.core.errors import BudgetError, ConfigError
+from moelight.core.units import format_bytes
+from moelight.experts.cache import ExpertCache
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PrefetchRules
+from moelight.experts.prefetch import Prefetcher
+from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
+
+_EVICTION = ("slru",)
+
+
+def thinkers(
+    policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int
+) -> tuple[ExpertCache, Prefetcher]:
+    """The cache and the predictor that ``policy`` asks for."""
+    shape = {"num_layers": num_layers, "num_experts": num_experts}
+    return ExpertCache.of(policy, page_bytes=page_bytes, **shape), Prefetcher(policy.prefetch, **shape)
+
+
+def policy_for(
+    experts: Sequence[int], active: Sequence[int | None], *, page_bytes: int, spare_bytes: int, free_bytes: int, batch: int
+) -> tuple[ExpertPolicy, str]:
+    """A policy for layers with so many ``experts`` each, of which a token has ``active`` (None: nobody says), and why.
+
+    Room is for twice a token's experts, or for what ``batch`` tokens are expected to meet (`experts.sizing`), as far as
+    there are ``free_bytes`` besides ``spare_bytes``.
+
+    Raises:
+        BudgetError: there is no room for a single one.
+    """
+    layers, most, each = len(experts), max(experts), max((k or 1 for k in active), default=1)
+    plan = plan_slots(
+        layers=layers,
+        num_experts=most,
+        active=each,
+        free_bytes=free_bytes,
+        per_expert_bytes=page_bytes,
+        reserve_bytes=RESERVE_BYTES + spare_bytes,
+        batch=batch,
+    )
+    if plan.status is Status.BUDGET_EXHAUSTED:
+        needed = RESERVE_BYTES + spare_bytes + page_bytes
+        raise BudgetError(
+            f"{format_bytes(free_bytes)} are free, {format_bytes(needed, round_up=True)} is the least to attach with",
+            tier="host",
+            needed_bytes=needed,
+        )
+    slots = min(plan.slots, plan.recommended, sum(experts))
+    everything = slots >= sum(experts)
+    strategy = "none" if everything else "previous" if None in active else "next_router"
+    if plan.status is not Status.OK:
+        why = "as many as there is memory for"
+    elif everything:
+        why = "all of them"
+    elif batch == 1:
+        why = f"twice the {each} of a token in each of {layers} layers"
+    else:
+        why = f"what {batch} tokens of {each} experts are expected to meet in each of {layers} layers"
+    policy = ExpertPolicy(
+        name="auto",
+        cache=CacheRules(capacity=Capacity(value=slots), eviction=_EVICTION),
+        prefetch=PrefetchRules(strategy=strategy, budget=each),
+    )
+    reason = (
+        f"room for {slots} of {sum(experts)} experts ({format_bytes(slots * page_bytes)}): {why}, with "
+        f"{format_bytes(free_bytes)} free; eviction {' | '.join(_EVICTION)}, prefetch {strategy}"
+    )
+    return policy, reason
+
+
+def read_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
+    """A policy as it is, from the text of a ``.moe`` file (which has braces), or from the path of one.
+
+    Raises:
+        ConfigError: there is no such file, it has errors, or another number of policies than one.
+    """
+    if isinstance(policy, ExpertPolicy):
+        return policy
+    if not isinstance(policy, (str, os.PathLike)):
+        raise ConfigError(f"policy: an ExpertPolicy, .moe text or a path, not {type(policy).__name__}")
+    raise NotImplementedError
