@@ -1,0 +1,131 @@
+"""The Python twin of the language: the same policies, built by calls, under the same rules.
+
+::
+
+    @expert_policy
+    def small(p):
+        p.cache(capacity="25%", eviction="lfu | lru")
+        p.prefetch(predictor="next_router", budget="4 : 2 when hit_rate > 0.9")
+        p.when("hit_rate < 0.4", accesses=100, eviction="slru")
+
+Values are Python's, or texts as the language writes them.
+"""
+
+from __future__ import annotations
+
+import numbers
+import re
+from collections.abc import Callable
+from typing import Any
+
+from moelight.core.errors import ConfigError
+from moelight.experts.policy import Capacity, ExpertPolicy
+from moelight.lang.check import read
+from moelight.lang.format import format_policy, value_text
+from moelight.lang.keys import KEYS
+
+# A value ends where a key, a brace or a comment would begin; `<=`, `>=` and `!=` are of conditions.
+_MORE_THAN_A_VALUE = re.compile(r"[{}#;\n]|(?<![<>!])=")
+
+
+class PolicyBuilder:
+    """Collects blocks; each method returns the builder, and `build` the policy."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._blocks: list[str] = []
+        self._rules: list[str] = []
+
+    def cache(self, **keys: Any) -> PolicyBuilder:
+        """Block ``cache``, by its keys in the language."""
+        return self._block("cache", keys)
+
+    def prefetch(self, **keys: Any) -> PolicyBuilder:
+        """Block ``prefetch``."""
+        return self._block("prefetch", keys)
+
+    def schedule(self, **keys: Any) -> PolicyBuilder:
+        """Block ``schedule``."""
+        return self._block("schedule", keys)
+
+    def monitor(self, **keys: Any) -> PolicyBuilder:
+        """Block ``monitor``."""
+        return self._block("monitor", keys)
+
+    def per_layer(self, **keys: Any) -> PolicyBuilder:
+        """Block ``per_layer``."""
+        return self._block("per_layer", keys)
+
+    def when(self, condition: str, *, accesses: int = 1, **action: Any) -> PolicyBuilder:
+        """A rule of the block ``adapt``: once ``condition`` has held over so many ``accesses`` in a row, do ``action``,
+        one of ``KEY=VALUE``, ``trigger="memory_pressure"`` and ``rebalance="per_layer"``."""
+        said = " ".join(
+            f"{name} {_text(value)}" if name in ("trigger", "rebalance") else f"{name} = {_text(value)}"
+            for name, value in action.items()
+        )
+        self._rules.append(f"when {_text(condition)} for {_text(accesses)} accesses {{ {said} }}")
+        return self
+
+    def build(self) -> ExpertPolicy:
+        """The policy.
+
+        Raises:
+            ConfigError: rules of the language are broken; all of them are named, with their codes.
+        """
+        adapt = ["adapt {", *self._rules, "}"] if self._rules else []
+        text = "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}"))
+        reading = read(text)
+        if reading.errors:
+            said = "; ".join(f"{error.message} [{error.code}]" for error in reading.errors)
+            raise ConfigError(f"policy {self._name}: {said}")
+        return reading.policies[0]
+
+    def _block(self, block: str, keys: dict[str, Any]) -> PolicyBuilder:
+        lines = []
+        for name, value in keys.items():
+            key = KEYS[block].get(name)
+            quoted = key is not None and key.kind == "text" and isinstance(value, str)
+            lines.append(f"{name} = {value_text(value, quoted=True) if quoted else _text(value)}")
+        self._blocks.append("\n".join((f"{block} {{", *lines, "}")))
+        return self
+
+
+def expert_policy(define: Callable[[PolicyBuilder], object]) -> ExpertPolicy:
+    """Turn a function into the policy that it builds, under the function's name.
+
+    Raises:
+        ConfigError: as `PolicyBuilder.build`.
+    """
+    builder = PolicyBuilder(define.__name__)
+    define(builder)
+    return builder.build()
+
+
+def check_policy(policy: ExpertPolicy) -> None:
+    """Hold a policy that was built by hand against the rules of the language.
+
+    Raises:
+        ConfigError: it breaks some, or says what the language cannot say.
+    """
+    reading = read(format_policy(policy))
+    if reading.errors:
+        said = "; ".join(f"{error.message} [{error.code}]" for error in reading.errors)
+        raise ConfigError(f"policy {policy.name}: {said}")
+    if reading.policies != (policy,):
+        raise ConfigError(f"policy {policy.name}: a value is not of the type that the language gives it")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        if _MORE_THAN_A_VALUE.search(value):
+            raise ConfigError(f"{value!r} is more than one value")
+        return value
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(part) for part in value)}]"
+    if isinstance(value, bool | Capacity):
+        return value_text(value)
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
+    raise ConfigError(f"{value!r} is no value of the policy language")

@@ -1,0 +1,239 @@
+"""A tree held against the language: which blocks and keys there are, what they take, which rules they break.
+
+Everything that is wrong with a text is found in one reading; what is legal but does nothing becomes a warning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moelight.core.errors import did_you_mean
+from moelight.experts.policy import Action, AdaptRule, ExpertPolicy
+from moelight.lang import advice
+from moelight.lang.adapting import read_condition, read_rule
+from moelight.lang.findings import Complaint, Finding, located
+from moelight.lang.keys import BLOCKS, FOREIGN_BLOCKS, KEYS, UNSUPPORTED, VERSION, Key, WrongValueError, typed
+from moelight.lang.lower import lower
+from moelight.lang.parse import parse
+from moelight.lang.rules import Broken, Place, broken_rules, swapped
+from moelight.lang.syntax import Block, Conditional, Entry, File, Name, PolicyNode, Rule, Span
+
+_SHARED = ("prefetch", "strategy")  # two spellings, one place
+_EXAMPLE = "policy NAME { cache { capacity = 16 } }"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What a text says: its policies (none where it has errors), and what is wrong with it or pointless in it."""
+
+    text: str
+    policies: tuple[ExpertPolicy, ...]
+    errors: tuple[Finding, ...]
+    warnings: tuple[Finding, ...]
+
+
+def read(text: str) -> Reading:
+    """The policies of ``text``, and every error and warning about it, in the order of the text."""
+    tree, complaints = parse(text)
+    whole = not complaints
+    policies = _file(tree, complaints, whole)
+    findings = located(complaints, text)
+    errors = tuple(finding for finding in findings if not finding.warning)
+    warnings = tuple(finding for finding in findings if finding.warning)
+    return Reading(text=text, policies=() if errors else tuple(policies), errors=errors, warnings=warnings)
+
+
+def _file(tree: File, complaints: list[Complaint], whole: bool) -> list[ExpertPolicy]:
+    version = tree.version
+    if version is not None:
+        if not isinstance(version.value, int | float):
+            complaints.append(Complaint(code="type", message="version takes a number such as 0.7", span=version.span))
+        elif version.value > VERSION:
+            message = f"version {version.value:g} is newer than {VERSION}, the newest that is known here"
+            complaints.append(Complaint(code="version", message=message, span=version.span))
+    if not tree.policies and whole:
+        complaints.append(Complaint(code="empty", message=f"there is no policy here; write {_EXAMPLE}", span=(0, 0)))
+    names: set[str] = set()
+    policies = []
+    for node in tree.policies:
+        if node.name.text in names:
+            message = f"a policy {node.name.text!r} was there before; by its name only the first is found"
+            complaints.append(Complaint(code="duplicate_policy", message=message, span=node.name.span, warning=True))
+        names.add(node.name.text)
+        policies.append(_PolicyReading(complaints=complaints, whole=whole).policy(node))
+    return policies
+
+
+@dataclass(kw_only=True, slots=True)
+class _PolicyReading:
+    """One policy on its way from tree to object. ``whole``: no part of the text was left out as unreadable."""
+
+    complaints: list[Complaint]
+    whole: bool
+    values: dict[Place, Any] = field(default_factory=dict)
+    spans: dict[Place, Span] = field(default_factory=dict)
+    written: dict[Place, Name] = field(default_factory=dict)
+    blocks: dict[str, Span] = field(default_factory=dict)
+    spoiled: set[Place] = field(default_factory=set)
+    seconds: dict[str, tuple[AdaptRule, Span]] = field(default_factory=dict)
+    rules: list[tuple[AdaptRule, Span]] = field(default_factory=list)
+
+    def policy(self, node: PolicyNode) -> ExpertPolicy:
+        excused = not self.whole
+        for block in node.blocks:
+            excused |= self._block(block)
+        if "cache" not in self.blocks and not excused:
+            self._complain("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
+        # Rules that conditional values imply come before those that are written out, in the order of the keys.
+        order = [key.swap for keys in KEYS.values() for key in keys.values()]
+        implied = sorted(self.seconds.values(), key=lambda found: order.index(found[0].action.name))
+        rules = [*implied, *self.rules]
+        sections = [name for name in self.blocks if name in KEYS]
+        policy = lower(node.name.text, self.values, blocks=sections, adapt=[rule for rule, _ in rules])
+        self._judge(policy, rules, node.name.span)
+        return policy
+
+    def _complain(self, code: str, message: str, span: Span, *, warning: bool = False) -> None:
+        self.complaints.append(Complaint(code=code, message=message, span=span, warning=warning))
+
+    def _block(self, block: Block) -> bool:
+        """Take the block in; True where it may stand for the ``cache`` that is missing otherwise."""
+        name = block.name.text
+        if block.foreign or name in FOREIGN_BLOCKS:
+            self._complain("unsupported", f"block {name} of version 1.15 is not supported", block.name.span)
+            return True
+        if name not in BLOCKS:
+            guess = did_you_mean(name.lower(), BLOCKS)
+            known = f"known: {', '.join(BLOCKS)}"
+            self._complain("unknown_block", f"there is no block {name!r}{guess}; {known}", block.name.span)
+            return "'cache'" in guess
+        if name in self.blocks:
+            self._complain("duplicate_block", f"block {name} is there twice; put its keys into one", block.name.span)
+            return False
+        self.blocks[name] = block.name.span
+        if not block.items and self.whole:
+            what = "a rule such as when hit_rate < 0.4 { eviction = lfu }" if name == "adapt" else "at least one key"
+            self._complain("empty_block", f"block {name} is empty; write {what} or leave it out", block.name.span)
+        excused = not self.whole or not block.items
+        for item in block.items:
+            if isinstance(item, Rule):
+                self._rule(item, name)
+            else:
+                excused |= self._entry(item, name)
+        if name == "cache" and not excused and not {*self.values, *self.spoiled} & {("cache", "capacity")}:
+            self._complain("missing_key", "cache has no capacity; write how many experts stay", block.name.span)
+        return False
+
+    def _rule(self, rule: Rule, block: str) -> None:
+        if block != "adapt":
+            self._complain("adapt", f"a rule stands in the block adapt, not in {block}", rule.condition.metric.span)
+            return
+        found = read_rule(rule, self.complaints, whole=self.whole)
+        if found is not None:
+            self.rules.append(found)
+
+    def _entry(self, entry: Entry, block: str) -> bool:
+        """Take the entry in; True where it may stand for the ``capacity`` that is missing otherwise."""
+        name, span = entry.key.text, entry.key.span
+        keys = KEYS.get(block, {})
+        if name not in keys:
+            return self._unknown_key(name, block, span)
+        place = _SHARED if name == "predictor" else (block, name)
+        if place in self.written:
+            if self.written[place].text != name:
+                self._complain("both_spellings", "strategy and predictor are one key; write one of them", span)
+            else:
+                self._complain("duplicate_key", f"{name} is there twice", span)
+            return False
+        self.written[place] = entry.key
+        try:
+            self._value(entry, keys[name], place)
+        except WrongValueError as error:
+            self.spoiled.add(place)
+            self._complain(error.code, str(error), error.span)
+        return False
+
+    def _unknown_key(self, name: str, block: str, span: Span) -> bool:
+        if block == "adapt":
+            self._complain("unknown_key", "adapt holds rules: when METRIC < NUMBER for N accesses { ACTION }", span)
+            return False
+        if name in UNSUPPORTED:
+            self._complain("unsupported", f"{name} is not supported: {UNSUPPORTED[name]}", span)
+            return False
+        keys = KEYS[block]
+        guess = did_you_mean(name.lower(), keys)
+        other = next((where for where, found in KEYS.items() if name in found), None)
+        hint = guess or (f"; it belongs to {other}" if other else f"; known: {', '.join(keys)}")
+        self._complain("unknown_key", f"{block} has no key {name!r}{hint}", span)
+        return "'capacity'" in guess
+
+    def _value(self, entry: Entry, key: Key, place: Place) -> None:
+        given = entry.value
+        name = entry.key.text
+        if not isinstance(given, Conditional):
+            self.values[place] = typed(name, key, given)
+            self.spans[place] = given.span
+            return
+        if not key.swap:
+            raise WrongValueError(
+                "conditional", f"{name} takes no second value; rules cannot change it", given.second.span
+            )
+        try:
+            self.values[place] = typed(name, key, given.first)
+            self.spans[place] = given.first.span
+        except WrongValueError as error:
+            self.spoiled.add(place)
+            self._complain(error.code, str(error), error.span)
+        second: Any = typed(name, key, given.second)
+        condition = read_condition(given.condition, self.complaints)
+        if condition is not None:
+            metric, operator, threshold = condition
+            action = Action(kind="set", name=key.swap, value=second)
+            rule = AdaptRule(metric=metric, op=operator, threshold=threshold, action=action, conditional=True)
+            self.seconds[key.swap] = (rule, given.second.span)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Rules and advice
+
+    def _judge(self, policy: ExpertPolicy, rules: list[tuple[AdaptRule, Span]], name: Span) -> None:
+        broken = broken_rules(policy)
+        for found in broken:
+            if not self.spoiled.intersection(found.places):
+                self._complain(found.code, found.message, self._span(found, name))
+        for rule, span in rules:
+            self._judge_rule(policy, rule, span, broken)
+        written = self.written.keys()
+        for found in (*advice.unread_keys(policy), *advice.pointless(policy)):
+            if found.places[0] in written and found.places[0] not in self.spoiled:
+                span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
+                self._complain(found.code, found.message, span, warning=True)
+
+    def _judge_rule(self, policy: ExpertPolicy, rule: AdaptRule, span: Span, before: list[Broken]) -> None:
+        after = swapped(policy, rule.action)
+        said = {(found.code, found.places) for found in before if len(found.places) > 1}
+        wrong = False
+        for found in broken_rules(after):
+            known = (found.code, found.places) in said if len(found.places) > 1 else found in before
+            if len(found.places) == 1 and _changes(rule.action, found.places[0]):
+                known = False
+            if not known and not self._excused(found, rule.action):
+                wrong = True
+                self._complain(found.code, f"after this change {found.message}", span)
+        if not wrong:
+            for words in filter(None, (advice.never_or_always(rule), advice.pointless_rule(policy, rule))):
+                self._complain("pointless", words, span, warning=True)
+
+    def _excused(self, found: Broken, action: Action) -> bool:
+        return any(place in self.spoiled and not _changes(action, place) for place in found.places)
+
+    def _span(self, found: Broken, name: Span) -> Span:
+        for place in found.places:
+            if place in self.spans:
+                return self.spans[place]
+        return self.blocks.get(found.places[0][0], name)
+
+
+def _changes(action: Action, place: Place) -> bool:
+    key = KEYS[place[0]].get(place[1])
+    return action.kind == "set" and key is not None and key.swap == action.name

@@ -1,0 +1,66 @@
+"""Policy files: read as UTF-8, a byte order mark skipped; any other bytes are an error with its place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.experts.policy import ExpertPolicy
+from moelight.lang.check import Reading, read
+from moelight.lang.findings import Complaint, located
+from moelight.lang.parse import MOST_CHARACTERS
+
+_MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of a text that is just not too long, and a little to see that it is
+
+
+def read_file(path: str | os.PathLike[str]) -> Reading:
+    """What the file says, with its errors and warnings.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {reason}") from None
+    try:
+        return read(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].decode("utf-8", "replace").removeprefix("\ufeff")
+        text = before + data[error.start :].decode("utf-8", "replace")
+        message = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        found = located([Complaint(code="encoding", message=message, span=(len(before), len(before) + 1))], text)
+        return Reading(text=text, policies=(), errors=tuple(found), warnings=())
+
+
+def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ...]:
+    """The policies of a ``.moe`` file.
+
+    Raises:
+        ConfigError: it cannot be read, or has errors; all of them are named, with line and column.
+    """
+    reading = read_file(path)
+    if reading.errors:
+        said = "; ".join(f"{e.line}:{e.column}: {e.message} [{e.code}]" for e in reading.errors)
+        raise ConfigError(f"{os.fspath(path)}:{said}")
+    return reading.policies
+
+
+def load_expert_policy(path: str | os.PathLike[str], name: str | None = None) -> ExpertPolicy:
+    """The policy called ``name`` of a file, or its only one.
+
+    Raises:
+        ConfigError: as `load_expert_policies`; or there is no such policy, or several and no name.
+    """
+    policies = load_expert_policies(path)
+    names = [policy.name for policy in policies]
+    if name is None:
+        if len(policies) > 1:
+            raise ConfigError(f"{os.fspath(path)} has {len(policies)} policies ({', '.join(names)}); name one")
+        return policies[0]
+    if name not in names:
+        raise ConfigError(f"{os.fspath(path)} has no policy {name!r}{did_you_mean(name, names)}")
+    return policies[names.index(name)]

@@ -1,0 +1,95 @@
+"""Errors and warnings about a policy, with their places in the text, as people and programs read them."""
+
+from __future__ import annotations
+
+import unicodedata
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+from moelight.lang.syntax import Span
+
+_SHOWN = 100  # characters of a source line on either side of the place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Complaint:
+    """Something is wrong, or pointless if it is a ``warning``. ``where``: in words, as ``cache.capacity``."""
+
+    code: str
+    message: str
+    span: Span = None
+    where: str = ""
+    warning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A complaint at its place: ``line`` and ``column`` count from 1, in characters; ``length`` of them are meant."""
+
+    code: str
+    message: str
+    line: int
+    column: int
+    length: int
+    warning: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"code": self.code, "line": self.line, "column": self.column, "message": self.message}
+
+
+def located(complaints: list[Complaint], text: str) -> list[Finding]:
+    """The complaints at their places, in the order of the text."""
+    if not complaints:
+        return []
+    starts = [0]
+    while (found := text.find("\n", starts[-1])) >= 0:
+        starts.append(found + 1)
+    findings = []
+    for complaint in complaints:
+        start, end = complaint.span or (0, 0)
+        start = min(start, len(text))
+        line = bisect_right(starts, start)
+        findings.append(
+            Finding(
+                code=complaint.code,
+                message=complaint.message,
+                line=line,
+                column=start - starts[line - 1] + 1,
+                length=max(1, end - start),
+                warning=complaint.warning,
+            )
+        )
+    return sorted(findings, key=lambda finding: (finding.line, finding.column, finding.warning))
+
+
+def shown(finding: Finding, file: str, text: str) -> str:
+    """Three lines: what is wrong where, the line of the text, and a caret under the place."""
+    lines = text.split("\n")
+    line = lines[finding.line - 1] if finding.line <= len(lines) else ""
+    at = finding.column - 1
+    first, last = max(0, at - _SHOWN), at + _SHOWN
+    before, after = _harmless(line[first:at]), _harmless(line[at:last].rstrip())
+    before = "…" + before[1:] if first else before
+    after = after[:-1] + "…" if last < len(line.rstrip()) else after
+    width = max(1, min(_width(_harmless(line[at : at + finding.length])), _width(after) or 1))
+    gutter = f"{finding.line:>5} | "
+    kind = "warning" if finding.warning else "error"
+    return "\n".join(
+        (
+            f"{_harmless(file)}:{finding.line}:{finding.column}: {kind}[{finding.code}]: {_harmless(finding.message)}",
+            f"{gutter}{before}{after}".rstrip(),
+            f"{' ' * (len(gutter) - 2)}| {' ' * _width(before)}{'^' * width}",
+        )
+    )
+
+
+def _harmless(text: str) -> str:
+    """As many characters as ``text``, none of which steers a terminal."""
+    return "".join(c if c.isprintable() else " " if c in "\t\r" else "�" for c in text)
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal that ``text`` takes."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

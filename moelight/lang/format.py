@@ -1,0 +1,220 @@
+"""Objects to canonical text, which `check.read` turns into equal objects; texts to the same layout, comments kept.
+
+Canonical: blocks and keys in the order of `keys.KEYS`, one key a line, only keys that differ from what the language has
+without them. Of a text, keys that were written stay.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, fields
+from decimal import Decimal
+from typing import Any
+
+from moelight.core.errors import ConfigError
+from moelight.core.units import GB, KB, MB, TB, GiB, KiB, MiB, TiB
+from moelight.experts.policy import AdaptRule, Capacity, ExpertPolicy
+from moelight.lang.check import read
+from moelight.lang.keys import KEYS
+from moelight.lang.parse import parse
+from moelight.lang.rules import Place
+from moelight.lang.syntax import Entry, File, Rule
+
+INDENT = "    "
+COOLDOWN = 50  # accesses; the language has no other
+_UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB))
+# Blocks that mean something by being there at all are never left out; this key then stands for them.
+_STANDS_FOR_BLOCK = {"monitor": "metrics", "per_layer": "allocation"}
+_COMMENT = re.compile(r'"(?:\\["\\]|[^"\\\n])*"|#[^\n]*')
+
+Anchor = tuple[int, str, str]  # policy, block, key (or number of the rule); empty where it is the line of the whole
+Line = tuple[Anchor, str]
+
+
+def format_policy(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> str:
+    """The canonical text. Keys in ``written`` are there even if they say what goes without saying.
+
+    Raises:
+        ConfigError: the language cannot say it: another cooldown than its own, or second values out of order.
+    """
+    return "".join(f"{line}\n" for _, line in _lines(policy, 0, written))
+
+
+def format_text(text: str) -> str:
+    """``text``, which must have no errors, in canonical layout: its keys and comments, no others.
+
+    Raises:
+        ConfigError: it has errors.
+    """
+    reading = read(text)
+    if reading.errors:
+        first = reading.errors[0]
+        raise ConfigError(f"line {first.line}, column {first.column}: {first.message} [{first.code}]")
+    tree, _ = parse(text)
+    places = dict(_anchors(tree))
+    lines: list[Line] = []
+    if tree.version is not None:
+        lines.append(((-1, "", ""), f"version {number_text(tree.version.value)}"))
+    for number, policy in enumerate(reading.policies):
+        if lines:
+            lines.append(((number, "blank", ""), ""))
+        written = {(block, key) for index, block, key in places.values() if index == number}
+        lines.extend(_lines(policy, number, written))
+    return _with_comments(text, lines, places)
+
+
+def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterator[tuple[str, str, str]]:
+    """(block, key, text of the value) of all that the canonical text has, second values included."""
+    seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
+    for block, keys in KEYS.items():
+        section = getattr(policy, block)
+        if section is None:
+            continue
+        plain = {item.name: item.default for item in fields(section)}
+        for name, key in keys.items():
+            if name not in plain:
+                continue
+            value = getattr(section, name)
+            second = seconds.get(key.swap) if key.swap else None
+            needed = value != plain[name] or plain[name] is MISSING or _STANDS_FOR_BLOCK.get(block) == name
+            if needed or second is not None or ((block, name) in written and value is not None):
+                words = value_text(value, quoted=key.kind == "text", listed=key.kind in ("ids", "names"))
+                yield block, name, words if second is None else f"{words} : {_second(second)}"
+
+
+def rule_text(rule: AdaptRule) -> str:
+    """A rule that is written out."""
+    held = "" if rule.accesses == 1 else f" for {rule.accesses} accesses"
+    action = rule.action
+    setting = f"{action.name} = {value_text(action.value)}" if action.kind == "set" else f"{action.kind} {action.name}"
+    return f"when {condition_text(rule)}{held} {{ {setting} }}"
+
+
+def condition_text(rule: AdaptRule) -> str:
+    """``hit_rate < 0.4``."""
+    return f"{rule.metric} {rule.op} {number_text(rule.threshold)}"
+
+
+def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str:
+    """A value as the language writes it. ``quoted``: a text; ``listed``: names or ids in brackets."""
+    if isinstance(value, Capacity):
+        return _capacity_text(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return number_text(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]" if listed else " | ".join(map(str, value))
+    if quoted:
+        escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(value)
+
+
+def number_text(value: Any) -> str:
+    """Exact, and without a point where it is whole."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
+
+
+def _capacity_text(capacity: Capacity) -> str:
+    if capacity.unit == "percent":
+        return f"{Decimal(number_text(capacity.value)):f}%"
+    if capacity.unit != "bytes":
+        return number_text(capacity.value)
+    size = int(capacity.value)
+    for unit, factor in _UNITS:
+        if size >= factor and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"
+
+
+def _second(rule: AdaptRule) -> str:
+    return f"{value_text(rule.action.value)} when {condition_text(rule)}"
+
+
+def _lines(policy: ExpertPolicy, number: int, written: Collection[Place]) -> Iterator[Line]:
+    _check_sayable(policy)
+    yield (number, "", ""), f"policy {policy.name} {{"
+    last = ""
+    for block, key, words in entries(policy, written=written):
+        if block != last:
+            if last:
+                yield (number, f"{last} end", ""), f"{INDENT}}}"
+            yield (number, block, ""), f"{INDENT}{block} {{"
+        last = block
+        yield (number, block, key), f"{INDENT * 2}{key} = {words}"
+    yield (number, f"{last} end", ""), f"{INDENT}}}"
+    rules = [rule for rule in policy.adapt if not rule.conditional]
+    if rules:
+        yield (number, "adapt", ""), f"{INDENT}adapt {{"
+        for index, rule in enumerate(rules):
+            yield (number, "adapt", str(index)), f"{INDENT * 2}{rule_text(rule)}"
+        yield (number, "adapt end", ""), f"{INDENT}}}"
+    yield (number, "end", ""), "}"
+
+
+def _check_sayable(policy: ExpertPolicy) -> None:
+    where = f"policy {policy.name}"
+    if any(rule.cooldown != COOLDOWN for rule in policy.adapt):
+        raise ConfigError(f"{where}: the language has no other cooldown than {COOLDOWN} accesses")
+    order = [key.swap for keys in KEYS.values() for name, key in keys.items() if name != "predictor"]
+    implied = [rule for rule in policy.adapt if rule.conditional]
+    names = [rule.action.name for rule in implied]
+    if (
+        list(policy.adapt[: len(implied)]) != implied
+        or names != [name for name in order if name in names]
+        or any(rule.accesses != 1 or rule.action.kind != "set" for rule in implied)
+    ):
+        raise ConfigError(f"{where}: conditional rules set one key each, at once, and come first in the keys' order")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comments
+
+
+def _anchors(tree: File) -> Iterator[tuple[int, Anchor]]:
+    """Where in the text the lines begin that come from it, in its order."""
+    if tree.version is not None and tree.version.span is not None:
+        yield tree.version.span[0], (-1, "", "")
+    for number, policy in enumerate(tree.policies):
+        if policy.name.span is not None:
+            yield policy.name.span[0], (number, "", "")
+        for block in policy.blocks:
+            if block.name.span is not None:
+                yield block.name.span[0], (number, block.name.text, "")
+            rules = 0
+            for item in block.items:
+                if isinstance(item, Entry) and item.key.span is not None:
+                    key = "strategy" if item.key.text == "predictor" else item.key.text
+                    yield item.key.span[0], (number, block.name.text, key)
+                elif isinstance(item, Rule) and item.condition.metric.span is not None:
+                    yield item.condition.metric.span[0], (number, block.name.text, str(rules))
+                    rules += 1
+
+
+def _with_comments(text: str, lines: list[Line], places: dict[int, Anchor]) -> str:
+    """The lines with the comments of ``text``: those behind something stay behind it, others before what follows."""
+    starts = sorted(places)
+    known = {anchor for anchor, _ in lines}
+    before: dict[Anchor, list[str]] = {}
+    behind: dict[Anchor, list[str]] = {}
+    rest: list[str] = []
+    for found in _COMMENT.finditer(text):
+        if not found.group().startswith("#"):
+            continue
+        comment, at = found.group().rstrip(), found.start()
+        line = text.rfind("\n", 0, at) + 1
+        index = bisect_right(starts, at)
+        if text[line:at].strip(" \t\r;}") and index and places[starts[index - 1]] in known:
+            behind.setdefault(places[starts[index - 1]], []).append(comment)
+        else:
+            following = next((places[start] for start in starts[index:] if places[start] in known), None)
+            (rest if following is None else before.setdefault(following, [])).append(comment)
+    out: list[str] = []
+    for anchor, line_text in lines:
+        indent = line_text[: len(line_text) - len(line_text.lstrip())]
+        out.extend(f"{indent}{comment}" for comment in before.get(anchor, ()))
+        out.append("  ".join((line_text, " ".join(behind[anchor]))) if anchor in behind else line_text)
+    return "".join(f"{line}\n" for line in (*out, *rest))
