@@ -233,6 +233,11 @@ class Residents:
                 self.on_evict(*divmod(key, self.num_experts), slot)
         return np.stack(np.divmod(np.array(left, np.int64), self.num_experts), axis=1)
 
+    def press(self, surplus: int) -> IntArray:
+        """The next ``surplus`` leave, as under memory pressure. Returns who could, int64 [e, 2]."""
+        self.stats.pressed += self._press(surplus)
+        return self._tell()
+
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
         pools, left = list(self._distinct), 0

@@ -58,7 +58,8 @@ class MoeLayer:
     Attributes:
         name: of the experts' module in the model.
         experts: that module; ``fused`` says which form it has.
-        block: the module it lies in; ``router``: the module beside it with one row of weights an expert, if there is one.
+        block: the module it lies in.
+        router: the module beside it with one row of weights an expert, if there is one.
         pieces: an expert's tensors, in the order in which they lie in its page.
     """
 
@@ -123,7 +124,7 @@ def _fused(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer 
     # What transformers' decorator of experts classes leaves on every instance.
     if not (hasattr(child, "has_gate") and hasattr(child, "is_transposed") and hasattr(child, "num_experts")):
         return None
-    count = int(child.num_experts)
+    count = int(child.num_experts)  # type: ignore[arg-type]
     own = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
     pieces = _lay_out({key: value[0] for key, value in own.items()})
     layer = MoeLayer(
@@ -142,7 +143,7 @@ def _fused(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer 
 
 
 def _listed(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
-    if not isinstance(child, nn.ModuleList) or len(child) < 2:  # noqa: PLR2004 - one module is no choice
+    if not isinstance(child, nn.ModuleList) or len(child) < 2:
         return None
     router = _router(block, child, len(child))
     shapes = [[(key, value.shape, value.dtype) for key, value in each.named_parameters()] for each in child]
@@ -171,7 +172,7 @@ def _listed(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer
 def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | None:
     for child in block.children():
         weight = child._parameters.get("weight")
-        if child is not experts and weight is not None and weight.dim() == 2 and weight.shape[0] == count:  # noqa: PLR2004
+        if child is not experts and weight is not None and weight.dim() == 2 and weight.shape[0] == count:
             return child
     return None
 

@@ -104,9 +104,7 @@ class StreamLink:
         def compute() -> StreamLane:
             stream = torch.accelerator.current_stream(device)
             if stream.stream_id not in lanes:
-                lanes[stream.stream_id] = StreamLane(
-                    stream, lambda: torch.Event(device=device, enable_timing=True)
-                )
+                lanes[stream.stream_id] = StreamLane(stream, lambda: torch.Event(device=device, enable_timing=True))
             return lanes[stream.stream_id]
 
         return cls(StreamLane.on(device), compute)

@@ -1,10 +1,12 @@
 """Experts leave their model's parameters for a home, and come back.
 
-A parameter that is away keeps its identity but has no bytes; in its module a stand-in on the meta device says its shape,
-so that whatever would use or save it fails instead of computing with nothing.
+A parameter that is away keeps its identity but has no bytes; in its module a stand-in on the meta device says its
+shape, so that whatever would use or save it fails instead of computing with nothing.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,13 @@ def put_away(home: Home, number: int, layer: MoeLayer) -> None:
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
         parameter.data = parameter.data.new_empty(0)
+
+
+def trim() -> None:
+    """Have the C library give freed memory back to the system: glibc keeps what came in pieces of less than 32 MiB."""
+    give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries have none, and need none
+    if give is not None:
+        give(0)
 
 
 def bring_back(home: Home, link: Link, number: int, layer: MoeLayer) -> None:

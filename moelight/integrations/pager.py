@@ -1,8 +1,8 @@
 """Experts of a model that computes elsewhere, in a few slots beside it: what a layer needs is there when it computes.
 
-An `ExpertCache` decides who stays; the pager carries it out. Every slot is tagged with the (layer, expert) whose bytes
-are in it or on their way to it, and is only given out under that name. Knows slots, flights and turns; refuses to know
-what an expert computes.
+An `ExpertControl` decides who stays and who comes early; the pager carries it out. Every slot is tagged with the
+(layer, expert) whose bytes are in it or on their way to it, and is only given out under that name. Knows slots, flights
+and turns; refuses to know what an expert computes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moelight.core.errors import MoelightError
-from moelight.experts.cache import ExpertCache
-from moelight.experts.prefetch import Prefetcher
+from moelight.experts.access import Access
+from moelight.experts.control import ExpertControl
 from moelight.integrations.homes import Home
 from moelight.integrations.links import Flight, Link
 
@@ -33,14 +33,11 @@ Slots = dict[int, int]  # expert -> slot
 
 @dataclass(slots=True)
 class Moved:
-    """Counts so far: of visits of layers (``turns``), of experts in them, of pages that crossed the link and how long
+    """Counts so far: of visits of layers (``turns``), of pages that crossed the link and how long
     the computation waited for them. ``streamed``: misses that got no slot. ``issued`` pages were fetched ahead;
     ``useful``: those that were in their slot, or on the way, when their layer wanted them."""
 
     turns: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
     streamed: int = 0
     transfers: int = 0
     bytes: int = 0
@@ -51,13 +48,13 @@ class Moved:
 
 
 class ExpertPager:
-    """Slots of one size for the experts of all layers: uint8 ``slots`` [``cache.capacity`` + `STAGED`, slot bytes].
+    """Slots of one size for the experts of all layers: uint8 ``slots`` [``control.most_slots`` + `STAGED`, slot bytes].
 
     One thread at a time has a turn; others wait for its end.
     """
 
-    def __init__(self, cache: ExpertCache, prefetcher: Prefetcher, home: Home, link: Link, slots: Tensor) -> None:
-        self.cache, self.prefetcher, self.home, self.slots = cache, prefetcher, home, slots
+    def __init__(self, control: ExpertControl, home: Home, link: Link, slots: Tensor) -> None:
+        self.control, self.cache, self.home, self.slots = control, control.cache, home, slots
         self.moved = Moved()
         self.link = link
         self._turn = threading.RLock()
@@ -77,7 +74,15 @@ class ExpertPager:
 
     def hint(self, layer: int, ids: Ids, scores: NDArray[np.float32]) -> None:
         """The router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
-        self.prefetcher.hint(layer, *_summed(ids, scores))
+        distinct, places = np.unique(ids, return_inverse=True)
+        mass = np.bincount(places.ravel(), scores.ravel().astype(np.float64), minlength=len(distinct))
+        self.control.hint(layer, distinct, mass)
+
+    def begin(self) -> None:
+        """Fetch what is to be there before the first turn."""
+        with self._turn:
+            for layer, expert, slot in self.control.begin():
+                self._fetch_ahead(layer, np.array([expert]), np.array([slot]))
 
     def end(self) -> None:
         """Wait for what is in flight; nobody has a turn after this."""
@@ -118,20 +123,14 @@ class ExpertPager:
             if self.link.held and not all(flight.arrived for flight in flights):
                 going.append((layer, ids, flights))
             else:
-                self.cache.release(layer, ids)
+                self.cache.release(layer, ids.tolist())
         self._ahead = going
 
-    def _guess(self, layer: int, experts: Ids) -> None:
-        """Have pages of a later layer on their way, as far as the cache gives them room."""
-        ids, slots, evictions = self.cache.prefetch(layer, experts)
-        self.moved.evictions += len(evictions)
-        if not len(ids):
-            return
-        self.cache.lease(layer, ids)
-        flights = [self._start(layer, int(expert), int(slot)) for expert, slot in zip(ids, slots, strict=True)]
-        self._guessed.update(int(slot) for slot in slots)
+    def _fetch_ahead(self, layer: int, ids: Ids, slots: Ids) -> None:
+        """Have experts of a later layer on their way into slots that the cache gave them."""
+        self.cache.lease(layer, ids.tolist())
+        flights = [self._start(layer, expert, slot) for expert, slot in zip(ids.tolist(), slots.tolist(), strict=True)]
         self._ahead.append((layer, ids, flights))
-        self.moved.issued += len(flights)
 
 
 class Turn:
@@ -143,6 +142,7 @@ class Turn:
         self._slots: Slots = {}
         self._asked = 0
         self._leases: list[Ids] = []
+        self._accesses: list[Access] = []
         self._waiting: deque[int] = deque()  # streamed experts whose reads have not begun
         self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of those that have, in their order
         self._free = deque(range(pager._resident, pager._resident + STAGED))
@@ -154,11 +154,13 @@ class Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             for ids in self._leases:
-                self._pager.cache.release(self.layer, ids)
+                self._pager.cache.release(self.layer, ids.tolist())
+            for access in self._accesses:
+                self._pager.control.settle(access)
             for expert, slot in self._staged:
                 if kind is None:
                     self._pager._await(self.layer, expert, slot)
-            self._leases, self._slots = [], {}
+            self._leases, self._accesses, self._slots = [], [], {}
             self._waiting.clear()
             self._staged.clear()
         finally:
@@ -168,17 +170,12 @@ class Turn:
         """``ids`` [tokens, k] of experts the layer is about to compute, and the router's weights of them."""
         pager = self._pager
         pager._settle()
-        access = pager.cache.access(self.layer, ids, scores)
-        pager.moved.turns += 1
+        access = pager.control.access(self.layer, ids, scores)
+        self._accesses.append(access)
         self._asked += len(access.hits) + len(access.misses)
-        distinct, counts = np.unique(ids, return_counts=True)
-        mass = None if scores is None else _summed(ids, scores)[1]
-        pager.prefetcher.observe(self.layer, distinct, counts, mass)
-        pager.moved.hits += len(access.hits)
-        pager.moved.misses += len(access.misses)
-        pager.moved.evictions += len(access.evictions)
+        pager.moved.turns += 1
         here = np.concatenate([access.hits, access.misses[access.slots >= 0]])
-        pager.cache.lease(self.layer, here)
+        pager.cache.lease(self.layer, here.tolist())
         self._leases.append(here)
         for expert, slot in zip(access.hits.tolist(), access.hit_slots.tolist(), strict=True):
             self._slots[expert] = slot
@@ -205,8 +202,10 @@ class Turn:
     def look_ahead(self) -> None:
         """Fetch ahead what later layers are expected to need: behind everything this one needs."""
         pager = self._pager
-        for layer, experts in pager.prefetcher.ahead(self.layer, np.asarray(pager.cache.slot_table) >= 0):
-            pager._guess(layer, experts)
+        for layer, found in pager.control.ahead(self.layer):
+            pager._fetch_ahead(layer, found.ids, found.slots)
+            pager._guessed.update(found.slots.tolist())
+            pager.moved.issued += len(found.ids)
 
     def slot(self, expert: int) -> int:
         """The slot that holds ``expert``, waited for. A streamed one's is good until the next call for another."""
@@ -264,9 +263,3 @@ class Turn:
             expert, slot = self._waiting.popleft(), self._free.popleft()
             self._pager._start(self.layer, expert, slot)
             self._staged.append((expert, slot))
-
-
-def _summed(ids: Ids, scores: NDArray[np.float32]) -> tuple[Ids, NDArray[np.float64]]:
-    """``(distinct ids [n], their scores [n] added up)``."""
-    distinct, places = np.unique(ids, return_inverse=True)
-    return distinct, np.bincount(places.ravel(), scores.ravel(), minlength=len(distinct))

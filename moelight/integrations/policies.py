@@ -1,4 +1,4 @@
-"""Policies for `attach`: read as they were given, made for a model, and turned into what decides."""
+"""Policies for `attach`: read as they were given, made for a model."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from pathlib import Path
 
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.units import format_bytes
-from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PrefetchRules
-from moelight.experts.prefetch import Prefetcher
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
+from moelight.lang.check import read
+from moelight.lang.files import load_expert_policy
 
 _EVICTION = ("slru",)
 
 
-def thinkers(
-    policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int
-) -> tuple[ExpertCache, Prefetcher]:
-    """The cache and the predictor that ``policy`` asks for."""
-    shape = {"num_layers": num_layers, "num_experts": num_experts}
-    return ExpertCache.of(policy, page_bytes=page_bytes, **shape), Prefetcher(policy.prefetch, **shape)
-
-
 def policy_for(
-    experts: Sequence[int], active: Sequence[int | None], *, page_bytes: int, spare_bytes: int, free_bytes: int, batch: int
+    experts: Sequence[int],
+    active: Sequence[int | None],
+    *,
+    page_bytes: int,
+    spare_bytes: int,
+    free_bytes: int,
+    batch: int,
 ) -> tuple[ExpertPolicy, str]:
     """A policy for layers with so many ``experts`` each, of which a token has ``active`` (None: nobody says), and why.
 
@@ -85,4 +83,11 @@ def read_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
         return policy
     if not isinstance(policy, (str, os.PathLike)):
         raise ConfigError(f"policy: an ExpertPolicy, .moe text or a path, not {type(policy).__name__}")
-    raise NotImplementedError
+    if not isinstance(policy, str) or "{" not in policy:
+        return load_expert_policy(policy)
+    reading = read(policy)
+    if reading.errors:
+        raise ConfigError("policy: " + "; ".join(f"{e.line}:{e.column}: {e.message}" for e in reading.errors))
+    if len(reading.policies) != 1:
+        raise ConfigError(f"policy: the text has {len(reading.policies)} policies, attach takes one")
+    return reading.policies[0]

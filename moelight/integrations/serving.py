@@ -92,7 +92,9 @@ class ServedFused(Served):
         _, states, ids, weights = bound.values()
         way = getattr(experts.config, "_experts_implementation", None)  # generate() may change it between calls
         if way not in _KNOWN:
-            raise ConfigError(f"experts_implementation {way!r} cannot be paged; set one of {', '.join(map(str, _KNOWN))}")
+            raise ConfigError(
+                f"experts_implementation {way!r} cannot be paged; set one of {', '.join(map(str, _KNOWN))}"
+            )
         with torch.no_grad(), self.pager.turn(self.number) as turn:
             turn.need(_array(ids, np.int64), _array(weights, np.float32))
             self.ahead(states)
@@ -218,7 +220,9 @@ class ServedList(Served):
         def served(states: Tensor, *args: Any, **kwargs: Any) -> Any:
             turn = self._turn
             if turn is None:
-                raise UserError(f"{self.layer.name}: expert {expert} was called outside of its block, which has the pager")
+                raise UserError(
+                    f"{self.layer.name}: expert {expert} was called outside of its block, which has the pager"
+                )
             if not states.numel():
                 return states  # some blocks call every expert, also for no token
             if not turn.has(expert):

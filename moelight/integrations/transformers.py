@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelight.core.errors import BudgetError, ConfigError, MoelightError, did_you_mean
+from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.units import align_up, format_bytes
+from moelight.experts.control import ExpertControl
 from moelight.experts.policy import ExpertPolicy
 from moelight.integrations.homes import DiskHome, Home, MemoryHome
 from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.links import HostLink, Link, StreamLink
-from moelight.integrations.moving import bring_back, put_away
+from moelight.integrations.moving import bring_back, put_away, trim
 from moelight.integrations.pager import STAGED, ExpertPager
-from moelight.integrations.policies import policy_for, read_policy, thinkers
+from moelight.integrations.policies import policy_for, read_policy
 from moelight.integrations.routers import ask, chosen, top_k
 from moelight.integrations.serving import Served, ServedFused, ServedList
 from moelight.memory.locking import on_huge_pages
@@ -102,13 +103,19 @@ class Attachment:
         self.model, self.policy, self.reason = model, policy, reason
         self._layers, self._turn = moe_layers(model), threading.Lock()
         layers, device, page_bytes = self._layers, self._layers[0].device, _slot_bytes(self._layers)
-        most = max(layer.num_experts for layer in layers)
-        cache, prefetcher = thinkers(policy, num_layers=len(layers), num_experts=most, page_bytes=page_bytes)
         self._top_k = [top_k(layer, getattr(model, "config", None)) for layer in layers]
         self._device, self._served, self._away = device, list[Served](), list[int]()
-        slots = _slots(cache.capacity + STAGED, page_bytes, device)
+        control = ExpertControl(
+            policy,
+            num_layers=len(layers),
+            num_experts=max(layer.num_experts for layer in layers),
+            page_bytes=page_bytes,
+            active=self._top_k[0],
+            model=_facts(model, layers),
+        )
+        slots = _slots(control.most_slots + STAGED, page_bytes, device)
         self._home = _home(home, directory, layers, page_bytes)
-        self.pager = ExpertPager(cache, prefetcher, self._home, _link(device), slots)
+        self.pager = ExpertPager(control, self._home, _link(device), slots)
         self.near_bytes, self.away_bytes = slots.numel(), sum(layer.num_experts for layer in layers) * page_bytes
         weakref.finalize(self.pager, _let_go, self.pager.link, self._home)
         self._attached = True
@@ -118,9 +125,11 @@ class Attachment:
                 put_away(self._home, number, layer)
                 self._away.append(number)
             self._home.kept()
+            trim()
             for each in served:
                 self._served.append(each)
                 each.install()
+            self.pager.begin()
         except BaseException:
             self._home.kept()
             self.detach()
@@ -187,7 +196,7 @@ class _Hint:
         self._pager, self._layer, self._num_experts, self._k = pager, layer, num_experts, k
 
     def __call__(self, states: Tensor) -> None:
-        if self.router is None or self._pager.prefetcher.rules.strategy != "next_router":
+        if self.router is None or self._pager.control.prefetcher.rules.strategy != "next_router":
             return
         found = ask(self.router, states, self._num_experts, self._k)
         if found is not None:
@@ -195,26 +204,22 @@ class _Hint:
 
 
 def _stats(attachment: Attachment) -> dict[str, Any]:
-    pager, policy = attachment.pager, attachment.policy
-    moved, accesses = pager.moved, pager.moved.hits + pager.moved.misses
+    pager, cache = attachment.pager, attachment.pager.cache
+    moved, stats = pager.moved, cache.stats
     return {
         "policy": {
-            "name": policy.name,
+            "name": attachment.policy.name,
             "steps": moved.turns,
             "cache": {
-                "hits": moved.hits,
-                "misses": moved.misses,
-                "evictions": moved.evictions,
-                "hit_rate": moved.hits / accesses if accesses else 0.0,
-                "streamed": moved.streamed,
-                "capacity": pager.cache.capacity,
-                "resident": len(pager.cache),
+                "hits": int(stats.hits.sum()),
+                "misses": int(stats.misses.sum()),
+                "evictions": stats.evictions,
+                "hit_rate": stats.hit_rate,
             },
             "prefetch": {
                 "issued": moved.issued,
                 "useful": moved.useful,
                 "accuracy": moved.useful / moved.issued if moved.issued else 0.0,
-                "guesses": pager.prefetcher.quality.as_dict(),
             },
         },
         "placement": {
@@ -223,9 +228,22 @@ def _stats(attachment: Attachment) -> dict[str, Any]:
             "bytes": moved.bytes,
             "transfer_s": moved.transfer_s,
             "stall_s": moved.stall_s,
+            "streamed": moved.streamed,
         },
+        "experts": pager.control.as_dict(link=moved.stall_s),
         "near_bytes": attachment.near_bytes,
         "away_bytes": attachment.away_bytes,
+    }
+
+
+def _facts(model: nn.Module, layers: list[MoeLayer]) -> dict[str, str | int | float | bool | None]:
+    """What a profile of this model is told by."""
+    config = getattr(model, "config", None)
+    return {
+        "model_type": str(getattr(config, "model_type", type(model).__name__)),
+        "num_layers": len(layers),
+        "num_experts": layers[0].num_experts,
+        "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
     }
 
 

@@ -111,9 +111,9 @@ def ragged_prompts(count: int = 32) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def tokens(model: PreTrainedModel, *, new: int = 6, seed: int | None = None, **options: Any) -> Tensor:
-    """What ``model`` generates after `ragged_prompts`: greedily, or sampled with ``seed``."""
-    ids, mask = ragged_prompts()
+def tokens(model: PreTrainedModel, *, new: int = 6, count: int = 32, seed: int | None = None, **options: Any) -> Tensor:
+    """What ``model`` generates after so many `ragged_prompts`: greedily, or sampled with ``seed``."""
+    ids, mask = ragged_prompts(count)
     if seed is not None:
         torch.manual_seed(seed)
     return model.generate(

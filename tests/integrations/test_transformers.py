@@ -20,7 +20,15 @@ from transformers import PreTrainedModel
 import moelight
 from moelight.core.errors import CheckpointError, ConfigError, MoelightError, UserError
 from moelight.core.units import MiB
-from moelight.experts.policy import EVICTIONS, STRATEGIES, CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
+from moelight.experts.policy import (
+    EVICTIONS,
+    STRATEGIES,
+    CacheRules,
+    Capacity,
+    ExpertPolicy,
+    PerLayerRules,
+    PrefetchRules,
+)
 from moelight.integrations import transformers as attaching
 from moelight.integrations.homes import DiskHome
 from moelight.integrations.layers import moe_layers
@@ -70,7 +78,7 @@ def test_a_small_budget_gives_the_same_tokens_and_logits(family: str, dtype: tor
         assert torch.equal(tokens(model), greedy)
         assert torch.equal(tokens(model, seed=7), sampled)
         assert torch.equal(logits(model), last)
-        assert attachment.get_stats()["policy"]["cache"]["streamed"] > 0  # prompts want more than there is room for
+        assert attachment.get_stats()["placement"]["streamed"] > 0  # prompts want more than there is room for
     assert torch.equal(logits(model), last)
 
 
@@ -94,13 +102,15 @@ def test_no_eviction_changes_a_token(qwen: PreTrainedModel, eviction: tuple[str,
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_prediction_changes_a_token_and_none_is_read_twice(qwen: PreTrainedModel, strategy: str) -> None:
-    with moelight.attach(qwen, policy(28, strategy=strategy)) as attachment:
+    alone = tokens(qwen, count=1, new=16)
+    with moelight.attach(qwen, policy(14, eviction=("lru",), strategy=strategy)) as attachment:
         assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+        assert torch.equal(tokens(qwen, count=1, new=16), alone)
         found = attachment.get_stats()
         assert found["placement"]["transfers"] == (
             found["policy"]["cache"]["misses"] + found["policy"]["prefetch"]["issued"]
         )
-        if strategy != "none":
+        if strategy in ("history", "affinity", "next_router"):  # others have nothing to say of so little
             assert found["policy"]["prefetch"]["useful"] > 0
 
 
@@ -114,7 +124,9 @@ def test_each_policy_of_the_examples_gives_the_same_tokens(file: Path) -> None:
 
 def test_beams_and_budgets_of_layers(qwen: PreTrainedModel) -> None:
     beams = tokens(qwen, new=4, num_beams=3)
-    rules = PerLayerRules(allocation="entropy", entropy_window=16, min_capacity=2, max_capacity=12, rebalance_interval=16)
+    rules = PerLayerRules(
+        allocation="entropy", entropy_window=16, min_capacity=2, max_capacity=12, rebalance_interval=16
+    )
     with moelight.attach(qwen, policy(6, per_layer=rules)):
         assert torch.equal(tokens(qwen, new=4, num_beams=3), beams)
 
@@ -141,7 +153,7 @@ def test_what_a_slot_is_said_to_hold_is_in_it() -> None:
     model = untouched("mixtral")[0]
     experts = [layer.mlp.experts for layer in model.model.layers]
     weights = [(each.gate_up_proj.detach().clone(), each.down_proj.detach().clone()) for each in experts]
-    with moelight.attach(model, policy(9)) as attachment:
+    with moelight.attach(model, policy(9, eviction=("lru",))) as attachment:
         tokens(model)
         pager, seen = attachment.pager, 0
         with pager.turn(0) as turn:
@@ -188,13 +200,12 @@ def test_the_memory_of_the_experts_is_really_given_back(tmp_path: Path) -> None:
 
 def test_a_model_that_is_dropped_takes_its_pages_with_it(tmp_path: Path) -> None:
     model = build("mixtral")
-    before = threading.active_count()
     moelight.attach(model, policy(), directory=tmp_path)
     tokens(model, new=1)
-    assert threading.active_count() > before
+    assert pager_threads()
     del model
     gc.collect()
-    assert threading.active_count() == before
+    assert not pager_threads()
     held = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     assert not [name for name in held if name.startswith(str(tmp_path))]
 
@@ -216,8 +227,9 @@ def test_streams_of_a_device_do_the_same(family: str, monkeypatch: pytest.Monkey
     model, greedy, _, _ = untouched(family)
     compute = StreamLane(TwinStream(), TwinEvent)
     monkeypatch.setattr(attaching, "_link", lambda _: StreamLink(StreamLane(TwinStream(), TwinEvent), lambda: compute))
-    with moelight.attach(model, policy(12), home="memory") as attachment:
+    with moelight.attach(model, policy(12, eviction=("lru",)), home="memory") as attachment:
         assert torch.equal(tokens(model), greedy)
+        tokens(model, count=1)
         assert attachment.get_stats()["policy"]["prefetch"]["useful"] > 0
 
 
@@ -248,9 +260,9 @@ def test_stats_are_plain_and_add_up(qwen: PreTrainedModel) -> None:
     cache, placement = found["policy"]["cache"], found["placement"]
     assert found["policy"]["name"] == "small"
     assert cache["hit_rate"] == cache["hits"] / (cache["hits"] + cache["misses"])
-    assert placement["bytes"] == placement["transfers"] * found["near_bytes"] // (cache["capacity"] + 4)
+    assert placement["bytes"] == placement["transfers"] * found["near_bytes"] // (16 + 4)
     assert placement["transfer_s"] > 0
-    assert cache["resident"] <= cache["capacity"] == 16
+    assert found["experts"]["cache"]["resident"] <= found["experts"]["cache"]["capacity"] == 16
 
 
 def test_auto_attach_chooses_and_says_why(qwen: PreTrainedModel) -> None:
@@ -330,4 +342,8 @@ def test_one_pager_at_a_time(qwen: PreTrainedModel) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running() -> Iterator[None]:
     yield
-    assert not [thread.name for thread in threading.enumerate() if "moelight-experts" in thread.name]
+    assert not pager_threads()
+
+
+def pager_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "moelight-experts" in thread.name]
