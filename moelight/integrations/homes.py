@@ -89,7 +89,7 @@ class DiskHome:
         try:
             for held in source.parameters:
                 for expert, tensor in held.parts(held.parameter.detach()):
-                    cells = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                    cells = tensor.cpu().contiguous().view(-1).view(torch.uint8)
                     _write(self._handle, cells, self._at(layer, expert) + held.piece.offset)
             os.fdatasync(self._handle)
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -166,8 +166,8 @@ class _Reading:
             ) from None
 
 
-def _write(handle: int, cells: memoryview, at: int) -> None:
-    left = memoryview(cells)
+def _write(handle: int, cells: Tensor, at: int) -> None:
+    left = memoryview(cells.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on
     while left:
         written = os.pwrite(handle, left, at)
         left, at = left[written:], at + written

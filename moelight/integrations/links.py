@@ -18,21 +18,21 @@ from moelight.runtime.lanes import LaneRunner, PendingLane, StreamLane, Ticket
 class Flight:
     """One page on its way into a slot. ``arrived``: whoever computes may use it without another wait."""
 
-    __slots__ = ("_ticket", "arrived", "ticket_wait")
+    __slots__ = ("_ticket", "_wait", "arrived")
 
     def __init__(self) -> None:
         self.arrived = False
         self._ticket: Ticket | None = None
-        self.ticket_wait: Callable[[Ticket], None] | None = None
+        self._wait: Callable[[Ticket], None] | None = None
 
     def sent(self, ticket: Ticket, wait: Callable[[Ticket], None]) -> None:
         """It is under way."""
-        self._ticket, self.ticket_wait = ticket, wait
+        self._ticket, self._wait = ticket, wait
 
     def wait(self) -> None:
         """Have the computation wait for it; raise what went wrong."""
-        if self._ticket is not None and self.ticket_wait is not None:
-            self.ticket_wait(self._ticket)
+        if self._ticket is not None and self._wait is not None:
+            self._wait(self._ticket)
         self.arrived = True
 
     def seconds(self) -> float:
@@ -113,11 +113,14 @@ class StreamLink:
         flight = Flight()
         before = self._compute().submit(_nothing, ())
         ticket = self._copies.submit(lambda: home.start(layer, expert, into), (before,))
-        flight.sent(ticket, lambda sent: self._compute().submit(_nothing, (sent,)) and None)
+        flight.sent(ticket, self._wait_for)
         return flight
 
     def close(self) -> None:
         self._copies.close()
+
+    def _wait_for(self, ticket: Ticket) -> None:
+        self._compute().submit(_nothing, (ticket,))
 
 
 def _nothing() -> None:

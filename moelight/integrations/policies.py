@@ -8,12 +8,12 @@ from pathlib import Path
 
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.units import format_bytes
-from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PrefetchRules
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
 
-_EVICTION = ("slru",)
+_EVICTION = ("lru",)
 
 
 def policy_for(
@@ -24,11 +24,14 @@ def policy_for(
     spare_bytes: int,
     free_bytes: int,
     batch: int,
+    across_link: bool,
 ) -> tuple[ExpertPolicy, str]:
     """A policy for layers with so many ``experts`` each, of which a token has ``active`` (None: nobody says), and why.
 
     Room is for twice a token's experts, or for what ``batch`` tokens are expected to meet (`experts.sizing`), as far as
-    there are ``free_bytes`` besides ``spare_bytes``.
+    there are ``free_bytes`` besides ``spare_bytes``. It is shared out evenly: from one cache for all layers, a pass
+    evicts just those experts that the next pass needs first. Guesses are for links (``across_link``), which idle more
+    often than disks.
 
     Raises:
         BudgetError: there is no room for a single one.
@@ -52,7 +55,8 @@ def policy_for(
         )
     slots = min(plan.slots, plan.recommended, sum(experts))
     everything = slots >= sum(experts)
-    strategy = "none" if everything else "previous" if None in active else "next_router"
+    guesses = across_link and not everything
+    strategy = "none" if not guesses else "previous" if None in active else "next_router"
     if plan.status is not Status.OK:
         why = "as many as there is memory for"
     elif everything:
@@ -61,14 +65,16 @@ def policy_for(
         why = f"twice the {each} of a token in each of {layers} layers"
     else:
         why = f"what {batch} tokens of {each} experts are expected to meet in each of {layers} layers"
+    even = PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=most, total_budget=slots)
     policy = ExpertPolicy(
         name="auto",
         cache=CacheRules(capacity=Capacity(value=slots), eviction=_EVICTION),
         prefetch=PrefetchRules(strategy=strategy, budget=each),
+        per_layer=even if slots >= layers else None,
     )
     reason = (
         f"room for {slots} of {sum(experts)} experts ({format_bytes(slots * page_bytes)}): {why}, with "
-        f"{format_bytes(free_bytes)} free; eviction {' | '.join(_EVICTION)}, prefetch {strategy}"
+        f"{format_bytes(free_bytes)} free; {' | '.join(_EVICTION)} layer by layer, prefetch {strategy}"
     )
     return policy, reason
 

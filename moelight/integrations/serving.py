@@ -63,7 +63,7 @@ class Served:
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         if before is None:
             self._undo.append(lambda: module.__dict__.pop("forward"))
         else:
@@ -230,7 +230,7 @@ class ServedList(Served):
             page = self.pager.slots[turn.slot(expert)]
             away = [held.owner._parameters[held.key] for held in owned]
             for held in owned:
-                held.owner._parameters[held.key] = held.piece.of(page)  # type: ignore[assignment]
+                held.owner._parameters[held.key] = held.piece.of(page)
             try:
                 return forward(states, *args, **kwargs)
             finally:

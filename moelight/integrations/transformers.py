@@ -79,6 +79,7 @@ def auto_attach(
         spare_bytes=STAGED * page_bytes,
         free_bytes=_free_bytes(layers[0].device) + sum(layer.num_experts * layer.page_bytes for layer in layers),
         batch=batch,
+        across_link=layers[0].device.type != "cpu",
     )
     return Attachment(model, policy, home=home, directory=directory, reason=reason)
 
@@ -261,17 +262,14 @@ def _slot_bytes(layers: list[MoeLayer]) -> int:
 def _slots(count: int, slot_bytes: int, device: torch.device) -> Tensor:
     size = count * slot_bytes
     try:
-        if device.type == "cpu":
-            memory = on_huge_pages(size)
-        else:
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
+        near = on_huge_pages(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
     except (RuntimeError, MemoryError, OSError):
         raise BudgetError(
             f"{device} has no {format_bytes(size)} for {count} experts; lower the policy's capacity",
             tier="host" if device.type == "cpu" else "device",
             needed_bytes=size,
         ) from None
-    return memory.view(count, slot_bytes)
+    return near.view(count, slot_bytes)
 
 
 def _home(home: str | None, directory: str | Path | None, layers: list[MoeLayer], slot_bytes: int) -> Home:

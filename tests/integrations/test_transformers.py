@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,7 +205,7 @@ def test_a_model_that_is_dropped_takes_its_pages_with_it(tmp_path: Path) -> None
     del model
     gc.collect()
     assert not pager_threads()
-    held = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    held = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     assert not [name for name in held if name.startswith(str(tmp_path))]
 
 
@@ -238,7 +237,7 @@ def test_a_disk_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, q
     with monkeypatch.context() as failing:
         failing.setattr(DiskHome, "_at", lambda *_: 1 << 50)
         for _ in range(2):
-            with pytest.raises(CheckpointError, match="expert .* cannot be read"):
+            with pytest.raises(CheckpointError, match="cannot be read"):
                 tokens(qwen, new=1)
     attachment.detach()
     assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
