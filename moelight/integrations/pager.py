@@ -75,7 +75,7 @@ class ExpertPager:
     def hint(self, layer: int, ids: Ids, scores: NDArray[np.float32]) -> None:
         """The router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
         distinct, places = np.unique(ids, return_inverse=True)
-        mass = np.bincount(places.ravel(), scores.ravel().astype(np.float64), minlength=len(distinct))
+        mass = np.asarray(np.bincount(places.ravel(), scores.ravel(), minlength=len(distinct)), np.float64)
         self.control.hint(layer, distinct, mass)
 
     def begin(self) -> None:

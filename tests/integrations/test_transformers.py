@@ -130,6 +130,36 @@ def test_beams_and_budgets_of_layers(qwen: PreTrainedModel) -> None:
         assert torch.equal(tokens(qwen, new=4, num_beams=3), beams)
 
 
+ADAPTING = """
+policy restless {
+  cache { capacity = 6  eviction = lru  warm_pin = 20  pin = [1, 3]  ttl = 40 }
+  prefetch { strategy = history  budget = 2 }
+  monitor { window = 20 }
+  adapt {
+    when hit_rate < 0.9 for 10 accesses { eviction = lfu }
+    when hit_rate < 0.9 for 30 accesses { capacity = 14 }
+    when hit_rate < 0.95 for 60 accesses { trigger memory_pressure }
+    when hit_rate < 0.95 for 90 accesses { capacity = 5 }
+  }
+}
+"""
+
+
+def test_a_policy_that_changes_while_it_runs_changes_no_token(qwen: PreTrainedModel) -> None:
+    alone = tokens(qwen, count=2, new=16)
+    with moelight.attach(qwen, ADAPTING) as attachment:
+        assert attachment.near_bytes == (14 + 4) * moe_layers_bytes(attachment)  # what a rule may ask for is there
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+        assert torch.equal(tokens(qwen, count=2, new=16), alone)
+        found = attachment.get_stats()["experts"]
+    assert found["adaptations"]["changes"] >= 3
+    assert found["warm_pin"]["fired"]
+
+
+def moe_layers_bytes(attachment: Attachment) -> int:
+    return attachment.away_bytes // (2 * 16)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "listed"])
 def test_detach_leaves_the_model_as_it_was(family: str) -> None:
     model = untouched(family)[0]
