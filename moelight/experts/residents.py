@@ -8,9 +8,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moelight.core.errors import ConfigError
 from moelight.experts.access import FloatArray, IntArray, Stats
 from moelight.experts.budgets import Selections, share_out
-from moelight.experts.eviction import Eviction, EvictionRules, Setting, make_eviction
+from moelight.experts.eviction import EVICTIONS, Eviction, EvictionRules, Setting, make_eviction
 from moelight.experts.policy import FALLBACK, PerLayerRules
 from moelight.experts.triggers import Expiry, MemoryPressure
 
@@ -22,9 +23,18 @@ class Predictor(Protocol):
 
 
 def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two names."""
+    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
+
+    Raises:
+        ConfigError: an unknown one, or more than two.
+    """
     names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
-    return FALLBACK if names == ("fallback",) else names
+    names = FALLBACK if names == ("fallback",) else names
+    for name in names:
+        EVICTIONS.get(name)
+    if not 1 <= len(names) <= 2:
+        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
+    return names
 
 
 class Residents:
@@ -232,11 +242,6 @@ class Residents:
             for key, slot in zip(left, slots, strict=True):
                 self.on_evict(*divmod(key, self.num_experts), slot)
         return np.stack(np.divmod(np.array(left, np.int64), self.num_experts), axis=1)
-
-    def press(self, surplus: int) -> IntArray:
-        """The next ``surplus`` leave, as under memory pressure. Returns who could, int64 [e, 2]."""
-        self.stats.pressed += self._press(surplus)
-        return self._tell()
 
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""

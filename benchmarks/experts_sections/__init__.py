@@ -1,0 +1,1 @@
+"""Sections of `benchmarks/experts.py`: each is a function that returns figures."""
