@@ -1,1 +1,1 @@
-"""Sections of `benchmarks/experts.py`: each is a function that returns figures."""
+"""The sections of `benchmarks/experts.py`: each measures and returns its figures."""

@@ -7,7 +7,6 @@ moelight, and put out of it before every step for accelerate.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import tempfile
@@ -133,15 +132,8 @@ def offloaded(model: PreTrainedModel, scratch: Path) -> Iterator[Callable[[dict[
         copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval()
         copy.load_state_dict(model.state_dict())
         copy = dispatch_model(copy, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
-
-        class Forget(StoppingCriteria):
-            def __call__(self, ids: Tensor, scores: Tensor, **options: Any) -> Tensor:  # noqa: ARG002
-                _forget(Path(folder))
-                return torch.zeros(ids.shape[0], dtype=torch.bool)
-
-        yield lambda prompts, batch: _decode(copy, prompts, batch, stopping_criteria=[Forget()])
-        del copy
-        gc.collect()
+        forget = [_Forget(Path(folder))]
+        yield lambda prompts, batch: _decode(copy, prompts, batch, stopping_criteria=forget)
 
 
 def _quarter(eviction: str, strategy: str = "none", per_layer: PerLayerRules | None = None) -> ExpertPolicy:
@@ -171,10 +163,17 @@ def _rate(generate: Generate, batch: int) -> float:
     return batch * NEW_TOKENS / (time.perf_counter() - began)
 
 
-def _forget(folder: Path) -> None:
-    for path in folder.glob("*.dat"):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+class _Forget(StoppingCriteria):
+    """Stops nothing; puts the files of ``folder`` out of the page cache after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, ids: Tensor, scores: Tensor, **options: Any) -> Tensor:  # noqa: ARG002
+        for path in self._folder.glob("*.dat"):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+        return torch.zeros(ids.shape[0], dtype=torch.bool)

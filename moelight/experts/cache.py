@@ -7,6 +7,7 @@ The cache decides and counts; it holds no bytes and moves none. Whoever does is 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise, repeat
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -228,9 +229,62 @@ class ExpertCache(Residents):
         which = flat_ids(np.reshape(experts, (-1, 1)), self.num_experts)
         weights = None if scores is None else np.ascontiguousarray(scores, np.float64).reshape(-1)
         if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
-            raise ValueError(f"{len(at)} layers, {len(which)} experts and {len(weights or ())} scores do not match")
+            raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
         hit = np.zeros(len(at), np.bool_)
-        for i in range(len(at)):
-            score = None if weights is None else weights[i : i + 1, None]
-            hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)
+        if self.pressure is not None or self._expiry is not None or self._selections is not None or self.predictor:
+            for i in range(len(at)):
+                score = None if weights is None else weights[i : i + 1, None]
+                hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)
+            return hit
+        keys = at * self.num_experts + which
+        # Runs of accesses that meet the same pool.
+        cuts = [0, len(at)] if self.per_layer is None else [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(at)]
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                run = None if weights is None else weights[begin:end].tolist()
+                hit[begin:end] = self._each(self._pools[at[begin]], keys[begin:end].tolist(), run)
+        self._count_each(at, keys, hit)
+        self._tell()
         return hit
+
+    def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
+        """The accesses of `access_each` in one pool: which were hits. Counters are left to the caller."""
+        touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
+        counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
+        found: list[bool] = []
+        answer = found.append
+        for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
+            if counted:
+                frequency[key] += 1
+            if begins:
+                pool.begin()
+                if gone:
+                    self._drain(pool)
+            if slot_of[key] >= 0:
+                answer(True)
+                touch(key, score)
+                if gone:
+                    self._drain(pool)
+                continue
+            answer(False)
+            brought = admit(key, score)
+            if gone:
+                self._drain(pool)
+            if brought:
+                slot_of[key] = free.pop()
+            else:
+                self.stats.bypasses += 1
+        return found
+
+    def _count_each(self, layers: IntArray, keys: IntArray, hit: NDArray[np.bool_]) -> None:
+        stats, size = self.stats, self._table.size
+        hits = np.bincount(keys[hit], minlength=size).reshape(self._table.shape)
+        misses = np.bincount(keys[~hit], minlength=size).reshape(self._table.shape)
+        stats.hits += hits
+        stats.misses += misses
+        stats.tokens += hits + misses
+        self.clock += len(keys)
+        for layer, at in zip(*np.unique(layers[::-1], return_index=True), strict=True):
+            self._last_of_layer[layer] = [int(keys[len(keys) - 1 - at])]
+        if len(keys):
+            self._last_batch = {int(keys[-1])}

@@ -232,10 +232,6 @@ class Ranked(Eviction):
                 return top
         return None
 
-    def park(self) -> None:
-        """Put the top of the heap aside until `settle`."""
-        self._parked.append(heappop(self._heap))
-
     def drop(self) -> bool:
         entry = self.lowest()
         if entry is None:

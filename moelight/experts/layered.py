@@ -16,7 +16,7 @@ def split(capacity: int) -> tuple[int, int]:
 class Layered(Eviction):
     """New keys enter the first; its victims are demoted into the second, a hit there promotes back, and only what the
     second gives up leaves. Where the first takes nobody (all pinned or held, or not frequent enough), the second does.
-    Pinned keys are in the first."""
+    Both are told of all accesses. Pinned keys are in the first."""
 
     def __init__(self, setting: Setting, first: Eviction, second: Eviction) -> None:
         super().__init__(setting)
@@ -55,9 +55,11 @@ class Layered(Eviction):
     def touch(self, key: int, score: float) -> None:
         if key in self._upper:
             self.first.touch(key, score)
+            self.second.note(key)
         elif self.first.admit(key, score):
             self.second.remove(key)
             self._upper.add(key)
+            self.second.note(key)
         else:
             self.second.touch(key, score)
         self._demote()
@@ -70,6 +72,8 @@ class Layered(Eviction):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if self.first.admit(key, score, asked):
             self._upper.add(key)
+            if asked:
+                self.second.note(key)
             self._demote()
             return True
         self._demote()

@@ -1,6 +1,6 @@
 """Experts of a model that computes elsewhere, in a few slots beside it: what a layer needs is there when it computes.
 
-An `ExpertControl` decides who stays and who comes early; the pager carries it out. Every slot is tagged with the
+A `Residency` decides who stays and who comes early; the pager carries it out. Every slot is tagged with the
 (layer, expert) whose bytes are in it or on their way to it, and is only given out under that name. Knows slots, flights
 and turns; refuses to know what an expert computes.
 """
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moelight.core.errors import MoelightError
-from moelight.experts.access import Access
-from moelight.experts.control import ExpertControl
+from moelight.experts.residency import Residency
 from moelight.integrations.homes import Home
 from moelight.integrations.links import Flight, Link
 
@@ -48,13 +47,13 @@ class Moved:
 
 
 class ExpertPager:
-    """Slots of one size for the experts of all layers: uint8 ``slots`` [``control.most_slots`` + `STAGED`, slot bytes].
+    """Slots of one size for the experts of all layers: uint8 ``slots`` [capacity of the cache + `STAGED`, slot bytes].
 
     One thread at a time has a turn; others wait for its end.
     """
 
-    def __init__(self, control: ExpertControl, home: Home, link: Link, slots: Tensor) -> None:
-        self.control, self.cache, self.home, self.slots = control, control.cache, home, slots
+    def __init__(self, residency: Residency, home: Home, link: Link, slots: Tensor) -> None:
+        self.residency, self.cache, self.home, self.slots = residency, residency.cache, home, slots
         self.moved = Moved()
         self.link = link
         self._turn = threading.RLock()
@@ -72,17 +71,12 @@ class ExpertPager:
         """For a ``with`` block during which nobody has a turn."""
         return self._turn
 
-    def hint(self, layer: int, ids: Ids, scores: NDArray[np.float32]) -> None:
-        """The router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
-        distinct, places = np.unique(ids, return_inverse=True)
-        mass = np.asarray(np.bincount(places.ravel(), scores.ravel(), minlength=len(distinct)), np.float64)
-        self.control.hint(layer, distinct, mass)
-
     def begin(self) -> None:
-        """Fetch what is to be there before the first turn."""
+        """Fetch the first residents."""
         with self._turn:
-            for layer, expert, slot in self.control.begin():
-                self._fetch_ahead(layer, np.array([expert]), np.array([slot]))
+            for layer, slots in enumerate(self.cache.slot_table):
+                here = np.flatnonzero(slots >= 0)
+                self._fetch_ahead(layer, here, slots[here])
 
     def end(self) -> None:
         """Wait for what is in flight; nobody has a turn after this."""
@@ -142,7 +136,6 @@ class Turn:
         self._slots: Slots = {}
         self._asked = 0
         self._leases: list[Ids] = []
-        self._accesses: list[Access] = []
         self._waiting: deque[int] = deque()  # streamed experts whose reads have not begun
         self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of those that have, in their order
         self._free = deque(range(pager._resident, pager._resident + STAGED))
@@ -155,23 +148,20 @@ class Turn:
         try:
             for ids in self._leases:
                 self._pager.cache.release(self.layer, ids.tolist())
-            for access in self._accesses:
-                self._pager.control.settle(access)
             for expert, slot in self._staged:
                 if kind is None:
                     self._pager._await(self.layer, expert, slot)
-            self._leases, self._accesses, self._slots = [], [], {}
+            self._leases, self._slots = [], {}
             self._waiting.clear()
             self._staged.clear()
         finally:
             self._pager._turn.release()
 
-    def need(self, ids: Ids, scores: NDArray[np.float32] | None = None) -> None:
+    def need(self, ids: Ids, scores: NDArray[np.float32]) -> None:
         """``ids`` [tokens, k] of experts the layer is about to compute, and the router's weights of them."""
         pager = self._pager
         pager._settle()
-        access = pager.control.access(self.layer, ids, scores)
-        self._accesses.append(access)
+        access = pager.residency.choose(self.layer, ids, scores)
         self._asked += len(access.hits) + len(access.misses)
         pager.moved.turns += 1
         here = np.concatenate([access.hits, access.misses[access.slots >= 0]])
@@ -200,12 +190,20 @@ class Turn:
         return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
 
     def look_ahead(self) -> None:
-        """Fetch ahead what later layers are expected to need: behind everything this one needs."""
-        pager = self._pager
-        for layer, found in pager.control.ahead(self.layer):
-            pager._fetch_ahead(layer, found.ids, found.slots)
-            pager._guessed.update(found.slots.tolist())
-            pager.moved.issued += len(found.ids)
+        """Fetch ahead what the next layer is expected to need: behind everything this one needs."""
+        pager, layer = self._pager, (self.layer + 1) % self._pager.cache.num_layers
+        if not pager.residency.ahead or not self._all_resident():
+            return
+        found = pager.cache.prefetch(layer, pager.residency.guess(layer).tolist())
+        pager._fetch_ahead(layer, found.ids, found.slots)
+        pager._guessed.update(found.slots.tolist())
+        pager.moved.issued += len(found.ids)
+
+    def _all_resident(self) -> bool:
+        """A rule of the policy may have taken slots of this very turn away: they stay good until its end if nobody gets
+        them meanwhile."""
+        table = self._pager.cache.slot_table[self.layer]
+        return all(table[expert] == slot for expert, slot in self._slots.items())
 
     def slot(self, expert: int) -> int:
         """The slot that holds ``expert``, waited for. A streamed one's is good until the next call for another."""

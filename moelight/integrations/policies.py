@@ -6,14 +6,56 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from moelight.core.errors import BudgetError, ConfigError
+from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
+from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
+from moelight.experts.profile_files import load_profile
+from moelight.experts.residency import ModelFacts, Residency
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
+from moelight.integrations.layers import MoeLayer
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
 
 _EVICTION = ("lru",)
+
+
+def model_facts(model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int) -> ModelFacts:
+    """What residency must know of ``model``; layers without experts do not count."""
+    config = getattr(model, "config", None)
+    most = max(layer.num_experts for layer in layers)
+    return ModelFacts(
+        moe_layers=(True,) * len(layers),
+        num_experts=most,
+        top_k=active,
+        page_bytes=page_bytes,
+        facts={
+            "model_type": str(getattr(config, "model_type", type(model).__name__)),
+            "num_layers": len(layers),
+            "num_experts": most,
+            "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
+        },
+    )
+
+
+def residency_of(policy: ExpertPolicy, model: ModelFacts) -> Residency:
+    """``policy`` at work, as large as it says: the experts of its profile are there at first, else the first of every
+    layer.
+
+    Raises:
+        ConfigError: the policy does not fit the model, or its profile is of another one.
+    """
+    layers, experts = len(model.moe_layers), model.num_experts
+    capacity = ExpertCache.of(policy, num_layers=layers, num_experts=experts, page_bytes=model.page_bytes).capacity
+    first = [Page(layer=layer, expert=expert) for expert in range(experts) for layer in range(layers)][:capacity]
+    kept = policy.cache.profile
+    profile = (
+        None if kept is None else load_profile(Path(kept), model=model.facts, num_layers=layers, num_experts=experts)
+    )
+    return Residency(policy, model, resident=first, profile=profile)
 
 
 def policy_for(

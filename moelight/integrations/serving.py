@@ -226,7 +226,9 @@ class ServedList(Served):
             if not states.numel():
                 return states  # some blocks call every expert, also for no token
             if not turn.has(expert):
-                turn.need(np.full((states.shape[0], 1), expert, dtype=np.int64))
+                turn.need(
+                    np.full((len(states), 1), expert, dtype=np.int64), np.ones((len(states), 1), dtype=np.float32)
+                )
             page = self.pager.slots[turn.slot(expert)]
             away = [held.owner._parameters[held.key] for held in owned]
             for held in owned:

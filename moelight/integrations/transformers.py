@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.units import align_up, format_bytes
-from moelight.experts.control import ExpertControl
 from moelight.experts.policy import ExpertPolicy
 from moelight.integrations.homes import DiskHome, Home, MemoryHome
 from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.links import HostLink, Link, StreamLink
 from moelight.integrations.moving import bring_back, put_away, trim
 from moelight.integrations.pager import STAGED, ExpertPager
-from moelight.integrations.policies import policy_for, read_policy
+from moelight.integrations.policies import model_facts, policy_for, read_policy, residency_of
 from moelight.integrations.routers import ask, chosen, top_k
 from moelight.integrations.serving import Served, ServedFused, ServedList
 from moelight.memory.locking import on_huge_pages
@@ -106,17 +105,10 @@ class Attachment:
         layers, device, page_bytes = self._layers, self._layers[0].device, _slot_bytes(self._layers)
         self._top_k = [top_k(layer, getattr(model, "config", None)) for layer in layers]
         self._device, self._served, self._away = device, list[Served](), list[int]()
-        control = ExpertControl(
-            policy,
-            num_layers=len(layers),
-            num_experts=max(layer.num_experts for layer in layers),
-            page_bytes=page_bytes,
-            active=self._top_k[0],
-            model=_facts(model, layers),
-        )
-        slots = _slots(control.most_slots + STAGED, page_bytes, device)
+        residency = residency_of(policy, model_facts(model, layers, page_bytes, max(k or 1 for k in self._top_k)))
+        slots = _slots(residency.cache.capacity + STAGED, page_bytes, device)
         self._home = _home(home, directory, layers, page_bytes)
-        self.pager = ExpertPager(control, self._home, _link(device), slots)
+        self.pager = ExpertPager(residency, self._home, _link(device), slots)
         self.near_bytes, self.away_bytes = slots.numel(), sum(layer.num_experts for layer in layers) * page_bytes
         weakref.finalize(self.pager, _let_go, self.pager.link, self._home)
         self._attached = True
@@ -197,11 +189,11 @@ class _Hint:
         self._pager, self._layer, self._num_experts, self._k = pager, layer, num_experts, k
 
     def __call__(self, states: Tensor) -> None:
-        if self.router is None or self._pager.control.prefetcher.rules.strategy != "next_router":
+        if self.router is None or not self._pager.residency.foresees:
             return
         found = ask(self.router, states, self._num_experts, self._k)
         if found is not None:
-            self._pager.hint(self._layer, *found)
+            self._pager.residency.hint(self._layer, *found)
 
 
 def _stats(attachment: Attachment) -> dict[str, Any]:
@@ -231,20 +223,9 @@ def _stats(attachment: Attachment) -> dict[str, Any]:
             "stall_s": moved.stall_s,
             "streamed": moved.streamed,
         },
-        "experts": pager.control.as_dict(link=moved.stall_s),
+        "experts": pager.residency.stats({"link": moved.stall_s}),
         "near_bytes": attachment.near_bytes,
         "away_bytes": attachment.away_bytes,
-    }
-
-
-def _facts(model: nn.Module, layers: list[MoeLayer]) -> dict[str, str | int | float | bool | None]:
-    """What a profile of this model is told by."""
-    config = getattr(model, "config", None)
-    return {
-        "model_type": str(getattr(config, "model_type", type(model).__name__)),
-        "num_layers": len(layers),
-        "num_experts": layers[0].num_experts,
-        "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
     }
 
 
