@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -131,8 +132,7 @@ class MemoryHome:
 
     def keep(self, layer: int, source: MoeLayer) -> None:
         size = source.num_experts * self._slot_bytes
-        memory = on_huge_pages(size) if self._device.type == "cpu" else page_locked(size, self._device)
-        pages = self._pages[layer] = memory.view(source.num_experts, self._slot_bytes)
+        pages = self._pages[layer] = self._memory(size).view(source.num_experts, self._slot_bytes)
         for held in source.parameters:
             for expert, tensor in held.parts(held.parameter.detach()):
                 held.piece.of(pages[expert]).copy_(tensor)
@@ -148,6 +148,12 @@ class MemoryHome:
 
     def close(self) -> None:
         self._pages = []
+
+    def _memory(self, size: int) -> Tensor:
+        if self._device.type != "cpu":
+            with suppress(RuntimeError):  # the machine locks no more: the rest crosses at the pace of a plain copy
+                return page_locked(size, self._device)
+        return on_huge_pages(size)
 
 
 class _Reading:

@@ -61,6 +61,12 @@ class Served:
         while self._undo:
             self._undo.pop()()
 
+    def _check(self) -> None:
+        held = self.layer.parameters[0]
+        placeholder = held.owner._parameters[held.key]
+        if placeholder is None or placeholder.dtype != held.piece.dtype:
+            raise UserError(f"{self.layer.name} was changed while it was attached; detach() before .to() and the like")
+
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
         module.forward = forward
@@ -87,6 +93,7 @@ class ServedFused(Served):
         self._replace_forward(self.layer.experts, self._forward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check()
         experts = self.layer.experts
         bound = self._signature.bind(experts, *args, **kwargs).arguments
         _, states, ids, weights = bound.values()
@@ -193,6 +200,7 @@ class ServedList(Served):
 
     def _block_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def served(*args: Any, **kwargs: Any) -> Any:
+            self._check()
             inputs = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
             with torch.no_grad(), self.pager.turn(self.number) as turn:
                 self._turn = turn

@@ -270,7 +270,7 @@ def _link(device: torch.device) -> Link:
 
 
 def _free_bytes(device: torch.device) -> int:
-    return available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
 
 
 def _let_go(link: Link, home: Home) -> None:

@@ -277,6 +277,15 @@ def test_gradients_are_refused_where_they_would_be_wrong(qwen: PreTrainedModel) 
     qwen.zero_grad()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "listed"])
+def test_a_model_that_is_changed_meanwhile_is_an_error_not_other_tokens(family: str) -> None:
+    model = build_listed() if family == "listed" else build(family)
+    with moelight.attach(model, policy()):
+        model.half()
+        with pytest.raises(UserError, match="changed while it was attached"):
+            tokens(model, new=1)
+
+
 def test_stats_are_plain_and_add_up(qwen: PreTrainedModel) -> None:
     with moelight.attach(qwen, policy(16)) as attachment:
         tokens(qwen)
