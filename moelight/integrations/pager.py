@@ -84,6 +84,9 @@ class ExpertPager:
             self.link.close()
 
     def _start(self, layer: int, expert: int, slot: int) -> Flight:
+        before = self._flights.get(slot)
+        if before is not None and not before.arrived:
+            before.wait()  # nobody wants what comes any more, but two must not write into one slot
         flight = self.link.start(self.home, layer, expert, [(0, self.slots[slot])])
         self._tags[slot], self._flights[slot] = (layer, expert), flight
         self._guessed.discard(slot)
@@ -98,10 +101,9 @@ class ExpertPager:
         flight = self._flights.get(slot)
         if flight is None:
             return
-        if not flight.arrived:
-            began = time.perf_counter()
-            flight.wait()
-            self.moved.stall_s += time.perf_counter() - began
+        began = time.perf_counter()
+        flight.wait()  # also of one that has arrived: its times are only good behind it
+        self.moved.stall_s += time.perf_counter() - began
         del self._flights[slot]
         if self.link.held:
             self.moved.transfer_s += flight.seconds()
@@ -148,9 +150,6 @@ class Turn:
         try:
             for ids in self._leases:
                 self._pager.cache.release(self.layer, ids.tolist())
-            for expert, slot in self._staged:
-                if kind is None:
-                    self._pager._await(self.layer, expert, slot)
             self._leases, self._slots = [], {}
             self._waiting.clear()
             self._staged.clear()
@@ -164,6 +163,8 @@ class Turn:
         access = pager.residency.choose(self.layer, ids, scores)
         self._asked += len(access.hits) + len(access.misses)
         pager.moved.turns += 1
+        table = pager.cache.slot_table[self.layer]  # a rule may have taken slots of this turn away
+        self._slots = {expert: slot for expert, slot in self._slots.items() if table[expert] == slot}
         here = np.concatenate([access.hits, access.misses[access.slots >= 0]])
         pager.cache.lease(self.layer, here.tolist())
         self._leases.append(here)
@@ -251,9 +252,7 @@ class Turn:
 
     def _drop(self, count: int) -> None:
         for _ in range(count):
-            expert, slot = self._staged.popleft()
-            self._pager._await(self.layer, expert, slot)  # never two reads into one slot
-            self._free.append(slot)
+            self._free.append(self._staged.popleft()[1])
         self._stage()
 
     def _stage(self) -> None:

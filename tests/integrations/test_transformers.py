@@ -380,3 +380,18 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 def pager_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "moelight-experts" in thread.name]
+
+
+def test_an_expert_that_fails_midway_leaves_the_pager_fit_to_go_on(qwen: PreTrainedModel) -> None:
+    calls = iter(range(1000))
+
+    def fails_once(*_: Any) -> None:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+
+    hook = qwen.model.layers[2].mlp.experts.act_fn.register_forward_hook(fails_once)
+    with moelight.attach(qwen, policy(6, eviction=("lru",))):
+        with pytest.raises(KeyboardInterrupt):
+            tokens(qwen)
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+    hook.remove()
