@@ -10,7 +10,7 @@ import numpy as np
 
 from moelight.experts.cache import ExpertCache
 
-EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "lfu | lru")
+EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "lfu | lru", "reuse")
 TOKENS, TOP_K, EXPERTS, LAYERS = 2048, 8, 64, 16
 SINGLES, KEYS, SLOTS = 200_000, 4096, 1000
 

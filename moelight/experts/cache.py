@@ -16,8 +16,11 @@ from moelight.experts.access import Access, IntArray, Prefetch
 from moelight.experts.batches import flat_ids, mass_of
 from moelight.experts.eviction import Eviction, EvictionRules
 from moelight.experts.policy import ExpertPolicy
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.residents import Residents
 from moelight.experts.triggers import MemoryPressure
+
+_MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
 
 
 class ExpertCache(Residents):
@@ -29,7 +32,7 @@ class ExpertCache(Residents):
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
         rules: the numbers evictions go by.
-        predictor: told of every batch, or None.
+        predictor: a name of `STRATEGIES` or a `Prefetcher`; told of every batch, asked by `prefetch_ahead`.
         per_layer: each layer has a budget of its own, together ``capacity``.
         pins: experts that are to stay, in every layer, as far as there is room (`preload`).
         ttl: accesses after which an expert that had none leaves.
@@ -61,12 +64,15 @@ class ExpertCache(Residents):
         counts = np.bincount(flat, minlength=self.num_experts)
         pool, base = self._pools[layer], layer * self.num_experts
         mass = None
-        if scores is not None and (pool.uses_scores or self.predictor is not None):
+        few = flat.size <= _MANY * self.num_experts
+        if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = np.flatnonzero(counts)
         if pool.has_begin:
             pool.begin()
             self._drain(pool)
+        if pool.has_visit:
+            pool.visit(base, counts > 0)
         slots_before = self._table[layer, distinct]
         found = slots_before >= 0
         hits, misses = distinct[found], distinct[~found]
@@ -84,7 +90,7 @@ class ExpertCache(Residents):
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
         self._let_go([pool])
-        if self.predictor is not None:
+        if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
             layer=layer,
@@ -173,6 +179,39 @@ class ExpertCache(Residents):
         self.stats.prefetched += len(found)
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
 
+    def fill(self, keys: IntArray) -> IntArray:
+        """Fill a cache in which are only pins with ``keys`` [n, 2] (layer, expert), the most wanted first, as far as
+        there is room; no access, and no guess. Returns who found room with their slots, int64 [m, 3].
+
+        Raises:
+            ValueError: an expert that there is not, or experts that came in otherwise than as pins.
+        """
+        if len(self) > len(self._pinned):
+            raise ValueError(f"{len(self)} experts are resident; only an empty cache is filled")
+        chosen: dict[int, list[int]] = {}
+        room = {id(pool): pool.capacity - len(pool) for pool in self._distinct}
+        found = []
+        for layer, expert in keys.tolist():
+            key, pool = self._key(layer, expert), self._pools[layer]
+            if self._slot_of[key] < 0 and room[id(pool)] > 0:
+                room[id(pool)] -= 1
+                chosen.setdefault(id(pool), []).append(key)
+                found.append((layer, expert, self._place(key)))
+        for pool in self._distinct:
+            pool.adopt(chosen.get(id(pool), [])[::-1])
+        if self._expiry is not None:
+            self._expiry.touch((key for keys_of in chosen.values() for key in keys_of), self.clock)
+        return np.array(found, np.int64).reshape(-1, 3)
+
+    def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
+        """Now that ``layer`` has been served: bring in what the predictor expects of layers to come, by layer, as
+        `prefetch` does it."""
+        if not self.predictor.is_on:
+            return []
+        guesses = self.predictor.ahead(layer, self._table >= 0)
+        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in guesses]
+        return [(at, brought) for at, brought in found if brought.ids.size]
+
     # ---- made from a policy
 
     @classmethod
@@ -210,11 +249,25 @@ class ExpertCache(Residents):
                 window=rules.freq_window,
                 alpha=rules.score_ema_alpha,
             ),
+            predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
             per_layer=layers,
             pins=rules.pin,
             ttl=rules.ttl,
             pressure=pressure,
         )
+
+    def expect(self, shares: ArrayLike) -> None:
+        """What a profile says before the first access: the share of a layer's visits that use each expert, [L, E].
+        ``reuse`` goes by it until it has seen enough; no other eviction does.
+
+        Raises:
+            ValueError: another shape.
+        """
+        given = np.asarray(shares, np.float64)
+        if given.shape != self._table.shape:
+            raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(given.shape)}")
+        for layer, row in enumerate(given):
+            self._pools[layer].expect(layer * self.num_experts, row)
 
     # ---- many accesses of one id
 
@@ -231,7 +284,7 @@ class ExpertCache(Residents):
         if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
             raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
         hit = np.zeros(len(at), np.bool_)
-        if self.pressure is not None or self._expiry is not None or self._selections is not None or self.predictor:
+        if each_alone or self.predictor.is_on or self._distinct[0].has_visit:
             for i in range(len(at)):
                 score = None if weights is None else weights[i : i + 1, None]
                 hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)

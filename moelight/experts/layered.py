@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moelight.experts.eviction import Eviction, EvictionRules, Setting
 
 
@@ -24,6 +27,7 @@ class Layered(Eviction):
         self.uses_scores = first.uses_scores or second.uses_scores
         self.uses_frequency = first.uses_frequency or second.uses_frequency
         self.has_begin = first.has_begin or second.has_begin
+        self.has_visit = first.has_visit or second.has_visit
         # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
         second.gone = self.gone
         self._upper: set[int] = set()
@@ -43,6 +47,14 @@ class Layered(Eviction):
         self.first.begin()
         self.second.begin()
         self._demote()
+
+    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+        self.first.visit(first, used)
+        self.second.visit(first, used)
+
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:
+        self.first.expect(first, shares)
+        self.second.expect(first, shares)
 
     def _demote(self) -> None:
         demoted = self.first.gone
@@ -115,9 +127,9 @@ class Layered(Eviction):
         return [*self.second.order(), *self.first.order()]
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """The last to leave go to the first, as many as have room there."""
+        """The last to leave go to the first, as many as have room there beside its pins."""
         keys = list(keys)
-        cut = max(0, len(keys) - self.first.capacity)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
         self.second.adopt(keys[:cut])
         self.first.adopt(keys[cut:])
         self._upper.update(keys[cut:])

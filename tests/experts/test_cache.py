@@ -17,7 +17,18 @@ from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayer
 from moelight.experts.triggers import MemoryPressure
 
 LAYERS, EXPERTS = 3, 6
-EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "lfu|lru", "slru|lfu", "score|frequency_threshold")
+EVICTIONS = (
+    "lru",
+    "lfu",
+    "slru",
+    "score",
+    "frequency_threshold",
+    "lfu|lru",
+    "slru|lfu",
+    "score|frequency_threshold",
+    "reuse",
+    "reuse|lru",
+)
 RULES = EvictionRules(decay=0.9, threshold=0.1, window=16)
 
 

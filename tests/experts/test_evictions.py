@@ -113,7 +113,7 @@ def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int
     assert hits == most if name == "belady" else hits <= most
 
 
-@pytest.mark.parametrize("name", NAMES + LAYERED)
+@pytest.mark.parametrize("name", [*NAMES, "reuse", *LAYERED])
 def test_accesses_of_one_id_in_one_call(name: str) -> None:
     """`access_each` leaves what as many calls of `access` leave, slots included."""
     rng = np.random.default_rng(5)
