@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.generation import StoppingCriteria
 
 import moelight
-from moelight.experts.policy import EVICTIONS, CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
+from moelight.experts.policy import DEFAULT_POLICY, EVICTIONS, CacheRules, Capacity, ExpertPolicy, PerLayerRules
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "moelight" / "demo"
@@ -38,7 +38,7 @@ Generate = Callable[[int], Tensor]
 def figures(scratch: Path, *, batches: tuple[int, ...] = (1, 4), width: int = 4096, rounds: int = 3) -> dict[str, Any]:
     """``tokens``: for each policy whether all tokens of 32 ragged prompts are the untouched model's, its hit rate and
     bytes. ``speed``: decode tokens/s by batch size of the untouched model, attached with room for a quarter, and
-    offloaded to disk by accelerate with room for as much."""
+    offloaded to disk by accelerate with room for as much; and attached with room for all."""
     model, prompts = wide_demo(width), ragged_prompts()
     return {
         "model": f"demo, experts {width} wide",
@@ -78,7 +78,12 @@ def tokens_under_policies(model: PreTrainedModel, prompts: dict[str, Tensor], sc
     wanted = _greedy(model, prompts)
     files: list[Path | ExpertPolicy] = sorted(POLICIES.glob("*.moe"))
     rows = []
-    for policy in [*files, *(_quarter(eviction) for eviction in EVICTIONS), _quarter("lru", per_layer=EVEN)]:
+    for policy in [
+        *files,
+        *(_quarter(eviction) for eviction in EVICTIONS),
+        _quarter("lru", per_layer=EVEN),
+        DEFAULT_POLICY,
+    ]:
         with moelight.attach(model, policy, directory=scratch) as attached:
             same = torch.equal(_greedy(model, prompts), wanted)
             found = attached.get_stats()
@@ -107,7 +112,9 @@ def speeds(
         return _decode(model, prompts, batch)
 
     measure("untouched", plain)
-    for policy in (_quarter("lru"), _quarter("lru", per_layer=EVEN), _quarter("lru", "next_router", EVEN)):
+    whole = CacheRules(capacity=Capacity(value=100.0, unit="percent"))
+    near = ExpertPolicy(name="all experts near", cache=whole)
+    for policy in (near, _quarter("lru"), _quarter("lru", per_layer=EVEN), DEFAULT_POLICY):
         with moelight.attach(model, policy, directory=scratch):
             measure(policy.name, plain)
     with offloaded(model, scratch) as decode:
@@ -136,13 +143,10 @@ def offloaded(model: PreTrainedModel, scratch: Path) -> Iterator[Callable[[dict[
         yield lambda prompts, batch: _decode(copy, prompts, batch, stopping_criteria=forget)
 
 
-def _quarter(eviction: str, strategy: str = "none", per_layer: PerLayerRules | None = None) -> ExpertPolicy:
-    apart = "" if per_layer is None else ", layer by layer"
-    ahead = "" if strategy == "none" else f", {strategy}"
+def _quarter(eviction: str, per_layer: PerLayerRules | None = None) -> ExpertPolicy:
     return ExpertPolicy(
-        name=f"{eviction}{apart}{ahead}",
+        name=eviction if per_layer is None else f"{eviction}, layer by layer",
         cache=CacheRules(capacity=Capacity(value=SHARE, unit="percent"), eviction=(eviction,)),
-        prefetch=PrefetchRules(strategy=strategy, budget=2),
         per_layer=per_layer,
     )
 

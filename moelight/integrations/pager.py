@@ -47,7 +47,7 @@ class Moved:
 
 
 class ExpertPager:
-    """Slots of one size for the experts of all layers: uint8 ``slots`` [capacity of the cache + `STAGED`, slot bytes].
+    """Slots of one size for the experts of all layers: uint8 ``slots`` [largest capacity + `STAGED`, slot bytes].
 
     One thread at a time has a turn; others wait for its end.
     """
@@ -72,11 +72,21 @@ class ExpertPager:
         return self._turn
 
     def begin(self) -> None:
-        """Fetch the first residents."""
+        """Fetch those who are to be there before the first turn."""
         with self._turn:
-            for layer, slots in enumerate(self.cache.slot_table):
-                here = np.flatnonzero(slots >= 0)
-                self._fetch_ahead(layer, here, slots[here])
+            for layer, expert, slot in self.residency.begin_with.tolist():
+                self._fetch_ahead(layer, np.array([expert]), np.array([slot]))
+
+    def hint(self, layer: int, ids: Ids, scores: NDArray[np.float32]) -> None:
+        """The router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
+        distinct, places = np.unique(ids, return_inverse=True)
+        mass = np.asarray(np.bincount(places.ravel(), scores.ravel(), minlength=len(distinct)), np.float64)
+        self.residency.hint(layer, distinct, mass)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether guesses need routers to be asked about layers to come."""
+        return self.cache.predictor.rules.strategy == "next_router"
 
     def end(self) -> None:
         """Wait for what is in flight; nobody has a turn after this."""
@@ -160,7 +170,7 @@ class Turn:
         """``ids`` [tokens, k] of experts the layer is about to compute, and the router's weights of them."""
         pager = self._pager
         pager._settle()
-        access = pager.residency.choose(self.layer, ids, scores)
+        access = pager.residency.access(self.layer, ids, scores)
         self._asked += len(access.hits) + len(access.misses)
         pager.moved.turns += 1
         table = pager.cache.slot_table[self.layer]  # a rule may have taken slots of this turn away
@@ -191,14 +201,14 @@ class Turn:
         return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
 
     def look_ahead(self) -> None:
-        """Fetch ahead what the next layer is expected to need: behind everything this one needs."""
-        pager, layer = self._pager, (self.layer + 1) % self._pager.cache.num_layers
-        if not pager.residency.ahead or not self._all_resident():
+        """Fetch ahead what later layers are expected to need: behind everything this one needs."""
+        pager = self._pager
+        if not self._all_resident():
             return
-        found = pager.cache.prefetch(layer, pager.residency.guess(layer).tolist())
-        pager._fetch_ahead(layer, found.ids, found.slots)
-        pager._guessed.update(found.slots.tolist())
-        pager.moved.issued += len(found.ids)
+        for layer, found in pager.residency.ahead(self.layer):
+            pager._fetch_ahead(layer, found.ids, found.slots)
+            pager._guessed.update(found.slots.tolist())
+            pager.moved.issued += len(found.ids)
 
     def _all_resident(self) -> bool:
         """A rule of the policy may have taken slots of this very turn away: they stay good until its end if nobody gets

@@ -3,59 +3,70 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from moelight.core.errors import BudgetError, ConfigError
-from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
 from moelight.experts.cache import ExpertCache
-from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
+from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
 from moelight.experts.profile_files import load_profile
-from moelight.experts.residency import ModelFacts, Residency
+from moelight.experts.residency import Residency
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
 from moelight.integrations.layers import MoeLayer
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
 
-_EVICTION = ("lru",)
 
-
-def model_facts(model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int) -> ModelFacts:
-    """What residency must know of ``model``; layers without experts do not count."""
-    config = getattr(model, "config", None)
-    most = max(layer.num_experts for layer in layers)
-    return ModelFacts(
-        moe_layers=(True,) * len(layers),
-        num_experts=most,
-        top_k=active,
-        page_bytes=page_bytes,
-        facts={
-            "model_type": str(getattr(config, "model_type", type(model).__name__)),
-            "num_layers": len(layers),
-            "num_experts": most,
-            "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
-        },
-    )
-
-
-def residency_of(policy: ExpertPolicy, model: ModelFacts) -> Residency:
-    """``policy`` at work, as large as it says: the experts of its profile are there at first, else the first of every
-    layer.
+def residency_of(
+    policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int | None
+) -> tuple[Residency, int]:
+    """``policy`` at work on ``model``, and the most slots that it or one of its rules asks for.
 
     Raises:
         ConfigError: the policy does not fit the model, or its profile is of another one.
     """
-    layers, experts = len(model.moe_layers), model.num_experts
-    capacity = ExpertCache.of(policy, num_layers=layers, num_experts=experts, page_bytes=model.page_bytes).capacity
-    first = [Page(layer=layer, expert=expert) for expert in range(experts) for layer in range(layers)][:capacity]
-    kept = policy.cache.profile
-    profile = (
-        None if kept is None else load_profile(Path(kept), model=model.facts, num_layers=layers, num_experts=experts)
+    count, experts = len(layers), max(layer.num_experts for layer in layers)
+    known = None
+    if policy.cache.profile is not None:
+        facts = _facts(model, layers)
+        known = load_profile(Path(policy.cache.profile), model=facts, num_layers=count, num_experts=experts)
+    most = max(_capacities(policy, num_layers=count, num_experts=experts, page_bytes=page_bytes))
+    residency = Residency(
+        policy,
+        num_layers=count,
+        num_experts=experts,
+        active=active,
+        page_bytes=page_bytes,
+        known=known,
+        most_slots=most,
     )
-    return Residency(policy, model, resident=first, profile=profile)
+    return residency, most
+
+
+def _capacities(policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int) -> Iterator[int]:
+    """What the policy begins with, then what its rules may set; with budgets of layers, that is one layer's."""
+    yield ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes).capacity
+    for rule in policy.adapt:
+        value = rule.action.value
+        if isinstance(value, Capacity) and policy.per_layer is None:
+            yield value.slots(num_layers * num_experts, page_bytes)
+        elif isinstance(value, Capacity):
+            yield num_layers * value.slots(num_experts, page_bytes)
+
+
+def _facts(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str | int | float | bool | None]:
+    """What profiles of this model are told by."""
+    config = getattr(model, "config", None)
+    return {
+        "model_type": str(getattr(config, "model_type", type(model).__name__)),
+        "num_layers": len(layers),
+        "num_experts": max(layer.num_experts for layer in layers),
+        "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
+    }
 
 
 def policy_for(
@@ -66,14 +77,12 @@ def policy_for(
     spare_bytes: int,
     free_bytes: int,
     batch: int,
-    across_link: bool,
 ) -> tuple[ExpertPolicy, str]:
     """A policy for layers with so many ``experts`` each, of which a token has ``active`` (None: nobody says), and why.
 
     Room is for twice a token's experts, or for what ``batch`` tokens are expected to meet (`experts.sizing`), as far as
-    there are ``free_bytes`` besides ``spare_bytes``. It is shared out evenly: from one cache for all layers, a pass
-    evicts just those experts that the next pass needs first. Guesses are for links (``across_link``), which idle more
-    often than disks.
+    there are ``free_bytes`` besides ``spare_bytes``. Everything else is as in
+    `DEFAULT_POLICY`.
 
     Raises:
         BudgetError: there is no room for a single one.
@@ -97,8 +106,8 @@ def policy_for(
         )
     slots = min(plan.slots, plan.recommended, sum(experts))
     everything = slots >= sum(experts)
-    guesses = across_link and not everything
-    strategy = "none" if not guesses else "previous" if None in active else "next_router"
+    rules = DEFAULT_POLICY
+    strategy = "none" if everything else "previous" if None in active else rules.prefetch.strategy
     if plan.status is not Status.OK:
         why = "as many as there is memory for"
     elif everything:
@@ -107,16 +116,16 @@ def policy_for(
         why = f"twice the {each} of a token in each of {layers} layers"
     else:
         why = f"what {batch} tokens of {each} experts are expected to meet in each of {layers} layers"
-    even = PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=most, total_budget=slots)
-    policy = ExpertPolicy(
+    policy = replace(
+        rules,
         name="auto",
-        cache=CacheRules(capacity=Capacity(value=slots), eviction=_EVICTION),
-        prefetch=PrefetchRules(strategy=strategy, budget=each),
-        per_layer=even if slots >= layers else None,
+        cache=replace(rules.cache, capacity=Capacity(value=slots)),
+        prefetch=replace(rules.prefetch, strategy=strategy, budget=each),
+        per_layer=None if rules.per_layer is None or slots < layers else replace(rules.per_layer, total_budget=slots),
     )
     reason = (
         f"room for {slots} of {sum(experts)} experts ({format_bytes(slots * page_bytes)}): {why}, with "
-        f"{format_bytes(free_bytes)} free; {' | '.join(_EVICTION)} layer by layer, prefetch {strategy}"
+        f"{format_bytes(free_bytes)} free; {' | '.join(rules.cache.eviction)}, prefetch {strategy}"
     )
     return policy, reason
 

@@ -24,7 +24,7 @@ from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.links import HostLink, Link, StreamLink
 from moelight.integrations.moving import bring_back, put_away, trim
 from moelight.integrations.pager import STAGED, ExpertPager
-from moelight.integrations.policies import model_facts, policy_for, read_policy, residency_of
+from moelight.integrations.policies import policy_for, read_policy, residency_of
 from moelight.integrations.routers import ask, chosen, top_k
 from moelight.integrations.serving import Served, ServedFused, ServedList
 from moelight.memory.locking import on_huge_pages
@@ -78,7 +78,6 @@ def auto_attach(
         spare_bytes=STAGED * page_bytes,
         free_bytes=_free_bytes(layers[0].device) + sum(layer.num_experts * layer.page_bytes for layer in layers),
         batch=batch,
-        across_link=layers[0].device.type != "cpu",
     )
     return Attachment(model, policy, home=home, directory=directory, reason=reason)
 
@@ -105,8 +104,8 @@ class Attachment:
         layers, device, page_bytes = self._layers, self._layers[0].device, _slot_bytes(self._layers)
         self._top_k = [top_k(layer, getattr(model, "config", None)) for layer in layers]
         self._device, self._served, self._away = device, list[Served](), list[int]()
-        residency = residency_of(policy, model_facts(model, layers, page_bytes, max(k or 1 for k in self._top_k)))
-        slots = _slots(residency.cache.capacity + STAGED, page_bytes, device)
+        residency, most = residency_of(policy, model, layers, page_bytes, active=self._top_k[0])
+        slots = _slots(most + STAGED, page_bytes, device)
         self._home = _home(home, directory, layers, page_bytes)
         self.pager = ExpertPager(residency, self._home, _link(device), slots)
         self.near_bytes, self.away_bytes = slots.numel(), sum(layer.num_experts for layer in layers) * page_bytes
@@ -189,11 +188,11 @@ class _Hint:
         self._pager, self._layer, self._num_experts, self._k = pager, layer, num_experts, k
 
     def __call__(self, states: Tensor) -> None:
-        if self.router is None or not self._pager.residency.foresees:
+        if self.router is None or not self._pager.foresees:
             return
         found = ask(self.router, states, self._num_experts, self._k)
         if found is not None:
-            self._pager.residency.hint(self._layer, *found)
+            self._pager.hint(self._layer, *found)
 
 
 def _stats(attachment: Attachment) -> dict[str, Any]:
