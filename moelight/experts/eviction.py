@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from moelight.core.errors import ConfigError
 import numpy as np
 from numpy.typing import NDArray
 
+from moelight.core.errors import ConfigError
 from moelight.core.registry import Registry
 from moelight.experts.policy import FALLBACK
 
