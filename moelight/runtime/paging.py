@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,30 +103,118 @@ class Pager:
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.guesses: list[_Guess] = []
         self.stall = Stall()
+        self.spare = Spare()
+        self._held: tuple[int, np.ndarray] | None = None
+        self._passing: list[tuple[int, Page]] = []  # pages of the ring that the last choice reads
+        self._near_pages: dict[int, Page] = {}
+        for layer, expert in np.argwhere(store.table >= 0).tolist():
+            self._near_pages[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
 
-    def begin(self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int]) -> SmallPass:
-        """A pass of ``micro_batches``. ``carried``: pages that the pass before left in the ring, and where."""
+    def begin(
+        self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int], left: Mapping[Page, int] | None
+    ) -> SmallPass:
+        """A pass of ``micro_batches``. After one that streamed whole layers: ``carried`` are pages of the ring that it
+        fetched for this one, which may be on their way, ``left`` those that it used last; None after another."""
+        if left is not None:
+            there = {ring: page for page, ring in left.items()}
+            free = set(range(len(self.store.ring_pages))) - set(carried.values())
+            self.spare, self._passing = Spare(), []
+            for ring in sorted(free, key=lambda ring: ring in there):
+                self.spare.give(ring, there.get(ring))
         return SmallPass(self, micro_batches, carried)
 
     def land(self) -> None:
         """Wait for everything that is on its way, wanted or not."""
         self.settle(keep=None)
 
-    def settle(self, keep: int | None) -> list[int]:
-        """Wait for guesses of other layers than ``keep``, which nobody wants any more; the pages of the ring that are
-        free then. Whether one could be read is no matter: who needs its page reads it again."""
-        gone = [guess for guess in self.guesses if guess.page.layer != keep]
-        for guess in gone:
-            if guess.arriving is not None:
-                with suppress(MoelightError):
+    def settle(self, keep: int | None) -> None:
+        """Wait for guesses of other layers than ``keep``, which nobody wants any more. Whether one could be read is no
+        matter: who needs its page reads it again."""
+        for guess in [guess for guess in self.guesses if guess.page.layer != keep]:
+            self.guesses.remove(guess)
+            try:
+                if guess.arriving is not None:
                     guess.arriving.wait()
-        self.guesses = [guess for guess in self.guesses if guess.page.layer == keep]
-        return [guess.ring for guess in gone]
+                self.spare.give(guess.ring, guess.page)
+            except MoelightError:
+                self.spare.give(guess.ring, None)
+
+    def hold(self, layer: int, experts: np.ndarray) -> None:
+        """The experts of ``layer`` read ``experts``, which are near, until the next layer lets go of them."""
+        self.near.lease(layer, experts)
+        self._held = layer, experts
+
+    def let_go(self) -> None:
+        """The experts of the layer before are done."""
+        for ring, page in self._passing:
+            self.spare.give(ring, page)
+        self._passing = []
+        if self._held is not None:
+            self.near.release(*self._held)
+            self._held = None
+
+    def room_for_guesses(self, layer: int) -> int:
+        """How many pages of the ring may be taken for experts that ``layer`` may choose: each of those that are not
+        near may need one in its turn."""
+        most = int((self.store.table[layer] < 0).sum())
+        return min(len(self.spare), len(self.spare) + len(self._passing) - most)
+
+    def passes(self, page: Page, ring: int) -> ExpertWeights:
+        """``page``, in page ``ring`` of the ring, is read there by this layer alone."""
+        self._passing.append((ring, page))
+        return self.store.ring_views[ring]
+
+    def stay(self, page: Page, slot: int, ring: int) -> ExpertWeights:
+        """``page``, which is or will be in page ``ring`` of the ring, is near from now on; whoever it takes ``slot``
+        from is in the ring, for as long as that place is not needed."""
+        self.store.swap(slot, ring)
+        self.spare.give(ring, self._near_pages.get(slot))
+        self._near_pages[slot] = page
+        return self.store.near_views[slot]
+
+
+class Spare:
+    """Pages of the ring that nobody uses, the longest unused first, and what is still in them."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, Page | None] = {}
+        self._where: dict[Page, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def give(self, ring: int, page: Page | None) -> None:
+        """Nobody uses ``ring`` any more, in which ``page`` is."""
+        self._pages[ring] = page
+        if page is not None:
+            self._where[page] = ring
+
+    def take(self) -> int:
+        """The longest unused one; what was in it is lost."""
+        ring = next(iter(self._pages))
+        self._forget(ring)
+        return ring
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._where
+
+    def find(self, page: Page) -> int | None:
+        """Take the one that still holds ``page``; None: none does."""
+        ring = self._where.get(page)
+        if ring is not None:
+            self._forget(ring)
+        return ring
+
+    def _forget(self, ring: int) -> None:
+        page = self._pages.pop(ring)
+        if page is not None and self._where.get(page) == ring:
+            del self._where[page]
 
 
 @dataclass(slots=True)
 class Stall:
-    """What fetching took: ``pages`` and their seconds on the way, one after the other; what guesses spared."""
+    """What fetching took: ``pages`` and their seconds on the way, one after the other; what guesses spared. ``found``
+    were still in the ring."""
 
     pages: int = 0
     seconds: float = 0.0
@@ -135,6 +222,7 @@ class Stall:
     ahead_useful: int = 0
     ahead_late: int = 0
     spared_s: float = 0.0
+    found: int = 0
 
     @property
     def page_s(self) -> float:
@@ -154,10 +242,6 @@ class SmallPass:
     def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int]) -> None:
         self._pager, self._micro_batches, self._carried = pager, micro_batches, dict(carried)
         self._choices: dict[int, Choice] = {}
-        self._held: tuple[int, np.ndarray] | None = None
-        self._passing: list[int] = []  # pages of the ring that the last choice reads
-        taken = {*self._carried.values(), *(guess.ring for guess in pager.guesses)}
-        self._free = [place for place in range(len(pager.store.ring_pages)) if place not in taken]
         self._turn = threading.Lock()
 
     def choice(self, layer: int) -> Choice:
@@ -179,15 +263,14 @@ class SmallPass:
         with self._turn:
             if task.layer in self._choices:
                 return SKIPPED
-            most = int((store.table[task.layer] < 0).sum())  # of which each may need a page of the ring in its turn
             for expert in pager.near.guess(task.layer).tolist():
-                if len(self._free) + len(self._passing) <= most:
+                if pager.room_for_guesses(task.layer) < 1:
                     break
                 page = Page(layer=task.layer, expert=expert)
                 far = store.far_page(page)
-                if not self._free or page in self._carried or (store.near == "device" and far is None):
+                if page in self._carried or page in pager.spare or (store.near == "device" and far is None):
                     continue
-                ring, arriving = self._free.pop(), None
+                ring, arriving = pager.spare.take(), None
                 if far is not None:
                     store.ring_pages[ring].copy_(far, non_blocking=True)
                 else:
@@ -205,16 +288,14 @@ class SmallPass:
     def _choose(self, layer: int) -> Choice:
         pager, store, near = self._pager, self._pager.store, self._pager.near
         ids, weights = routed_of(self._micro_batches)
-        past = [page for page in self._carried if page.layer != layer]
-        self._free += [*self._passing, *pager.settle(keep=layer), *(self._carried.pop(page) for page in past)]
-        self._passing = []
-        if self._held is not None:
-            near.release(*self._held)
+        pager.settle(keep=layer)
+        pager.let_go()
+        for page in [page for page in self._carried if page.layer != layer]:
+            pager.spare.give(self._carried.pop(page), page)
         on_cpu = self._leave_to_cpu(layer, ids)
         found = near.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
-        near.lease(layer, held)
-        self._held = (layer, held)
+        pager.hold(layer, held)
         choice = Choice(experts=Experts(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu))
         experts: list[ExpertWeights | None] = [None] * pager.num_experts
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
@@ -226,19 +307,13 @@ class SmallPass:
 
     def _bring(self, page: Page, slot: int, choice: Choice) -> ExpertWeights:
         """Where ``page`` is going to be: near, in ``slot``, or in the ring."""
-        store, ring = self._pager.store, self._in_ring(page, choice)
-        if ring is None and slot >= 0:
-            choice.errands.append(Errand(page, store.near_pages[slot]))
-            return store.near_views[slot]
+        pager, ring = self._pager, self._in_ring(page, choice)
         if ring is None:
-            ring = self._free.pop()
-            choice.errands.append(Errand(page, store.ring_pages[ring]))
-        if slot < 0:
-            self._passing.append(ring)
-            return store.ring_views[ring]
-        store.swap(slot, ring)
-        self._free.append(ring)
-        return store.near_views[slot]
+            ring = pager.spare.take()
+            choice.errands.append(Errand(page, pager.store.ring_pages[ring]))
+        if slot >= 0:
+            return pager.stay(page, slot, ring)
+        return pager.passes(page, ring)
 
     def _in_ring(self, page: Page, choice: Choice) -> int | None:
         """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
@@ -247,7 +322,9 @@ class SmallPass:
         pager = self._pager
         guess = next((each for each in pager.guesses if each.page == page), None)
         if guess is None:
-            return None
+            found = pager.spare.find(page)
+            pager.stall.found += found is not None
+            return found
         pager.guesses.remove(guess)
         there = guess.arriving is None or guess.arriving.done()
         pager.stall.came_true(time.perf_counter() - guess.since_s, there=there)
