@@ -1,0 +1,351 @@
+"""What a policy would have done with a recorded trace: hits and misses, and the seconds they are estimated to take.
+
+A row of the trace is one batch of one layer, an access one distinct expert of it, as in `ExpertCache.access`. A replay
+begins with no expert near but those that the policy pins. Knows rows and counters; reads nothing but the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moelight.core.errors import ConfigError
+from moelight.experts.access import Access, IntArray
+from moelight.experts.adapt import Adapting
+from moelight.experts.cache import ExpertCache
+from moelight.experts.control import Control
+from moelight.experts.monitor import Monitor
+from moelight.experts.placement import place_misses
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
+from moelight.experts.prefetch import Prefetcher
+from moelight.experts.timing import Clock, Machine
+from moelight.experts.trace import Row, read_rows
+from moelight.experts.warm import WarmPin
+from moelight.hrm import costs
+from moelight.core.dtypes import dtype_named
+from moelight.profiles.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a trace is of: ``layers`` with experts, by their numbers in the model, each with ``num_experts``.
+
+    ``page_bytes`` of an expert and ``top_k`` of a token are None where nobody named the model.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    page_bytes: int | None = None
+    top_k: int | None = None
+
+    @property
+    def experts(self) -> int:
+        """Of all layers."""
+        return len(self.layers) * self.num_experts
+
+    @classmethod
+    def of(cls, model: ModelProfile) -> Shape:
+        """Of all layers of ``model`` that have experts."""
+        return cls(
+            layers=tuple(np.flatnonzero(model.moe_layers).tolist()),
+            num_experts=model.experts.num_experts,
+            page_bytes=costs.page_bytes(model, dtype_named(model.dtype)),
+            top_k=model.router.top_k,
+        )
+
+
+class Trace:
+    """The rows of a file, as often as they are asked for, with layers counted from 0 among those with experts.
+
+    A file is read anew each time, so that memory does not depend on its length; what can be read but once, a pipe, is
+    kept. Without a model the layers are those that occur, with as many experts as the largest id asks for.
+    """
+
+    def __init__(self, path: Path, model: ModelProfile | None = None) -> None:
+        """Raises ConfigError: the trace cannot be read, or is not of ``model``; or it has no rows."""
+        self.path = path
+        self._name = "" if model is None else model.name
+        self._kept = None if path.is_file() else list(read_rows(path))
+        self.shape = self._seen() if model is None else Shape.of(model)
+        self._row_of = {layer: row for row, layer in enumerate(self.shape.layers)}
+
+    def _seen(self) -> Shape:
+        layers: set[int] = set()
+        most = -1
+        for row in self._read():
+            layers.add(row.layer)
+            if row.ids.size:
+                most = max(most, int(row.ids.max()))
+        if most < 0:
+            raise ConfigError(f"trace {self.path} has no rows with experts; record one with generate --routing-trace")
+        return Shape(layers=tuple(sorted(layers)), num_experts=most + 1)
+
+    def _read(self) -> Iterable[Row]:
+        return read_rows(self.path) if self._kept is None else self._kept
+
+    def __iter__(self) -> Iterator[Row]:
+        """Raises ConfigError: a row is not of the model."""
+        for row in self._read():
+            at = self._row_of.get(row.layer)
+            if at is None:
+                known = f"layers with experts are {_ranges(self.shape.layers)}"
+                self._refuse(row, f"layer {row.layer} is none of {self._name}'s; {known}")
+            if row.ids.size and int(row.ids.max()) >= self.shape.num_experts:
+                self._refuse(row, f"expert {int(row.ids.max())}: {self._name} has {self.shape.num_experts} a layer")
+            yield replace(row, layer=at)
+
+    def _refuse(self, row: Row, complaint: str) -> None:
+        raise ConfigError(f"trace {self.path}:{row.line}: {complaint}; give the model that the trace is of")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0 to 15``, or all of them where some are left out."""
+    if len(numbers) == numbers[-1] - numbers[0] + 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one policy did with one trace.
+
+    Attributes:
+        slots: experts that had room, as the run began. page_bytes: of one (None: unknown model).
+        bytes: pages that moved: fetched misses and guesses; None without a model.
+        stall_s: seconds in which nothing could be computed for want of a page; ``total_s`` of all. ``tokens_per_s``:
+            tokens of the trace, prompts included, in a second. None without a machine.
+        notes: what the replay could not do as the policy says.
+    """
+
+    policy: str
+    accesses: int
+    hits: int
+    misses: int
+    evictions: int
+    max_resident: int
+    slots: int
+    page_bytes: int | None = None
+    bytes: int | None = None
+    stall_s: float | None = None
+    total_s: float | None = None
+    tokens_per_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per access; 0 without any."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What the room for experts takes."""
+        return None if self.page_bytes is None else self.slots * self.page_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("policy", "accesses", "hits", "misses", "hit_rate", "evictions", "max_resident", "bytes", "stall_s")
+        return {name: getattr(self, name) for name in (*names, "tokens_per_s")}
+
+
+class Replay:
+    """One policy under way through a trace.
+
+    Attributes:
+        schedule_mode: where missing experts are computed, as the policy or one of its rules has it. It needs costs to
+            decide by: without a machine, and on one without a GPU, every miss is fetched.
+    """
+
+    def __init__(
+        self, policy: ExpertPolicy, shape: Shape, machine: Machine | None = None, *, cache: ExpertCache | None = None
+    ) -> None:
+        """``cache``: in the place of the one that ``policy`` describes.
+
+        Raises:
+            ConfigError: the policy cannot be met.
+        """
+        self.policy, self.shape = policy, shape
+        size = {"num_layers": len(shape.layers), "num_experts": shape.num_experts}
+        self.cache = ExpertCache.of(policy, page_bytes=shape.page_bytes, **size) if cache is None else cache
+        self._slots, self._most, self._fetched = self.cache.capacity, 0, 0
+        self._tokens = 0.0
+        self.schedule_mode = policy.schedule.mode
+        self._prefetcher = Prefetcher(policy.prefetch, **size)
+        self._adapting = None
+        if policy.adapt:
+            control = Control(self.cache, self._prefetcher, self, policy.cache, shape.page_bytes)
+            self._adapting = Adapting(policy.adapt, control, Monitor(policy.monitor))
+        warm = policy.cache.warm_pin
+        self._warm = None if warm is None else WarmPin(warm, active=shape.top_k)
+        self._machine = machine
+        self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
+        if self._may_compute and self.schedule_mode == "cpu_fallback":
+            self._fill()
+        if self._clock is not None:
+            self.cache.on_evict = self._gone
+
+    @property
+    def _may_compute(self) -> bool:
+        return self._machine is not None and self._machine.discrete
+
+    def _fill(self) -> None:
+        """Where no miss ever comes near, those stay that do at the start: the first of each layer, as many as fit."""
+        cache, budgets = self.cache, self.cache.budgets
+        for expert in range(cache.num_experts):
+            for row in range(cache.num_layers):
+                if len(cache) >= cache.capacity or cache.stats.evictions:
+                    break
+                if len(budgets) == 1 or expert < budgets[row]:
+                    cache.prefetch(row, [expert])
+        cache.stats.evictions = 0
+
+    def _gone(self, row: int, expert: int, slot: int) -> None:  # noqa: ARG002
+        if self._clock is not None:
+            self._clock.forget((row * self.shape.num_experts + expert,))
+
+    def step(self, row: Row) -> None:
+        """One batch; ``row.layer`` counts layers with experts."""
+        self._pin_if_warm()
+        tokens = len(row.ids) / (self.shape.top_k or 1)
+        self._tokens += tokens
+        if self._clock is not None:
+            self._clock.route(row.layer, tokens)
+        ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
+        computed_s, elsewhere = 0.0, None
+        if self._may_compute and self.schedule_mode != "gpu_only":
+            leave, computed_s = self._leave(row, tokens)
+            if leave.size:
+                away = np.isin(row.ids, leave)
+                elsewhere = self.cache.access(
+                    row.layer, ids[away], None if scores is None else scores[away], admit=False
+                )
+                ids, scores = ids[~away], None if scores is None else scores[~away]
+        found = self.cache.access(row.layer, ids, scores)
+        self._serve(found, computed_s)
+        self._learn(row, found, elsewhere)
+        self._most = max(self._most, len(self.cache))
+
+    def _leave(self, row: Row, tokens: float) -> tuple[IntArray, float]:
+        """Missing experts of the batch that the CPU computes where they lie, and how long it takes."""
+        if self._machine is None:
+            return row.ids[:0], 0.0
+        counts = np.bincount(row.ids, minlength=self.shape.num_experts)
+        missing = np.flatnonzero((counts > 0) & (self.cache.slot_table[row.layer] < 0))
+        rules = self.policy.schedule
+        placed = place_misses(
+            counts[missing],
+            fetch_s=self._machine.fetch_s,
+            cpu_s=self._machine.cpu_s(counts[missing]),
+            fixed_s=self._machine.crossing_s(tokens),
+            mode=self.schedule_mode,
+            offload_threshold_s=rules.offload_threshold_ms / 1e3,
+            priority_routing=rules.priority_routing,
+        )
+        return missing[placed.computed], placed.cpu_s
+
+    def _serve(self, found: Access, computed_s: float) -> None:
+        self._fetched += len(found.misses)
+        if self._clock is not None:
+            keys = (found.hits + found.layer * self.shape.num_experts).tolist()
+            self._clock.serve(keys, found.counts[found.hits], found.counts[found.misses], computed_s)
+
+    def _learn(self, row: Row, found: Access, elsewhere: Access | None) -> None:
+        """Predictors hear of the batch, and say what to fetch ahead; rules look at its metrics."""
+        if self._adapting is not None:
+            missed = len(found.misses) + (0 if elsewhere is None else len(elsewhere.misses))
+            self._adapting.record(len(found.hits), missed, len(found.evictions))
+        if self._prefetcher.rules.strategy == "none":
+            return
+        counts = found.counts if elsewhere is None else found.counts + elsewhere.counts
+        chosen = np.flatnonzero(counts)
+        mass = None
+        if row.scores is not None:
+            mass = np.bincount(row.ids, row.scores, self.shape.num_experts)[chosen]
+        self._prefetcher.observe(row.layer, chosen, counts[chosen], mass)
+        for target, wanted in self._prefetcher.ahead(row.layer, self.cache.slot_table >= 0):
+            brought = self.cache.prefetch(target, wanted.tolist()).ids
+            if self._clock is not None:
+                self._clock.guess((brought + target * self.shape.num_experts).tolist())
+
+    def _pin_if_warm(self) -> None:
+        if self._warm is not None and self._warm.due(self.cache.clock):
+            stats, cache = self.cache.stats, self.cache
+            self._warm.fire(
+                stats.hits,
+                stats.misses,
+                cache.slot_table >= 0,
+                capacity=cache.capacity,
+                pinnable=cache.capacity,
+                pin=cache.pin,
+            )
+
+    def outcome(self) -> Outcome:
+        """Of everything so far."""
+        stats, clock, page = self.cache.stats, self._clock, self.shape.page_bytes
+        guessed = stats.prefetched if clock is None else clock.guessed
+        tokens = self._tokens / len(self.shape.layers)
+        return Outcome(
+            policy=self.policy.name,
+            accesses=stats.accesses,
+            hits=int(stats.hits.sum()),
+            misses=int(stats.misses.sum()),
+            evictions=stats.evictions,
+            max_resident=self._most,
+            slots=self._slots,
+            page_bytes=page,
+            bytes=None if page is None else (self._fetched + guessed) * page,
+            stall_s=None if clock is None else clock.stall_s,
+            total_s=None if clock is None else clock.now,
+            tokens_per_s=None if clock is None else tokens / clock.now if clock.now else 0.0,
+            notes=tuple(_notes(self.policy, self._may_compute)),
+        )
+
+
+def _notes(policy: ExpertPolicy, may_compute: bool) -> Iterator[str]:
+    if policy.prefetch.strategy == "next_router":
+        yield "next_router guesses from hidden states, which a trace does not hold; here it guesses nothing"
+    if policy.cache.profile is not None:
+        yield f"profile {policy.cache.profile!r} is not read; every replay begins with no expert near"
+    if policy.schedule.mode != "gpu_only" and not may_compute:
+        yield f"{policy.schedule.mode} needs a GPU's --hw (and --model) to decide by; here every miss is fetched"
+
+
+def replay(
+    rows: Iterable[Row], shape: Shape, policies: Sequence[ExpertPolicy], machine: Machine | None = None
+) -> list[Outcome]:
+    """Each of ``policies`` over the same ``rows``, which are read once and not kept.
+
+    Raises:
+        ConfigError: a policy cannot be met, or the rows end in an error.
+    """
+    replays = []
+    for policy in policies:
+        try:
+            replays.append(Replay(policy, shape, machine))
+        except ConfigError as error:
+            raise ConfigError(f"policy {policy.name}: {error}") from None
+    for row in rows:
+        for each in replays:
+            each.step(row)
+    return [each.outcome() for each in replays]
+
+
+def bound(rows: Iterable[Row], shape: Shape, slots: int, machine: Machine | None = None) -> Outcome:
+    """Belady's eviction with room for ``slots`` experts, which all layers share: of rows with one expert each, nobody
+    who fetches only what is missing finds more. The rows are kept, because it looks at those to come."""
+    rows = list(rows)
+    policy = ExpertPolicy(name=f"belady@{slots}", cache=CacheRules(capacity=Capacity(value=slots)))
+    cache = ExpertCache(
+        capacity=slots,
+        num_layers=len(shape.layers),
+        num_experts=shape.num_experts,
+        eviction="belady",
+        future=[(row.layer, np.unique(row.ids).tolist()) for row in rows],
+    )
+    found = Replay(policy, shape, machine, cache=cache)
+    for row in rows:
+        found.step(row)
+    return found.outcome()
