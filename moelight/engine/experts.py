@@ -6,23 +6,22 @@ Knows policies of experts, the model's and the machine's figures. Refuses to kno
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moelight.core.dtypes import DType
-from moelight.core.policy import Policy, Shares
+from moelight.core.policy import Policy
 from moelight.experts.placement import place_misses
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile_files import load_profile
 from moelight.experts.residency import ModelFacts, Residency
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
-from moelight.hrm.acts import acts_of
-from moelight.hrm.footprint import ring_slots
-from moelight.hrm.placement import near_tier, place
+from moelight.hrm.estimate import acts_of
+from moelight.hrm.placement import place, with_near
 from moelight.hrm.speeds import Speeds
 from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
@@ -112,27 +111,19 @@ def with_room(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype:
         ConfigError: the room is less than one expert.
     """
     total = len(place(model, policy).homes)
-    share = experts.cache.capacity.slots(total, costs.page_bytes(model, dtype)) / total
-    if near_tier(policy) == "host":
-        return replace(policy, weights=Shares(host=share, disk=1.0 - share))
-    disk = min(policy.weights.disk, 1.0 - share)
-    host = 1.0 - share - disk
-    return replace(
-        policy, weights=Shares(device=share, host=host, disk=disk), cpu_experts=min(policy.cpu_experts, host)
-    )
+    return with_near(policy, experts.cache.capacity.slots(total, costs.page_bytes(model, dtype)) / total)
 
 
 def choices_for(
-    options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds, *, device: bool
+    options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
 ) -> ExpertChoices | None:
-    """What keeps track of experts under ``policy``, a resolved one; None where all that is near stays and nobody asks.
+    """What keeps track of experts under ``policy``, a resolved one; None where all are near and nobody asks.
 
     On a device, choices of passes that stream whole layers are looked at only if asked for: the host would have to wait
     for them.
     """
     placement = place(model, policy)
-    learns = options.learn and bool(placement.streamed) and bool(placement.resident) and _movable(policy, placement)
-    if not (learns or options.watches):
+    if not placement.streamed and not options.watches:
         return None
     experts = options.policy or DEFAULT_POLICY
     facts = facts_of(model, dtype)
@@ -140,30 +131,26 @@ def choices_for(
     path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))
     if path is not None:
         layers = sum(model.moe_layers)
-        profile = load_profile(
-            path, model=facts.facts, num_layers=layers, num_experts=model.experts.num_experts
-        )
+        profile = load_profile(path, model=facts.facts, num_layers=layers, num_experts=model.experts.num_experts)
     residency = Residency(
         experts,
         facts,
-        capacity=len(placement.resident),
-        equal_layers=ring_slots(placement) < model.experts.num_experts,
         resident=placement.resident,
-        learns=learns,
+        learns=placement.learned,
         profile=profile,
     )
     acts = acts_of(model, policy, speeds, dtype)
 
     def miss_s(tokens: np.ndarray) -> np.ndarray:
-        """Seconds of one expert each on the CPU, as the ledger has it for an expert met by so many tokens."""
-        return np.asarray([acts.expert_s(speeds.cpu, float(each)) for each in tokens])
+        """Seconds that an expert met by so many tokens each takes on the CPU."""
+        return np.asarray(acts.expert_s(speeds.cpu, tokens.astype(float)))
 
     return ExpertChoices(
         residency,
-        miss_s=miss_s if device else None,
-        fetch_s=costs.page_bytes(model, dtype) / speeds.h2d if device else 0.0,
-        cross_s=0.0,
-        notes=learns and (not device or options.watches) or options.record,
+        miss_s=miss_s if policy.discrete else None,
+        fetch_s=acts.page_bytes() / speeds.h2d if policy.discrete else 0.0,
+        cross_s=2 * speeds.transfer_s,
+        notes=options.record or (placement.learned and not policy.discrete),
         trace=None if options.trace is None else RoutingTrace(options.trace),
     )
 
@@ -171,7 +158,7 @@ def choices_for(
 def facts_of(model: ModelProfile, dtype: DType) -> ModelFacts:
     """What tells the model apart in profiles of its experts."""
     facts: dict[str, Any] = {
-        "name": model.family,
+        "type": model.model_type,
         "layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "experts": model.experts.num_experts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 
 import torch
@@ -23,7 +23,15 @@ from moelight.engine.batcher import Load, Piece, places
 from moelight.engine.experts import ExpertChoices
 from moelight.engine.source import Source
 from moelight.hrm import costs
-from moelight.hrm.footprint import KV_BUFFERS, far_pages, footprint, kv_blocks, kv_buffer_tokens, kv_device_blocks, pass_tokens
+from moelight.hrm.footprint import (
+    KV_BUFFERS,
+    far_pages,
+    footprint,
+    kv_blocks,
+    kv_buffer_tokens,
+    kv_device_blocks,
+    pass_tokens,
+)
 from moelight.hrm.placement import moved, near_table, place
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, Part
@@ -128,8 +136,8 @@ class PassRunner:
         self._pages.load(self._reader.start)
         self._pager: Pager | None = None
         if self._experts is not None and self._layout.streamed:
-            place_misses = self._experts.place_misses if policy.ffn_device == "split" else None
-            self._pager = Pager(self._pages, self._experts.residency, self._reader.start, place_misses=place_misses)
+            leave = self._experts.leave if policy.ffn_device == "split" else None
+            self._pager = Pager(self._pages, self._experts.residency, self._reader.start, leave=leave)
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
@@ -199,7 +207,9 @@ class PassRunner:
         the pieces that complete their sequences, on the device of the logits. ``follows``: another pass will come, so
         its first pages may be fetched now."""
         small = self._small(sum(load.tokens for load in packed.loads))
-        if not small:
+        if small is None:
+            if self._pager is not None:
+                self._pager.land()  # the ring is the stream's now
             self._follow_residents()
         ahead = small is not None and self._policy.schedule != "serial" and small.residency.ahead
         shape = PassShape(
@@ -245,9 +255,7 @@ class PassRunner:
         if found is not None and found.version != self._residents:
             placement = moved(self._placement, found.pages())
             layout = layout_of(self._profile, self._policy, self.dtype, placement=placement)
-            self._layout = replace(
-                layout, ring_slots=self._layout.ring_slots, pinned_slots=self._layout.pinned_slots
-            )
+            self._layout = replace(layout, ring_slots=self._layout.ring_slots, pinned_slots=self._layout.pinned_slots)
             self._residents = found.version
             self._schedules.clear()
         self._pages.follow(self._layout.streamed, self._layout.computed)
@@ -261,6 +269,11 @@ class PassRunner:
         """Wait for a pass whose tokens nobody wants, unless a failure has ended all passes."""
         if not self._executor.broken:
             self._executor.finish(launched.flight)
+
+    @property
+    def stalls(self) -> dict[str, float]:
+        """What fetching experts in small passes took."""
+        return {} if self._pager is None else asdict(self._pager.stall)
 
     def close(self) -> None:
         """Stop the lanes, close the files."""

@@ -169,3 +169,12 @@ class ExpertPolicy:
     monitor: MonitorRules | None = None
     per_layer: PerLayerRules | None = None
     adapt: tuple[AdaptRule, ...] = ()
+
+
+# What an engine goes by where nobody says otherwise; the reasons are in docs/guides/expert-policies.md.
+DEFAULT_POLICY = ExpertPolicy(
+    name="default",
+    cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("lru",)),
+    prefetch=PrefetchRules(strategy="next_router"),
+    per_layer=PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=4096),
+)

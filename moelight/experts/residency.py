@@ -6,21 +6,20 @@ keys, slots and counters; refuses to know bytes, files and devices. One thread a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.core.errors import ConfigError
 from moelight.core.schedule import Page
-from moelight.experts.access import Access, IntArray
+from moelight.experts.access import Access, FloatArray, IntArray
 from moelight.experts.adapt import Adapting
 from moelight.experts.cache import ExpertCache
 from moelight.experts.control import Control
 from moelight.experts.monitor import Monitor
-from moelight.experts.policy import Capacity, ExpertPolicy, PerLayerRules
+from moelight.experts.policy import Capacity, ExpertPolicy
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.stats import expert_stats
@@ -47,6 +46,7 @@ class Residency:
     Attributes:
         table: int32 [layers, experts], the near slot of each expert or -1.
         version: a number that changes with it.
+        profile: how often each expert was chosen, and what else is worth knowing another time.
         schedule_mode: where missing experts are computed, as the policy or one of its rules has it.
     """
 
@@ -55,13 +55,13 @@ class Residency:
         policy: ExpertPolicy,
         model: ModelFacts,
         *,
-        capacity: int,
-        each_layer: Sequence[int] | None = None,
+        resident: Sequence[Page],
+        learns: bool = True,
         profile: ActivationProfile | None = None,
     ) -> None:
-        """``capacity`` slots in all; ``each_layer``: so many of every layer, and none may lend its to another.
+        """There is room for as many as are ``resident`` at first; they make way for others if it ``learns``.
 
-        ``profile``: what is known of the model's routing; the busiest experts are the first residents.
+        ``profile``: what is known of the model's routing; the busiest experts are the first residents then.
 
         Raises:
             ConfigError: the policy cannot be met.
@@ -71,23 +71,23 @@ class Residency:
         self._row = {layer: row for row, layer in enumerate(self._layers)}
         self.prefetcher = Prefetcher(policy.prefetch, num_layers=len(self._layers), num_experts=model.num_experts)
         self.cache = ExpertCache.of(
-            _within(policy, capacity, each_layer), num_layers=len(self._layers), num_experts=model.num_experts
+            _within(policy, max(1, len(resident))), num_layers=len(self._layers), num_experts=model.num_experts
         )
-        self.schedule_mode = policy.schedule.mode
+        self.schedule_mode, self._learns = policy.schedule.mode, learns
         self._monitor = Monitor(policy.monitor)
-        self._adapting = Adapting(policy.adapt, Control(self.cache, self.prefetcher, self), self._monitor)
+        control = Control(self.cache, self.prefetcher, self, policy.cache, model.page_bytes)
+        self._adapting = Adapting(policy.adapt if learns else (), control, self._monitor)
         warm = policy.cache.warm_pin
         self._warm = None if warm is None else WarmPin(warm, active=model.top_k)
-        self.learned = profile or self._empty_profile()
+        self.profile = profile or self._empty_profile()
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
-        self._fill(profile)
-'''
+        self._fill(resident, profile if learns else None)
 
     @property
     def ahead(self) -> bool:
         """Whether anything is guessed at all."""
-        return self.prefetcher.rules.strategy != "none" and len(self.cache) > 0
+        return self._learns and self.prefetcher.rules.strategy != "none"
 
     @property
     def foresees(self) -> bool:
@@ -109,7 +109,7 @@ class Residency:
             away = np.isin(ids, list(leave))
             self._count(row, self.cache.access(row, ids[away].reshape(-1, 1), admit=False))
             ids, weights = ids[~away].reshape(-1, 1), weights[~away].reshape(-1, 1)
-        found = self.cache.access(row, ids, weights)
+        found = self.cache.access(row, ids, weights, admit=self._learns)
         self._count(row, found, weights, ids)
         self._follow()
         return found
@@ -130,7 +130,7 @@ class Residency:
 
     def hint(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
         """The router of ``layer`` was asked ahead of time, and would choose ``ids`` [T, k] with ``weights``."""
-        mass = np.bincount(ids.ravel(), weights.ravel(), minlength=self.model.num_experts)
+        mass: FloatArray = np.bincount(ids.ravel(), weights.ravel(), minlength=self.model.num_experts).astype(float)
         chosen = np.flatnonzero(mass)
         self.prefetcher.hint(self._row[layer], chosen, mass[chosen])
 
@@ -171,10 +171,13 @@ class Residency:
         rules: bool = True,
     ) -> None:
         chosen = np.flatnonzero(found.counts)
-        self.learned.record(row, chosen, found.counts[chosen])
-        mass = None
+        self.profile.record(row, chosen, found.counts[chosen])
+        mass: FloatArray | None = None
         if ids is not None and weights is not None and self.ahead:
-            mass = np.bincount(ids.ravel(), weights.ravel(), minlength=self.model.num_experts)[chosen]
+            every: FloatArray = np.bincount(ids.ravel(), weights.ravel(), minlength=self.model.num_experts).astype(
+                float
+            )
+            mass = every[chosen]
         self.prefetcher.observe(row, chosen, found.counts[chosen], mass)
         if rules:
             self._adapting.record(len(found.hits), len(found.misses), len(found.evictions))
@@ -198,21 +201,18 @@ class Residency:
             self.table[self._layers] = now
             self.version += 1
 
-    def _fill(self, profile: ActivationProfile | None) -> None:
-        """First residents: pins, then the busiest of the profile, then the first of each layer, as many as fit."""
-        for row, _, _ in self.cache.preload:
-            self.version += row >= 0
-        rows = [np.zeros(0, np.int64)] * len(self._layers)
-        wanted = [] if profile is None else profile.residents(np.asarray(self.cache.budgets)).tolist()
-        for row, expert in wanted:
-            rows[row] = np.append(rows[row], expert)
-        for expert in range(self.model.num_experts):
-            for row in range(len(self._layers)):
-                rows[row] = np.append(rows[row], expert)
-        for place in range(max(map(len, rows))):
-            for row, order in enumerate(rows):
-                if place < len(order) and len(self.cache) < self.cache.capacity:
-                    self.cache.prefetch(row, order[place : place + 1], evict=False)
+    def _fill(self, resident: Sequence[Page], profile: ActivationProfile | None) -> None:
+        """First residents: pins are there already; the busiest of the profile; those that the placement names; as many
+        of each layer as it has room for, and the order of leaving lets in."""
+        room = np.asarray(self.cache.budgets) if self.policy.per_layer is not None else self.cache.capacity
+        known = [] if profile is None else [(row, expert) for row, expert in profile.residents(room).tolist()]
+        named = [(self._row[page.layer], page.expert) for page in resident]
+        for row, expert in dict.fromkeys((*known, *named)):
+            budget = self.cache.budgets[row] if self.cache.per_layer is not None else self.cache.capacity
+            here = self.cache.slot_table[row] if self.cache.per_layer is not None else self.cache.slot_table
+            if np.count_nonzero(here >= 0) < budget:
+                self.cache.prefetch(row, [expert])
+        self.cache.stats.prefetched = self.cache.stats.evictions = 0
         self._follow()
 
     def _empty_profile(self) -> ActivationProfile:
@@ -224,9 +224,7 @@ class Residency:
 _COUNTED = ("evictions", "expired", "pressed", "bypasses", "prefetched")
 
 
-def _within(policy: ExpertPolicy, capacity: int, each_layer: bool) -> ExpertPolicy:
-    """``policy`` with so many slots; budgets of layers as it says, or alike where they must not differ."""
-    rules = policy.per_layer
-    if rules is not None or each_layer:
-        rules = replace(rules or PerLayerRules(allocation="uniform"), total_budget=capacity)
+def _within(policy: ExpertPolicy, capacity: int) -> ExpertPolicy:
+    """``policy`` with so many slots in all."""
+    rules = None if policy.per_layer is None else replace(policy.per_layer, total_budget=capacity)
     return replace(policy, cache=replace(policy.cache, capacity=Capacity(value=capacity)), per_layer=rules)

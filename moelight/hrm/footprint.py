@@ -165,8 +165,10 @@ def far_pages(placement: Placement) -> tuple[Page, ...]:
 
 
 def ring_slots(placement: Placement) -> int:
-    """Slots beside the compute unit: this layer's streamed pages and the next one's (the double buffer)."""
-    return 2 * placement.most_streamed_per_layer
+    """Slots beside the compute unit: this layer's streamed pages and the next one's (the double buffer); at least a
+    whole layer's where residents are learned, for any of them may be elsewhere."""
+    double = 2 * placement.most_streamed_per_layer
+    return max(double, placement.most_per_layer) if placement.learned and double else double
 
 
 def pinned_slots(placement: Placement) -> int:

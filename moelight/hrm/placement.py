@@ -24,7 +24,7 @@ class Placement:
     Pages at home on ``near`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
     beside a GPU (``ffn_device`` split). The others are streamed every pass, in the order of ``streamed``.
     ``pinned_homes``: the host's are locked and cross the link from there, without a stop in pinned memory.
-    ``host_copies``: those near on a device have a copy there.
+    ``learned``: those that are near may change.
     """
 
     near: str
@@ -32,12 +32,22 @@ class Placement:
     streamed: tuple[Page, ...]
     computed: tuple[Page, ...] = ()
     pinned_homes: bool = False
-    host_copies: bool = False
+    learned: bool = False
 
     @property
     def resident(self) -> tuple[Page, ...]:
         """Pages that never move."""
         return tuple(page for page, home in self.homes.items() if home == self.near)
+
+    @property
+    def host_copies(self) -> bool:
+        """Whether pages near on a device have a copy in host memory, from where others cross, so that they can leave."""
+        return self.learned and self.near == "device" and "host" in self.homes.values()
+
+    @property
+    def most_per_layer(self) -> int:
+        """The largest number of experts in one layer."""
+        return max((page.expert + 1 for page in self.homes), default=0)
 
     def on(self, tier: str) -> tuple[Page, ...]:
         """Pages at home on ``tier``."""
@@ -50,6 +60,17 @@ class Placement:
         for page in self.streamed:
             counts[page.layer] = counts.get(page.layer, 0) + 1
         return max(counts.values(), default=0)
+
+
+def with_near(policy: Policy, share: float) -> Policy:
+    """``policy`` with ``share`` of the expert weights near; what is near no more is at home where the others are that
+    stream: on the disk where no GPU is, else in host memory as far as the disk did not have it before."""
+    if near_tier(policy) == "host":
+        return replace(policy, weights=Shares(host=share, disk=1.0 - share))
+    disk = min(policy.weights.disk, 1.0 - share) if policy.weights.host else 1.0 - share
+    host = 1.0 - share - disk
+    weights = Shares(device=share, host=host, disk=disk)
+    return replace(policy, weights=weights, cpu_experts=min(policy.cpu_experts, host))
 
 
 def moved(placement: Placement, near: Collection[Page]) -> Placement:
@@ -92,7 +113,7 @@ def place(model: ModelProfile, policy: Policy) -> Placement:
     """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
     pinned_homes = policy.host_pages == "pinned" and near_tier(policy) == "device"
     placement = _place(model, policy.weights, policy.cpu_experts, near_tier(policy), pinned_homes)
-    return replace(placement, host_copies=True) if policy.host_copies else placement
+    return replace(placement, learned=True) if policy.residents == "learned" else placement
 
 
 @lru_cache(maxsize=256)

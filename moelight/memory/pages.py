@@ -119,7 +119,7 @@ class PageStore:
     def swap(self, slot: int, ring: int) -> None:
         """Let the page that is in page ``ring`` of the ring be near, in ``slot``: the two exchange their memory."""
         for near, passing in ((self.near_pages, self.ring_pages), (self.near_views, self.ring_views)):
-            near[slot], passing[ring] = passing[ring], near[slot]  # type: ignore[index, assignment]
+            near[slot], passing[ring] = passing[ring], near[slot]
         page, each = self.ring_pages[ring], len(self._parts)
         self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
 

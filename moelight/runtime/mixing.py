@@ -117,9 +117,7 @@ class Mixing:
                 mb.begun.end(into=mb.hidden)
                 mb.begun = None
             else:
-                mixture(
-                    present(mb.routed), self._layer_experts(task.layer, sweep), self._decoder.space, into=mb.hidden
-                )
+                mixture(present(mb.routed), self._layer_experts(task.layer, sweep), self._decoder.space, into=mb.hidden)
             return
         experts = self._layer_experts(task.layer, sweep)
         everyone = present(self._kept).rows(0, sum(mb.tokens for mb in sweep.micro_batches))

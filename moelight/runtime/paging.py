@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from moelight.models.moe import Experts
 from moelight.runtime.lanes import SKIPPED, Moved, Outcome
 from moelight.runtime.microbatch import MicroBatch, present
 
-PlaceMisses = Callable[[np.ndarray, np.ndarray], np.ndarray]  # missing (ids, tokens of each) -> those left to the CPU
+Leave = Callable[[np.ndarray, np.ndarray], np.ndarray]  # missing (ids, tokens of each) -> those left to the CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +88,8 @@ class _Guess:
 
 
 class Pager:
-    """The pages of small passes. ``place_misses``: which missing experts are fetched, where the CPU may compute others
-    where they lie (None: all)."""
+    """The pages of small passes. ``leave``: which missing experts are left to the CPU, where it may compute them where
+    they lie (None: none)."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class Pager:
         residency: Residency,
         start_page: StartPage,
         *,
-        place_misses: PlaceMisses | None = None,
+        leave: Leave | None = None,
     ) -> None:
         self.store, self.residency = store, residency
-        self.start_page, self.num_experts, self.place_misses = start_page, store.table.shape[1], place_misses
+        self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.guesses: list[_Guess] = []
         self.stall = Stall()
 
@@ -254,13 +254,13 @@ class SmallPass:
     def _leave_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
         """The missing experts that the CPU computes where they lie."""
         pager = self._pager
-        if pager.place_misses is None:
+        if pager.leave is None:
             return frozenset()
         chosen, tokens = np.unique(ids, return_counts=True)
         pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
         there = np.array([pager.store.far_page(page) is not None for page in pages], dtype=bool)
         asked = there & (pager.store.table[layer, chosen] < 0)
-        return frozenset(pager.place_misses(chosen[asked], tokens[asked]).tolist())
+        return frozenset(pager.leave(chosen[asked], tokens[asked]).tolist())
 
     def _far_views(self, layer: int, on_cpu: frozenset[int]) -> tuple[ExpertWeights | None, ...]:
         view = self._pager.store.far_view
