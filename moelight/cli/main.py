@@ -20,6 +20,7 @@ from moelight.cli.doctor import doctor
 from moelight.cli.generate import generate
 from moelight.cli.inspect import inspect
 from moelight.cli.optimize import optimize
+from moelight.cli.policy import policy
 from moelight.cli.profile import profile
 from moelight.cli.report import report
 from moelight.cli.roofline import roofline
@@ -39,6 +40,7 @@ app.command()(report)
 app.command()(inspect)
 app.command()(profile)
 app.command()(doctor)
+app.add_typer(policy)
 
 
 @app.callback(invoke_without_command=True)

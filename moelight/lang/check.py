@@ -32,6 +32,11 @@ class Reading:
     errors: tuple[Finding, ...]
     warnings: tuple[Finding, ...]
 
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the text, as findings count them."""
+        return self.text.split("\n")
+
 
 def read(text: str) -> Reading:
     """The policies of ``text``, and every error and warning about it, in the order of the text."""
@@ -201,10 +206,14 @@ class _PolicyReading:
         for found in broken:
             if not self.spoiled.intersection(found.places):
                 self._complain(found.code, found.message, self._span(found, name))
+        unread = list(advice.unread_keys(policy))
         for rule, span in rules:
             self._judge_rule(policy, rule, span, broken)
+            for found in unread:
+                if not rule.conditional and _changes(rule.action, found.places[0]):
+                    self._complain(found.code, found.message, span, warning=True)
         written = self.written.keys()
-        for found in (*advice.unread_keys(policy), *advice.pointless(policy)):
+        for found in (*unread, *advice.pointless(policy)):
             if found.places[0] in written and found.places[0] not in self.spoiled:
                 span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
                 self._complain(found.code, found.message, span, warning=True)

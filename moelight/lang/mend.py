@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 BLOCKS = ("cache", "prefetch", "schedule", "monitor", "per_layer", "adapt", "hierarchy", "per_layer_hierarchy")
 _HIDDEN = re.compile(r'#[^\n]*|"[^"\n]*"')
-_STATEMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
+_STATEMENT = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
 _POLICY = re.compile(r"\bpolicy\s+[A-Za-z_][A-Za-z0-9_]*\s*\{")
 _HEAD = re.compile(r"\bpolicy\b(\s+[A-Za-z_][A-Za-z0-9_]*)?\s*\Z")
 _BRACE = re.compile(r"[{}]")
