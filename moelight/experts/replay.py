@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
-from moelight.experts.access import Access, IntArray
+from moelight.experts.access import Access, FloatArray, IntArray
 from moelight.experts.adapt import Adapting
 from moelight.experts.cache import ExpertCache
 from moelight.experts.control import Control
@@ -26,7 +27,6 @@ from moelight.experts.timing import Clock, Machine
 from moelight.experts.trace import Row, read_rows
 from moelight.experts.warm import WarmPin
 from moelight.hrm import costs
-from moelight.core.dtypes import dtype_named
 from moelight.profiles.model import ModelProfile
 
 
@@ -98,7 +98,7 @@ class Trace:
                 self._refuse(row, f"expert {int(row.ids.max())}: {self._name} has {self.shape.num_experts} a layer")
             yield replace(row, layer=at)
 
-    def _refuse(self, row: Row, complaint: str) -> None:
+    def _refuse(self, row: Row, complaint: str) -> NoReturn:
         raise ConfigError(f"trace {self.path}:{row.line}: {complaint}; give the model that the trace is of")
 
 
@@ -115,7 +115,8 @@ class Outcome:
 
     Attributes:
         slots: experts that had room, as the run began. page_bytes: of one (None: unknown model).
-        bytes: pages that moved: fetched misses and guesses; None without a model.
+        guessed: experts fetched ahead, or near anyway, because of a guess; ``guessed_right``: that were then chosen.
+        bytes: pages that moved, misses and guesses, each once; None without a model.
         stall_s: seconds in which nothing could be computed for want of a page; ``total_s`` of all. ``tokens_per_s``:
             tokens of the trace, prompts included, in a second. None without a machine.
         notes: what the replay could not do as the policy says.
@@ -128,6 +129,8 @@ class Outcome:
     evictions: int
     max_resident: int
     slots: int
+    guessed: int = 0
+    guessed_right: int = 0
     page_bytes: int | None = None
     bytes: int | None = None
     stall_s: float | None = None
@@ -170,8 +173,9 @@ class Replay:
         self.policy, self.shape = policy, shape
         size = {"num_layers": len(shape.layers), "num_experts": shape.num_experts}
         self.cache = ExpertCache.of(policy, page_bytes=shape.page_bytes, **size) if cache is None else cache
-        self._slots, self._most, self._fetched = self.cache.capacity, 0, 0
-        self._tokens = 0.0
+        self._slots, self._most = self.cache.capacity, 0
+        self._pages, self._tokens = 0, 0.0
+        self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
         self.schedule_mode = policy.schedule.mode
         self._prefetcher = Prefetcher(policy.prefetch, **size)
         self._adapting = None
@@ -184,8 +188,6 @@ class Replay:
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
         if self._may_compute and self.schedule_mode == "cpu_fallback":
             self._fill()
-        if self._clock is not None:
-            self.cache.on_evict = self._gone
 
     @property
     def _may_compute(self) -> bool:
@@ -201,10 +203,6 @@ class Replay:
                 if len(budgets) == 1 or expert < budgets[row]:
                     cache.prefetch(row, [expert])
         cache.stats.evictions = 0
-
-    def _gone(self, row: int, expert: int, slot: int) -> None:  # noqa: ARG002
-        if self._clock is not None:
-            self._clock.forget((row * self.shape.num_experts + expert,))
 
     def step(self, row: Row) -> None:
         """One batch; ``row.layer`` counts layers with experts."""
@@ -247,13 +245,13 @@ class Replay:
         return missing[placed.computed], placed.cpu_s
 
     def _serve(self, found: Access, computed_s: float) -> None:
-        self._fetched += len(found.misses)
+        missing = found.misses + found.layer * self.shape.num_experts
+        self._pages += len(missing) - int(np.isin(missing, self._guessed).sum())
         if self._clock is not None:
-            keys = (found.hits + found.layer * self.shape.num_experts).tolist()
-            self._clock.serve(keys, found.counts[found.hits], found.counts[found.misses], computed_s)
+            self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
     def _learn(self, row: Row, found: Access, elsewhere: Access | None) -> None:
-        """Predictors hear of the batch, and say what to fetch ahead; rules look at its metrics."""
+        """Rules look at the metrics of the batch, predictors at what it chose; they say what to fetch ahead."""
         if self._adapting is not None:
             missed = len(found.misses) + (0 if elsewhere is None else len(elsewhere.misses))
             self._adapting.record(len(found.hits), missed, len(found.evictions))
@@ -261,14 +259,24 @@ class Replay:
             return
         counts = found.counts if elsewhere is None else found.counts + elsewhere.counts
         chosen = np.flatnonzero(counts)
-        mass = None
+        mass: FloatArray | None = None
         if row.scores is not None:
-            mass = np.bincount(row.ids, row.scores, self.shape.num_experts)[chosen]
+            every: FloatArray = np.bincount(row.ids, row.scores, self.shape.num_experts).astype(float, copy=False)
+            mass = every[chosen]
         self._prefetcher.observe(row.layer, chosen, counts[chosen], mass)
-        for target, wanted in self._prefetcher.ahead(row.layer, self.cache.slot_table >= 0):
-            brought = self.cache.prefetch(target, wanted.tolist()).ids
-            if self._clock is not None:
-                self._clock.guess((brought + target * self.shape.num_experts).tolist())
+        self._guess(row.layer + 1)
+
+    def _guess(self, coming: int) -> None:
+        """Guesses lie beside the cache until the layer ``coming`` of this pass has chosen; they evict nobody."""
+        self._guessed = self._guessed[:0]
+        if coming == len(self.shape.layers):
+            return
+        for target, wanted in self._prefetcher.ahead(coming - 1, self.cache.slot_table >= 0):
+            if target == coming:
+                self._guessed = wanted + target * self.shape.num_experts
+        self._pages += len(self._guessed)
+        if self._clock is not None:
+            self._clock.guess(self._guessed.tolist())
 
     def _pin_if_warm(self) -> None:
         if self._warm is not None and self._warm.due(self.cache.clock):
@@ -285,7 +293,7 @@ class Replay:
     def outcome(self) -> Outcome:
         """Of everything so far."""
         stats, clock, page = self.cache.stats, self._clock, self.shape.page_bytes
-        guessed = stats.prefetched if clock is None else clock.guessed
+        quality = self._prefetcher.quality
         tokens = self._tokens / len(self.shape.layers)
         return Outcome(
             policy=self.policy.name,
@@ -296,7 +304,9 @@ class Replay:
             max_resident=self._most,
             slots=self._slots,
             page_bytes=page,
-            bytes=None if page is None else (self._fetched + guessed) * page,
+            guessed=quality.issued,
+            guessed_right=quality.useful,
+            bytes=None if page is None else self._pages * page,
             stall_s=None if clock is None else clock.stall_s,
             total_s=None if clock is None else clock.now,
             tokens_per_s=None if clock is None else tokens / clock.now if clock.now else 0.0,

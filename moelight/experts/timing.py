@@ -5,7 +5,6 @@ Knows the ledger (``hrm``) and one clock for one link. Refuses to know who is re
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -15,7 +14,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.experts.access import FloatArray, IntArray
 from moelight.hrm import costs
-from moelight.hrm.acts import KERNELS, Acts
+from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import acts_of
 from moelight.hrm.speeds import Unit, speeds_of
 from moelight.profiles.hardware import HardwareProfile
@@ -82,9 +81,7 @@ class Machine:
     def _table(self, unit: Unit, most: int) -> FloatArray:
         """Seconds of one expert by its number of tokens, [> most]."""
         rows = np.arange(2 * most + 1, dtype=np.float64)
-        each = unit.product_s(rows, costs.page_elements(self.model), self._acts.page_dtype, experts=True)
-        launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
-        found: FloatArray = np.where(rows > 0, each + launches * unit.launch_s, 0.0)
+        found: FloatArray = np.where(rows > 0, self._acts.expert_s(unit, rows), 0.0)
         return found
 
 
@@ -106,96 +103,57 @@ def _fetch_s(acts: Acts, hardware: HardwareProfile) -> float:
 
 
 class Clock:
-    """The time of one run: a unit that computes, and a link that brings one page after the other.
+    """The time of one run: a unit that computes, and a link that brings one page after the other, in the order asked.
 
-    What a batch misses comes before guesses that have not begun; a guess under way is not broken off. Experts that are
-    near are computed while the others come, and those when all of them are there.
+    Experts that are near are computed while the missing ones come, and those when all of them are there. What was
+    guessed is for the layer visited next; a wrong page is not broken off, and dropped when that layer has chosen.
 
     Attributes:
         now: seconds since the run began. stall_s: of those, the ones in which nothing could be computed.
-        guessed: pages that came because of a guess, or are on their way.
+        pages: that crossed the link.
     """
 
     def __init__(self, machine: Machine, *, overlap: bool) -> None:
         self._machine, self._overlap = machine, overlap
-        self.now, self.stall_s, self.guessed = 0.0, 0.0, 0
+        self.now, self.stall_s, self.pages = 0.0, 0.0, 0
         self._link_free, self._routed = 0.0, 0.0
-        self._waiting: deque[int] = deque()  # guessed, not begun
-        self._issued: dict[int, float] = {}  # and when
-        self._arrivals: dict[int, float] = {}  # of guesses under way
+        self._arrivals: dict[int, float] = {}  # of what was guessed, by key
 
     def route(self, row: int, tokens: float) -> None:
         """Until the router of layer number ``row`` has chosen for ``tokens``."""
         self.now += self._machine.lead_s(row, tokens)
         self._routed = self.now
-        while self._waiting:
-            begin = max(self._link_free, self._issued[self._waiting[0]])
-            if begin >= self.now:
-                break
-            self._begin(self._waiting.popleft(), begin)
 
-    def forget(self, keys: Iterable[int]) -> None:
-        """``keys`` are no longer resident; guesses of them that have not begun never will."""
-        for key in keys:
-            self._arrivals.pop(key, None)
-            if self._issued.pop(key, None) is not None:
-                self._waiting.remove(key)
-
-    def guess(self, keys: Iterable[int]) -> None:
-        """Fetch ``keys`` when the link has nothing else to do; they were asked for when the last router had chosen."""
-        for key in keys:
-            self._waiting.append(key)
-            self._issued[key] = self._routed
-        if not self._overlap:
-            while self._waiting:
-                self._begin(self._waiting.popleft(), max(self._link_free, self.now))
-            self._wait(max(self.now, self._link_free))
-
-    def serve(
-        self, hits: list[int], hit_counts: IntArray, fetched: IntArray, computed_s: float = 0.0
-    ) -> None:
-        """The experts of one batch.
-
-        Args:
-            hits: resident keys, with ``hit_counts`` [n] tokens each; some may still be on their way.
-            fetched: tokens [m] of each expert that is fetched now.
-            computed_s: seconds that the CPU takes for the others.
-        """
-        seconds = self._machine.near_s(hit_counts)
-        late, there = self._late(hits)
-        if len(fetched):
-            self._link_free = max(self._link_free, self.now) + len(fetched) * self._machine.fetch_s
-            there = self._link_free
-        ready_s, rest_s = float(seconds.sum()), float(self._machine.near_s(fetched).sum())
-        if late:
-            after = float(seconds[late].sum())
-            ready_s, rest_s = ready_s - after, rest_s + after
+    def serve(self, hits: IntArray, misses: IntArray, missing: Iterable[int], computed_s: float = 0.0) -> None:
+        """The experts of one batch: ``hits`` [n] and ``misses`` [m] tokens each, the latter with the keys ``missing``;
+        for all others, the CPU takes ``computed_s``."""
+        begun = there = self.now
+        fetched = len(misses)
+        if self._arrivals:
+            arrivals = [self._arrivals[key] for key in missing if key in self._arrivals]
+            fetched -= len(arrivals)
+            there = max(arrivals, default=there)
+            self._arrivals.clear()
+        if fetched:
+            there = self._fetch(fetched, self.now)
         if not self._overlap:
             self._wait(there)
-        begun = self.now
-        self.now += ready_s
-        self._wait(max(there, begun + computed_s if computed_s else 0.0))
-        self.now += rest_s
+            begun = self.now
+        self.now += float(self._machine.near_s(hits).sum())
+        self._wait(max(there, begun + computed_s))
+        self.now += float(self._machine.near_s(misses).sum())
 
-    def _late(self, hits: list[int]) -> tuple[list[int], float]:
-        """Places of ``hits`` that are not there yet, and when the last of them will be."""
-        if not self._arrivals and not self._issued:
-            return [], self.now
-        late, there = [], self.now
-        for place, key in enumerate(hits):
-            if key in self._issued:
-                self._waiting.remove(key)
-                self._begin(key, max(self._link_free, self.now))
-            arrival = self._arrivals.pop(key, 0.0)
-            if arrival > self.now:
-                late.append(place)
-                there = max(there, arrival)
-        return late, there
+    def guess(self, keys: Iterable[int]) -> None:
+        """Fetch ``keys`` behind what the last batch misses; they were asked for when its router had chosen."""
+        for key in keys:
+            self._arrivals[key] = self._fetch(1, self._routed)
+        if not self._overlap:
+            self._wait(self._link_free)
 
-    def _begin(self, key: int, at: float) -> None:
-        del self._issued[key]
-        self._link_free = self._arrivals[key] = at + self._machine.fetch_s
-        self.guessed += 1
+    def _fetch(self, pages: int, at: float) -> float:
+        self.pages += pages
+        self._link_free = max(self._link_free, at) + pages * self._machine.fetch_s
+        return self._link_free
 
     def _wait(self, until: float) -> None:
         if until > self.now:

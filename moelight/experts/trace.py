@@ -11,10 +11,10 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,6 +30,8 @@ MOST_SCORE = 1e9  # weights are about 1; what is summed up must stay finite
 SCORE_DIGITS = 4
 _GZIP = b"\x1f\x8b"
 _BUFFER_BYTES = 1 << 20
+
+Refuse = Callable[[str], NoReturn]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +52,17 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     try:
         with path.open("rb") as raw:
-            zipped = raw.peek(2)[:2] == _GZIP  # type: ignore[attr-defined]  # of a buffered reader, which "rb" gives
-            with gzip.open(raw) if zipped else contextlib.nullcontext(raw) as file:
-                yield from _rows(path, file)
+            if raw.peek(2)[:2] == _GZIP:
+                with gzip.open(raw) as unzipped:
+                    yield from _rows(path, unzipped)
+            else:
+                yield from _rows(path, raw)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
 
 
-def _rows(path: Path, file: IO[bytes]) -> Iterator[Row]:
+def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[Row]:
     number = 0
     while data := file.readline(MOST_LINE_BYTES + 1):
         number += 1
@@ -74,6 +78,21 @@ def _row(path: Path, number: int, data: bytes) -> Row:
     def refuse(complaint: str) -> NoReturn:
         _refuse(path, number, complaint)
 
+    row = _object(data, refuse)
+    layer, ids = row["l"], row["e"]
+    if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
+        refuse(f"key 'l': expected a layer from 0 to {MOST_LAYERS - 1}, not {_shown(layer)}")
+    if not isinstance(ids, list):
+        refuse(f"key 'e': expected a list of expert ids, not {_shown(ids)}")
+    for each in ids:
+        if type(each) is not int or not 0 <= each < MOST_EXPERTS:
+            refuse(f"key 'e': expected expert ids from 0 to {MOST_EXPERTS - 1}, not {_shown(each)}")
+    scores = _scores(row["s"], len(ids), refuse) if row.get("s") is not None else None
+    return Row(line=number, layer=layer, ids=np.array(ids, np.int64), scores=scores)
+
+
+def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
+    """The object of a line, with the keys of a row and no others."""
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=list, parse_constant=_no_number)
     except UnicodeDecodeError as error:
@@ -96,20 +115,10 @@ def _row(path: Path, number: int, data: bytes) -> Row:
     for key in KEYS[:2]:
         if key not in keys:
             refuse(f"lacks key {key!r} ({'layer' if key == 'l' else 'expert ids'})")
-    row = dict(found)
-    layer, ids = row["l"], row["e"]
-    if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
-        refuse(f"key 'l': expected a layer from 0 to {MOST_LAYERS - 1}, not {_shown(layer)}")
-    if not isinstance(ids, list):
-        refuse(f"key 'e': expected a list of expert ids, not {_shown(ids)}")
-    for each in ids:
-        if type(each) is not int or not 0 <= each < MOST_EXPERTS:
-            refuse(f"key 'e': expected expert ids from 0 to {MOST_EXPERTS - 1}, not {_shown(each)}")
-    scores = _scores(row["s"], len(ids), refuse) if row.get("s") is not None else None
-    return Row(line=number, layer=layer, ids=np.array(ids, np.int64), scores=scores)
+    return dict(found)
 
 
-def _scores(given: Any, count: int, refuse: Any) -> FloatArray:
+def _scores(given: Any, count: int, refuse: Refuse) -> FloatArray:
     if not isinstance(given, list) or len(given) != count:
         said = f"{len(given)}" if isinstance(given, list) else _shown(given)
         refuse(f"key 's': expected one score for each of the {count} ids, not {said}")
