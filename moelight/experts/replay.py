@@ -224,7 +224,8 @@ class Replay:
         found = self.cache.access(row.layer, ids, scores)
         self._serve(found, computed_s)
         self._learn(row, found, elsewhere)
-        self._most = max(self._most, len(self.cache))
+        if len(found.misses):
+            self._most = max(self._most, len(self.cache))
 
     def _leave(self, row: Row, tokens: float) -> tuple[IntArray, float]:
         """Missing experts of the batch that the CPU computes where they lie, and how long it takes."""
@@ -246,7 +247,7 @@ class Replay:
 
     def _serve(self, found: Access, computed_s: float) -> None:
         missing = found.misses + found.layer * self.shape.num_experts
-        self._pages += len(missing) - int(np.isin(missing, self._guessed).sum())
+        self._pages += len(missing) - (int(np.isin(missing, self._guessed).sum()) if self._guessed.size else 0)
         if self._clock is not None:
             self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 

@@ -6,6 +6,7 @@ Knows the ledger (``hrm``) and one clock for one link. Refuses to know who is re
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.experts.access import FloatArray, IntArray
+from moelight.experts.policy import ScheduleRules
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import acts_of
@@ -60,6 +62,13 @@ class Machine:
             seconds += float(acts.decode_attention_s(acts.near, tokens, CONTEXT))
             seconds += float(acts.after_s(elements, tokens, moe=self.model.moe_layers[each]))
         return seconds
+
+    def schedule(self, mode: str) -> ScheduleRules:
+        """``mode`` with a threshold that lets ``hybrid`` choose freely here: half of what a fetch takes."""
+        rules = ScheduleRules(mode=mode)
+        if mode != "hybrid":
+            return rules
+        return replace(rules, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
 
     def crossing_s(self, tokens: float) -> float:
         """Seconds that the hidden states of ``tokens`` take from a GPU to the CPU and back."""
