@@ -53,8 +53,9 @@ def tune(
     machine, rows = Machine(profile, hardware), Trace(trace, profile)
     if size is None:
         from moelight.experts.auto import room_for_experts
+        from moelight.experts.sizing import RESERVE_BYTES
 
-        size = room_for_experts(profile, hardware).free_bytes
+        size = max(0, room_for_experts(profile, hardware).free_bytes - RESERVE_BYTES)
     slots = size // machine.page_bytes
     layers = len(rows.shape.layers)
     if slots < layers:

@@ -59,7 +59,7 @@ class Room:
 
 def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size: int = 1) -> Room:
     """What ``batch_size`` sequences of `KV_TOKENS` tokens leave of the memory beside the compute unit: a GPU's, or the
-    host's where there is none. Two layers' worth of what a batch meets is for pages on their way."""
+    host's where there is none; with the ring for pages on their way, which is the smaller the more of them stay."""
     device = hardware.tier("device")
     tier = device if device is not None else hardware.tier("host")
     if tier is None:
@@ -79,17 +79,25 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
     found = fixed_bytes(model, sizes, dtype=dtype, kv_dtype=dtype)
     dense = costs.dense_bytes(model, dtype)
     working = sum(int(size) for (_, where), size in found.items() if where == tier.name) - dense
-    ring = 2 * met_experts(model, batch_size) * costs.page_slot_bytes(model, dtype)
-    return Room(
-        tier=tier.name,
-        capacity_bytes=tier.capacity_bytes * (1 if device is None or gpu is None else gpu.count),
-        taken={
-            "other weights": dense,
-            "keys and values": sizes.kv_tokens * costs.kv_token_bytes(model, dtype),
-            "work": working,
-            "pages on their way": ring,
-        },
-    )
+    capacity = tier.capacity_bytes * (1 if device is None or gpu is None else gpu.count)
+    taken = {
+        "other weights": dense,
+        "keys and values": sizes.kv_tokens * costs.kv_token_bytes(model, dtype),
+        "work": working,
+    }
+    page = costs.page_slot_bytes(model, dtype)
+    ring = _ring_pages(model, (capacity - sum(taken.values()) - RESERVE_BYTES) // page)
+    return Room(tier=tier.name, capacity_bytes=capacity, taken={**taken, "pages on their way": ring * page})
+
+
+def _ring_pages(model: ModelProfile, pages: int) -> int:
+    """Of room for ``pages``, those on their way: two layers of what does not stay, and at least a layer, for any of it
+    may be elsewhere (`hrm.footprint.ring_slots`); none where all have room."""
+    layers, experts = model.num_moe_layers, model.experts.num_experts
+    if pages >= layers * experts:
+        return 0
+    rings = ((count, max(experts, 2 * (experts - count))) for count in range(experts - 1, -1, -1))
+    return next((ring for count, ring in rings if layers * count + ring <= pages), 2 * experts)
 
 
 def met_experts(model: ModelProfile, tokens: int) -> int:
@@ -133,7 +141,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
         f"{name} on {hardware.name}, passes of {batch_size} token{'s' if batch_size > 1 else ''}: {layers} layers of "
         f"{experts} experts, {active} a token, {format_bytes(page)} each ({format_bytes(layers * experts * page)}).",
         f"Of {format_bytes(room.capacity_bytes)} {room.tier} memory, "
-        + ", ".join(f"{format_bytes(taken)} are for {what}" for what, taken in room.taken.items())
+        + ", ".join(f"{format_bytes(taken)} are for {what}" for what, taken in room.taken.items() if taken)
         + f", and {format_bytes(RESERVE_BYTES)} are left alone: room for {plan.budget:,} experts. "
         f"{slots:,} take {format_bytes(slots * page)}.",
         f"A miss takes {1e3 * machine.fetch_s:.3g} ms. Made without a trace: record one with generate --routing-trace, "
