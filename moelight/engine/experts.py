@@ -5,7 +5,7 @@ Knows policies of experts, the model's and the machine's figures. Refuses to kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
+from moelight.core.schedule import Page
 from moelight.experts.placement import place_misses
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile_files import load_profile
@@ -63,13 +64,17 @@ class ExpertChoices:
         fetch_s: float,
         cross_s: float,
         notes: bool,
+        computed: Collection[Page],
         trace: RoutingTrace | None,
     ) -> None:
         self.residency, self._miss_s, self._fetch_s, self._cross_s = residency, miss_s, fetch_s, cross_s
-        self._notes, self.trace = notes, trace
+        self._notes, self._computed, self.trace = notes, frozenset(computed), trace
 
-    def leave(self, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Which of the missing ``ids`` [n], with ``tokens`` [n] each, the CPU computes where they lie."""
+    def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which of the missing ``ids`` [n] of ``layer``, with ``tokens`` [n] each, the CPU computes where they lie: by
+        the policy, or those that the placement left to it where nobody learns."""
+        if not self.residency.learns:
+            return ids[[Page(layer=layer, expert=expert) in self._computed for expert in ids.tolist()]]
         mode, rules = self.residency.schedule_mode, self.residency.policy.schedule
         if self._miss_s is None or mode == "gpu_only":
             return ids[:0]
@@ -151,6 +156,7 @@ def choices_for(
         fetch_s=acts.page_bytes() / speeds.h2d if policy.discrete else 0.0,
         cross_s=2 * speeds.transfer_s,
         notes=options.record or (placement.learned and not policy.discrete),
+        computed=placement.computed,
         trace=None if options.trace is None else RoutingTrace(options.trace),
     )
 

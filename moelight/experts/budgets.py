@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from moelight.core.errors import ConfigError
 from moelight.experts.access import FloatArray, IntArray
 
+_LEAST_WEIGHT = 1e-9  # of the largest; less is nothing, and the search for the factor stays within float64
+
 
 def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> IntArray:
     """``total`` places in proportion to ``weights`` float [L], each layer within ``least`` and ``most`` int [L]; all
@@ -25,6 +27,8 @@ def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) 
         )
     if not weights.sum() > 0:
         weights = np.ones(len(weights))
+    weights = weights / weights.max()
+    weights[weights < _LEAST_WEIGHT] = 0.0
     ideal = np.clip(_bounded(total, weights, least, most), least, most)
     shares = np.floor(ideal + 1e-9).astype(np.int64)
     missing = total - int(shares.sum())

@@ -7,6 +7,7 @@ The cache decides and counts; it holds no bytes and moves none. Whoever does is 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise, repeat
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,8 +16,11 @@ from moelight.experts.access import Access, IntArray, Prefetch
 from moelight.experts.batches import flat_ids, mass_of
 from moelight.experts.eviction import Eviction, EvictionRules
 from moelight.experts.policy import ExpertPolicy
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.residents import Residents
 from moelight.experts.triggers import MemoryPressure
+
+_MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
 
 
 class ExpertCache(Residents):
@@ -28,7 +32,7 @@ class ExpertCache(Residents):
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
         rules: the numbers evictions go by.
-        predictor: told of every batch, or None.
+        predictor: a name of `STRATEGIES` or a `Prefetcher`; told of every batch, asked by `prefetch_ahead`.
         per_layer: each layer has a budget of its own, together ``capacity``.
         pins: experts that are to stay, in every layer, as far as there is room (`preload`).
         ttl: accesses after which an expert that had none leaves.
@@ -60,12 +64,15 @@ class ExpertCache(Residents):
         counts = np.bincount(flat, minlength=self.num_experts)
         pool, base = self._pools[layer], layer * self.num_experts
         mass = None
-        if scores is not None and (pool.uses_scores or self.predictor is not None):
+        few = flat.size <= _MANY * self.num_experts
+        if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = np.flatnonzero(counts)
         if pool.has_begin:
             pool.begin()
             self._drain(pool)
+        if pool.has_visit:
+            pool.visit(base, counts > 0)
         slots_before = self._table[layer, distinct]
         found = slots_before >= 0
         hits, misses = distinct[found], distinct[~found]
@@ -83,7 +90,7 @@ class ExpertCache(Residents):
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
         self._let_go([pool])
-        if self.predictor is not None:
+        if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
             layer=layer,
@@ -172,6 +179,39 @@ class ExpertCache(Residents):
         self.stats.prefetched += len(found)
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
 
+    def fill(self, keys: IntArray) -> IntArray:
+        """Fill a cache in which are only pins with ``keys`` [n, 2] (layer, expert), the most wanted first, as far as
+        there is room; no access, and no guess. Returns who found room with their slots, int64 [m, 3].
+
+        Raises:
+            ValueError: an expert that there is not, or experts that came in otherwise than as pins.
+        """
+        if len(self) > len(self._pinned):
+            raise ValueError(f"{len(self)} experts are resident; only an empty cache is filled")
+        chosen: dict[int, list[int]] = {}
+        room = {id(pool): pool.capacity - len(pool) for pool in self._distinct}
+        found = []
+        for layer, expert in keys.tolist():
+            key, pool = self._key(layer, expert), self._pools[layer]
+            if self._slot_of[key] < 0 and room[id(pool)] > 0:
+                room[id(pool)] -= 1
+                chosen.setdefault(id(pool), []).append(key)
+                found.append((layer, expert, self._place(key)))
+        for pool in self._distinct:
+            pool.adopt(chosen.get(id(pool), [])[::-1])
+        if self._expiry is not None:
+            self._expiry.touch((key for keys_of in chosen.values() for key in keys_of), self.clock)
+        return np.array(found, np.int64).reshape(-1, 3)
+
+    def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
+        """Now that ``layer`` has been served: bring in what the predictor expects of layers to come, by layer, as
+        `prefetch` does it."""
+        if not self.predictor.is_on:
+            return []
+        guesses = self.predictor.ahead(layer, self._table >= 0)
+        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in guesses]
+        return [(at, brought) for at, brought in found if brought.ids.size]
+
     # ---- made from a policy
 
     @classmethod
@@ -209,11 +249,25 @@ class ExpertCache(Residents):
                 window=rules.freq_window,
                 alpha=rules.score_ema_alpha,
             ),
+            predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
             per_layer=layers,
             pins=rules.pin,
             ttl=rules.ttl,
             pressure=pressure,
         )
+
+    def expect(self, shares: ArrayLike) -> None:
+        """What a profile says before the first access: the share of a layer's visits that use each expert, [L, E].
+        ``reuse`` goes by it until it has seen enough; no other eviction does.
+
+        Raises:
+            ValueError: another shape.
+        """
+        given = np.asarray(shares, np.float64)
+        if given.shape != self._table.shape:
+            raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(given.shape)}")
+        for layer, row in enumerate(given):
+            self._pools[layer].expect(layer * self.num_experts, row)
 
     # ---- many accesses of one id
 
@@ -228,9 +282,62 @@ class ExpertCache(Residents):
         which = flat_ids(np.reshape(experts, (-1, 1)), self.num_experts)
         weights = None if scores is None else np.ascontiguousarray(scores, np.float64).reshape(-1)
         if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
-            raise ValueError(f"{len(at)} layers, {len(which)} experts and {len(weights or ())} scores do not match")
+            raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
         hit = np.zeros(len(at), np.bool_)
-        for i in range(len(at)):
-            score = None if weights is None else weights[i : i + 1, None]
-            hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)
+        if each_alone or self.predictor.is_on or self._distinct[0].has_visit:
+            for i in range(len(at)):
+                score = None if weights is None else weights[i : i + 1, None]
+                hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)
+            return hit
+        keys = at * self.num_experts + which
+        # Runs of accesses that meet the same pool.
+        cuts = [0, len(at)] if self.per_layer is None else [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(at)]
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                run = None if weights is None else weights[begin:end].tolist()
+                hit[begin:end] = self._each(self._pools[at[begin]], keys[begin:end].tolist(), run)
+        self._count_each(at, keys, hit)
+        self._tell()
         return hit
+
+    def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
+        """The accesses of `access_each` in one pool: which were hits. Counters are left to the caller."""
+        touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
+        counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
+        found: list[bool] = []
+        answer = found.append
+        for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
+            if counted:
+                frequency[key] += 1
+            if begins:
+                pool.begin()
+                if gone:
+                    self._drain(pool)
+            if slot_of[key] >= 0:
+                answer(True)
+                touch(key, score)
+                if gone:
+                    self._drain(pool)
+                continue
+            answer(False)
+            brought = admit(key, score)
+            if gone:
+                self._drain(pool)
+            if brought:
+                slot_of[key] = free.pop()
+            else:
+                self.stats.bypasses += 1
+        return found
+
+    def _count_each(self, layers: IntArray, keys: IntArray, hit: NDArray[np.bool_]) -> None:
+        stats, size = self.stats, self._table.size
+        hits = np.bincount(keys[hit], minlength=size).reshape(self._table.shape)
+        misses = np.bincount(keys[~hit], minlength=size).reshape(self._table.shape)
+        stats.hits += hits
+        stats.misses += misses
+        stats.tokens += hits + misses
+        self.clock += len(keys)
+        for layer, at in zip(*np.unique(layers[::-1], return_index=True), strict=True):
+            self._last_of_layer[layer] = [int(keys[len(keys) - 1 - at])]
+        if len(keys):
+            self._last_batch = {int(keys[-1])}

@@ -13,6 +13,9 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moelight.core.registry import Registry
 
 DECAY_EVERY = 100  # accesses, the reference's
@@ -37,6 +40,7 @@ class Setting:
         population: keys that may ever come; who has room for all of them never evicts.
         frequency: accesses of each key so far, kept by the cache (read by slru alone).
         future: keys of each batch to come, for belady.
+        first, experts: the lowest key, and keys of a layer (read by reuse alone).
     """
 
     capacity: int
@@ -44,6 +48,8 @@ class Setting:
     rules: EvictionRules = field(default_factory=EvictionRules)
     frequency: list[int] = field(default_factory=list)
     future: Sequence[Sequence[int]] = ()
+    first: int = 0
+    experts: int = 1
 
 
 class Eviction(ABC):
@@ -54,6 +60,8 @@ class Eviction(ABC):
     uses_frequency = False
     # `begin` does something.
     has_begin = False
+    # `visit` does something.
+    has_visit = False
 
     def __init__(self, setting: Setting) -> None:
         self.capacity = setting.capacity
@@ -68,6 +76,13 @@ class Eviction(ABC):
 
     def begin(self) -> None:  # noqa: B027
         """An access begins, nothing has been looked up yet."""
+
+    def visit(self, first: int, used: NDArray[np.bool_]) -> None:  # noqa: B027
+        """After `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts] of it."""
+
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:  # noqa: B027
+        """What somebody knows before the first access, of the layer whose lowest key is ``first``: the share of visits
+        that use each expert, float64 [experts]."""
 
     @abstractmethod
     def touch(self, key: int, score: float) -> None:
@@ -232,10 +247,6 @@ class Ranked(Eviction):
                 return top
         return None
 
-    def park(self) -> None:
-        """Put the top of the heap aside until `settle`."""
-        self._parked.append(heappop(self._heap))
-
     def drop(self) -> bool:
         entry = self.lowest()
         if entry is None:
@@ -351,6 +362,7 @@ EVICTIONS: Registry[type[Eviction]] = Registry(
         "slru": "moelight.experts.slru:Slru",
         "score": "moelight.experts.eviction:Score",
         "frequency_threshold": "moelight.experts.frequency:FrequencyThreshold",
+        "reuse": "moelight.experts.reuse:Reuse",
         "belady": "moelight.experts.belady:Belady",
     },
 )

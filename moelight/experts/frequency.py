@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from heapq import heappush
 
 from moelight.experts.eviction import EvictionRules, Ranked, Setting
 
@@ -13,8 +12,8 @@ class FrequencyThreshold(Ranked):
     """After each access, who has less than ``threshold`` of the last ``window`` accesses leaves; where more are left
     than have room, the fewest do, of equals the least recent. Who comes has to have that share too.
 
-    The key just accessed is still in use, so it leaves when the next access begins, before anything is looked up. Ranks
-    are ``(accesses in the window, moment of the last, key)``; an access changes those of two keys.
+    A held key leaves when an access begins and it no longer is, before anything is looked up. Ranks are ``(accesses in
+    the window, moment of the last, key)``; an access changes those of two keys.
     """
 
     has_begin = True
@@ -27,11 +26,11 @@ class FrequencyThreshold(Ranked):
 
     def begin(self) -> None:
         if self._heap and self._heap[0][0] < self._need:
-            self._leave_rare(-1)
+            self._leave_rare()
 
     def note(self, key: int) -> None:
         self._advance(key)
-        self._leave_rare(key)
+        self._leave_rare()
 
     def _advance(self, key: int) -> int:
         """One access more; how many of the window are now of ``key``."""
@@ -61,24 +60,16 @@ class FrequencyThreshold(Ranked):
         if old != current and old in self.rank:
             self.push((left, self.rank[old][1], old))
 
-    def _leave_rare(self, current: int) -> None:
-        """All below the threshold leave, but ``current``."""
-        spared = None
+    def _leave_rare(self) -> None:
+        """All below the threshold leave. A key that was not before its access is not after it."""
         while (entry := self.lowest()) is not None and entry[0] < self._need:
-            if entry[2] == current:
-                spared = entry
-                self.park()
-                continue
             self.drop()
-        if spared is not None:
-            self._parked.remove(spared)
-            heappush(self._heap, spared)
 
     def touch(self, key: int, score: float) -> None:
         count = self._advance(key)
         if key in self.rank:
             self.rank[key] = (count, self.number, key)
-        self._leave_rare(key)
+        self._leave_rare()
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if asked:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moelight.experts.eviction import Eviction, EvictionRules, Setting
 
 
@@ -16,7 +19,7 @@ def split(capacity: int) -> tuple[int, int]:
 class Layered(Eviction):
     """New keys enter the first; its victims are demoted into the second, a hit there promotes back, and only what the
     second gives up leaves. Where the first takes nobody (all pinned or held, or not frequent enough), the second does.
-    Pinned keys are in the first."""
+    Both are told of all accesses. Pinned keys are in the first."""
 
     def __init__(self, setting: Setting, first: Eviction, second: Eviction) -> None:
         super().__init__(setting)
@@ -24,6 +27,7 @@ class Layered(Eviction):
         self.uses_scores = first.uses_scores or second.uses_scores
         self.uses_frequency = first.uses_frequency or second.uses_frequency
         self.has_begin = first.has_begin or second.has_begin
+        self.has_visit = first.has_visit or second.has_visit
         # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
         second.gone = self.gone
         self._upper: set[int] = set()
@@ -44,6 +48,14 @@ class Layered(Eviction):
         self.second.begin()
         self._demote()
 
+    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+        self.first.visit(first, used)
+        self.second.visit(first, used)
+
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:
+        self.first.expect(first, shares)
+        self.second.expect(first, shares)
+
     def _demote(self) -> None:
         demoted = self.first.gone
         for key in demoted:
@@ -55,9 +67,11 @@ class Layered(Eviction):
     def touch(self, key: int, score: float) -> None:
         if key in self._upper:
             self.first.touch(key, score)
+            self.second.note(key)
         elif self.first.admit(key, score):
             self.second.remove(key)
             self._upper.add(key)
+            self.second.note(key)
         else:
             self.second.touch(key, score)
         self._demote()
@@ -70,6 +84,8 @@ class Layered(Eviction):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if self.first.admit(key, score, asked):
             self._upper.add(key)
+            if asked:
+                self.second.note(key)
             self._demote()
             return True
         self._demote()
@@ -111,9 +127,9 @@ class Layered(Eviction):
         return [*self.second.order(), *self.first.order()]
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """The last to leave go to the first, as many as have room there."""
+        """The last to leave go to the first, as many as have room there beside its pins."""
         keys = list(keys)
-        cut = max(0, len(keys) - self.first.capacity)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
         self.second.adopt(keys[:cut])
         self.first.adopt(keys[cut:])
         self._upper.update(keys[cut:])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
 
-EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold")
+EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "reuse")
 # `fallback` is the language's word for lfu | lru.
 FALLBACK = ("lfu", "lru")
 STRATEGIES = ("none", "affinity", "history", "lookahead", "previous", "frequency", "next_router")
@@ -176,5 +176,6 @@ DEFAULT_POLICY = ExpertPolicy(
     name="default",
     cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("lru",)),
     prefetch=PrefetchRules(strategy="next_router"),
+    schedule=ScheduleRules(mode="hybrid", offload_threshold_ms=1e-3),
     per_layer=PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=4096),
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -135,12 +136,21 @@ class History(Nothing):
             batches.clear()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transitions:
+    """What `Affinity` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
+
+    matrix: Matrix
+    times: Ints
+
+
 class Affinity(Nothing):
     """How likely an expert is after one of the layer before, learned as batches go by.
 
     ``matrix`` [L, E, E] float32: P(j in the layer behind l | i in l). Each time i is chosen in l and the layer behind
-    it was observed next, its row goes towards what was chosen there, by 1 / times at first (so that it is the exact
-    share), by 1 - ``decay`` later. ``times`` [L, E] int64: how often that was.
+    it is observed next, its row goes towards what was chosen there, by 1 / times at first (so that it is the exact
+    share), by 1 - ``decay`` later. ``times`` [L, E] int64: how often that was. A batch that chose more than half of the
+    experts teaches nothing: there, everything follows everything.
     """
 
     def __init__(
@@ -150,42 +160,46 @@ class Affinity(Nothing):
         self.times = np.zeros((num_layers, num_experts), dtype=np.int64)
         self.threshold = threshold
         self._least = 1.0 - decay
-        self._last: tuple[int, Ints, Floats | Ints] | None = None
+        self._last: _Chosen | None = None
 
-    def learned(self, matrix: Matrix, times: Ints) -> None:
-        """Go on from ``matrix`` [L, E, E] and ``times`` [L, E], from a saved profile.
+    def learned(self, transitions: Transitions) -> None:
+        """Go on from ``transitions``, of a saved profile.
 
         Raises:
             ConfigError: they are of another model.
         """
+        matrix, times = transitions.matrix, transitions.times
         if matrix.shape != self.matrix.shape or times.shape != self.times.shape:
             raise ConfigError(f"affinity of shape {matrix.shape}; this model needs {self.matrix.shape}")
         self.matrix[...], self.times[...], self._last = matrix, times, None
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        layers, experts = self.times.shape
-        if self._last is not None and (self._last[0] + 1) % layers == layer and self._last[1].size:
-            before, chosen, _ = self._last
-            self.times[before, chosen] += 1
-            rate = np.maximum(self._least, 1.0 / self.times[before, chosen]).astype(np.float32)[:, None]
-            now = np.zeros(experts, dtype=np.float32)
+        last, half = self._before(layer), self.times.shape[1] // 2
+        if last is not None and last.ids.size <= half and ids.size <= half:
+            times = self.times[last.layer]
+            seen = times[last.ids] + 1
+            times[last.ids] = seen
+            now = np.zeros(len(times), dtype=np.float32)
             now[ids] = 1.0
-            rows = self.matrix[before, chosen]
-            rows += rate * (now - rows)
-            self.matrix[before, chosen] = rows
-        self._last = layer, ids.copy(), (counts if mass is None else mass).copy()
+            rate = np.maximum(self._least, 1.0 / seen).astype(np.float32)
+            self.matrix[last.layer][last.ids] = last.rows + rate[:, None] * (now - last.rows)
+        rows = self.matrix[layer].take(ids, axis=0)
+        self._last = _Chosen(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
 
     def predict(self, layer: int, budget: int) -> Ints:
         """Experts that follow at least one of those just chosen in the layer before with at least the threshold; in
         order of the router weight that they follow."""
-        if self._last is None or (self._last[0] + 1) % len(self.times) != layer or not self._last[1].size:
+        last = self._before(layer)
+        if last is None:
             return _NOTHING
-        before, chosen, mass = self._last
-        rows = self.matrix[before, chosen]
-        scores = mass.astype(np.float32) @ rows
-        # A probability of zero is never worth a fetch, whatever the threshold; nor is a row that was never learned.
-        scores[rows.max(axis=0) < self.threshold] = 0.0
+        scores = last.mass @ last.rows
+        scores[last.rows.max(axis=0) < self.threshold] = 0.0
         return likeliest(scores, budget)
+
+    def _before(self, layer: int) -> _Chosen | None:
+        """The batch of the layer before ``layer``, if it was the last one and chose anything."""
+        last = self._last
+        return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
 
     def reset(self) -> None:
         self.matrix.fill(0.0)
@@ -193,9 +207,19 @@ class Affinity(Nothing):
         self._last = None
 
 
+class _Chosen(NamedTuple):
+    """One batch: ``mass`` of its ``ids``, and what is known to follow each, ``rows`` [n, E]."""
+
+    layer: int
+    ids: Ints
+    mass: Matrix
+    rows: Matrix
+
+
 class NextRouter(Nothing):
     """What the layer's own router said of the hidden state of the layer before: only somebody above the waterline can
-    compute that, and gives it as a `hint`. A hint is good for one batch."""
+    compute that, and gives it as a `hint`, of those that are sure enough to be worth a page. A hint is good for one
+    batch."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._mass = np.zeros((num_layers, num_experts))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moelight.experts.policy import PrefetchRules
-from moelight.experts.predict import Affinity, Floats, Ints, Predictor, make_predictor
+from moelight.experts.predict import Affinity, Floats, Ints, Predictor, Transitions, make_predictor
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -82,6 +82,7 @@ class Prefetcher:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.qualities: dict[str, Quality] = {}
         self._predictors: dict[str, Predictor] = {}
+        self._known: Transitions | None = None
         self.use(rules.strategy)
 
     def use(self, strategy: str) -> None:
@@ -95,11 +96,28 @@ class Prefetcher:
         if strategy not in self._predictors:
             self._predictors[strategy] = make_predictor(rules, **shape)
             self.qualities[strategy] = Quality(**shape)
+            if self._known is not None and (found := self.affinity) is not None and strategy == "affinity":
+                found.learned(self._known)
         self.rules = rules
+
+    def know(self, transitions: Transitions) -> None:
+        """What ``affinity`` goes on from, whenever it is used for the first time.
+
+        Raises:
+            ConfigError: it is of another model.
+        """
+        self._known = transitions
+        if (found := self.affinity) is not None:
+            found.learned(transitions)
 
     def allow(self, budget: int) -> None:
         """Act on at most ``budget`` guesses a layer from now on."""
         self.rules = replace(self.rules, budget=budget)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody is asked."""
+        return self.rules.strategy != "none"
 
     @property
     def predictor(self) -> Predictor:
@@ -119,7 +137,7 @@ class Prefetcher:
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None = None) -> None:
         """As `Predictor.observe`; settles the guesses about this visit first."""
-        if self.rules.strategy != "none":
+        if self.is_on:
             self.quality.visited(layer, ids)
             self.predictor.observe(layer, ids, counts, mass)
 

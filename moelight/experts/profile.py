@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import Floats, Ints, Matrix, likeliest
+from moelight.experts.predict import Floats, Ints, Transitions, likeliest
 
 Facts = Mapping[str, str | int | float | bool | None]
 _OLD = 256.0  # half-lives after which counts are written down in units of today, far from the end of float64
@@ -22,14 +22,6 @@ _OLD = 256.0  # half-lives after which counts are written down in units of today
 def fingerprint_of(model: Facts) -> str:
     """A name for a model by its plain values (type, layers, experts, top_k, sizes), whatever their order."""
     return hashlib.sha256(json.dumps(dict(model), sort_keys=True).encode()).hexdigest()[:32]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transitions:
-    """What `predict.Affinity` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
-
-    matrix: Matrix
-    times: Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

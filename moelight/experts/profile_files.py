@@ -15,8 +15,8 @@ import numpy as np
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.paths import write_whole
 from moelight.core.units import MiB, format_bytes
-from moelight.experts.predict import Floats
-from moelight.experts.profile import ActivationProfile, Facts, Transitions, differing, fingerprint_of
+from moelight.experts.predict import Floats, Transitions
+from moelight.experts.profile import ActivationProfile, Facts, differing, fingerprint_of
 
 FORMAT = "moelight expert profile 1"
 _REQUIRED = ("format", "fingerprint", "num_layers", "num_experts", "counts")

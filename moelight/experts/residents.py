@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.experts.access import FloatArray, IntArray, Stats
+from moelight.core.errors import ConfigError
+from moelight.experts.access import IntArray, Stats
 from moelight.experts.budgets import Selections, share_out
-from moelight.experts.eviction import Eviction, EvictionRules, Setting, make_eviction
-from moelight.experts.policy import FALLBACK, PerLayerRules
+from moelight.experts.eviction import EVICTIONS, Eviction, EvictionRules, Setting, make_eviction
+from moelight.experts.policy import FALLBACK, PerLayerRules, PrefetchRules
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.triggers import Expiry, MemoryPressure
 
 
-class Predictor(Protocol):
-    """Told of every batch; see `moelight.experts.predict`."""
-
-    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None: ...
-
-
 def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two names."""
+    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
+
+    Raises:
+        ConfigError: an unknown one, or more than two.
+    """
     names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
-    return FALLBACK if names == ("fallback",) else names
+    names = FALLBACK if names == ("fallback",) else names
+    for name in names:
+        EVICTIONS.get(name)
+    if not 1 <= len(names) <= 2:
+        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
+    return names
 
 
 class Residents:
@@ -42,7 +46,7 @@ class Residents:
         num_experts: int,
         eviction: str | Sequence[str] = "slru",
         rules: EvictionRules | None = None,
-        predictor: Predictor | None = None,
+        predictor: str | Prefetcher = "none",
         per_layer: PerLayerRules | None = None,
         pins: Iterable[int] = (),
         ttl: int | None = None,
@@ -55,7 +59,8 @@ class Residents:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.capacity = min(capacity, num_layers * num_experts)
         self.eviction = eviction_names(eviction)
-        self.rules, self.predictor = rules or EvictionRules(), predictor
+        self.rules = rules or EvictionRules()
+        self.predictor = predictor if isinstance(predictor, Prefetcher) else self._prefetcher(predictor)
         self.pressure, self.on_evict = pressure, on_evict
         self.per_layer = per_layer
         self.stats = Stats(num_layers, num_experts)
@@ -82,23 +87,34 @@ class Residents:
         self._make_pools()
         self.preload = self._preload(list(pins))
 
+    def _prefetcher(self, strategy: str) -> Prefetcher:
+        rules = PrefetchRules(strategy=strategy)
+        return Prefetcher(rules, num_layers=self.num_layers, num_experts=self.num_experts)
+
     def _make_pools(self) -> None:
         if self.per_layer is None:
             keys = [keys for _, keys in self._future]
-            self._pools = [self._make_pool(self.capacity, self._table.size, keys)] * self.num_layers
+            self._pools = [self._make_pool(self.capacity, 0, self.num_layers, keys)] * self.num_layers
             self._distinct = self._pools[:1]
             return
         if self.per_layer.allocation == "entropy":
             self._selections = Selections(self.num_layers, self.num_experts, self.per_layer.entropy_window)
         self._pools = [
-            self._make_pool(int(budget), self.num_experts, [keys for at, keys in self._future if at == layer])
+            self._make_pool(int(budget), layer, 1, [keys for at, keys in self._future if at == layer])
             for layer, budget in enumerate(self._shares(self.capacity))
         ]
         self._distinct = self._pools
 
-    def _make_pool(self, capacity: int, population: int, future: Sequence[Sequence[int]]) -> Eviction:
+    def _make_pool(self, capacity: int, layer: int, layers: int, future: Sequence[Sequence[int]]) -> Eviction:
+        """Of ``layers`` from ``layer`` on."""
         setting = Setting(
-            capacity=capacity, population=population, rules=self.rules, frequency=self._frequency, future=future
+            capacity=capacity,
+            population=layers * self.num_experts,
+            rules=self.rules,
+            frequency=self._frequency,
+            future=future,
+            first=layer * self.num_experts,
+            experts=self.num_experts,
         )
         pool = make_eviction(self.eviction, setting)
         pool.hold(self._leases)
@@ -233,6 +249,13 @@ class Residents:
                 self.on_evict(*divmod(key, self.num_experts), slot)
         return np.stack(np.divmod(np.array(left, np.int64), self.num_experts), axis=1)
 
+    def relieve(self) -> IntArray:
+        """Memory is short, whatever its threshold says: experts leave until only its headroom is used. Without
+        `pressure`, nothing happens. Returns who left, int64 [e, 2]."""
+        if self.pressure is not None:
+            self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
+        return self._tell()
+
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
         pools, left = list(self._distinct), 0
@@ -291,19 +314,19 @@ class Residents:
             ConfigError: an unknown eviction.
         """
         names = self.eviction if eviction is None else eviction_names(eviction)
-        self.rules = rules or self.rules
         if names == self.eviction:
+            self.rules = rules or self.rules
             for pool in self._distinct:
                 pool.retune(self.rules)
             return
-        old, self.eviction = self._pools, names
+        old, self.eviction, self.rules = self._pools, names, rules or self.rules
         counts = self.stats.hits + self.stats.misses
         self._frequency[:] = counts.reshape(-1).tolist()
         made: dict[int, Eviction] = {}
         for layer, pool in enumerate(old):
             if id(pool) not in made:
-                population = self._table.size if self.per_layer is None else self.num_experts
-                fresh = self._make_pool(pool.capacity, population, ())
+                layers = self.num_layers if self.per_layer is None else 1
+                fresh = self._make_pool(pool.capacity, layer, layers, ())
                 pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
                 fresh.adopt([*pool.order(), *pins])
                 for key in pins:

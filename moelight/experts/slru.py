@@ -83,14 +83,10 @@ class Slru(Ranked):
     def drop(self) -> bool:
         """For shrinking: probation but for its newest, then the least recent of the protected, then that newest."""
         newest = max(self.rank.values(), key=lambda entry: entry[1])[2] if self.rank else -1
-        entry = self.lowest()
-        if entry is not None and entry[2] == newest and len(self.rank) > 1:
-            self.park()
-            entry = self.lowest()
-            self.settle()
-        if entry is not None and entry[2] != newest:
-            self.remove(entry[2])
-            self.gone.append(entry[2])
+        older = [entry for entry in self.rank.values() if entry[2] != newest and entry[2] not in self.held]
+        if older:
+            self.remove(min(older)[2])
+            self.gone.append(min(older)[2])
             return True
         for key in self._protected:
             if key not in self.held:

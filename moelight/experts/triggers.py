@@ -25,8 +25,10 @@ class MemoryPressure:
 
     def surplus(self, residents: int) -> int:
         """How many of ``residents`` are to leave."""
-        if self.usage(residents) < self.threshold:
-            return 0
+        return self.beyond_headroom(residents) if self.usage(residents) >= self.threshold else 0
+
+    def beyond_headroom(self, residents: int) -> int:
+        """How many of ``residents`` are more than the headroom has room for."""
         kept = residents
         while kept and self.usage(kept) > self.headroom:
             kept -= 1

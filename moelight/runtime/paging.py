@@ -29,7 +29,7 @@ from moelight.models.moe import Experts
 from moelight.runtime.lanes import SKIPPED, Moved, Outcome
 from moelight.runtime.microbatch import MicroBatch, present
 
-Leave = Callable[[np.ndarray, np.ndarray], np.ndarray]  # missing (ids, tokens of each) -> those left to the CPU
+Leave = Callable[[int, np.ndarray, np.ndarray], np.ndarray]  # layer, missing ids, tokens of each -> the CPU's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +176,8 @@ class SmallPass:
         who turns out to need it."""
         pager, store, moved = self._pager, self._pager.store, 0
         with self._turn:
+            if task.layer in self._choices:
+                return SKIPPED
             most = int((store.table[task.layer] < 0).sum())  # of which each may need a page of the ring in its turn
             for expert in pager.residency.guess(task.layer).tolist():
                 if len(self._free) + len(self._passing) <= most:
@@ -202,7 +204,8 @@ class SmallPass:
     def _choose(self, layer: int) -> Choice:
         pager, store, residency = self._pager, self._pager.store, self._pager.residency
         ids, weights = routed_of(self._micro_batches)
-        self._free += [*self._passing, *pager.settle(keep=layer)]
+        past = [page for page in self._carried if page.layer != layer]
+        self._free += [*self._passing, *pager.settle(keep=layer), *(self._carried.pop(page) for page in past)]
         self._passing = []
         if self._held is not None:
             residency.release(*self._held)
@@ -260,7 +263,7 @@ class SmallPass:
         pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
         there = np.array([pager.store.far_page(page) is not None for page in pages], dtype=bool)
         asked = there & (pager.store.table[layer, chosen] < 0)
-        return frozenset(pager.leave(chosen[asked], tokens[asked]).tolist())
+        return frozenset(pager.leave(layer, chosen[asked], tokens[asked]).tolist())
 
     def _far_views(self, layer: int, on_cpu: frozenset[int]) -> tuple[ExpertWeights | None, ...]:
         view = self._pager.store.far_view

@@ -9,9 +9,7 @@ from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
 from moelight.scheduler.pen import present
-from moelight.scheduler.stream import PageStream
-
-ALL = -1  # the "micro-batch" of a task that serves all of them
+from moelight.scheduler.stream import ALL, PageStream
 
 
 class Draft(PageStream):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.pen import Pen, present
+
+ALL = -1  # the "micro-batch" of a task that serves all of them
 
 
 class PageStream(Pen):
@@ -17,6 +21,8 @@ class PageStream(Pen):
         self._fetched: dict[int, int] = {}
         self._delivered: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
+        self._waiting: deque[int] = deque()
         self._routed: dict[int, int] = {}
         self._brought: dict[int, int] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
@@ -64,13 +70,17 @@ class PageStream(Pen):
         )
 
     def deliver(self, k: int) -> None:
-        """Bring page ``k`` into its ring slot."""
-        if k in self._delivered:
+        """Bring page ``k`` into its ring slot; later, behind the experts that have yet to read what is there, where two
+        layers do not fit into the ring."""
+        if k in self._delivered or k in self._waiting:
+            return
+        former_k = k - self.layout.ring_slots
+        if self._waiting or (former_k >= 0 and not self._is_read(self._layer_of(former_k))):
+            self._waiting.append(k)
             return
         self.fetch(k)
         page, slot = self._page_slot(k)
         crosses, stops = self.layout.pages_cross, self.layout.stops(k)
-        former_k = k - self.layout.ring_slots
         former = self._last_read.get(self._layer_of(former_k)) if former_k >= 0 else None
         self._delivered[k] = self.add(
             Task(
@@ -136,8 +146,18 @@ class PageStream(Pen):
         return (self._delivered[mine[-1]],) if mine else ()
 
     def read_ring(self, layer: int, task: int) -> None:
-        """Note that ``task`` read the slots of ``layer``."""
+        """Note that ``task`` read the slots of ``layer``; bring what waited for that."""
         self._last_read[layer] = task
+        everyone = self.tasks[task].micro_batch == ALL
+        self._reads[layer] = len(self.shape.micro_batches) if everyone else self._reads.get(layer, 0) + 1
+        if self._waiting and self._is_read(layer):
+            waiting, self._waiting = self._waiting, deque()
+            for k in waiting:
+                self.deliver(k)
+
+    def _is_read(self, layer: int) -> bool:
+        """Whether all experts of ``layer`` that this pass has are written down."""
+        return self._reads.get(layer, 0) >= len(self.shape.micro_batches)
 
     def finish(self, builder: str) -> Schedule:
         """The finished schedule."""

@@ -10,7 +10,17 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import STRATEGIES, PrefetchRules
-from moelight.experts.predict import Affinity, Floats, Frequency, History, Ints, NextRouter, Previous, make_predictor
+from moelight.experts.predict import (
+    Affinity,
+    Floats,
+    Frequency,
+    History,
+    Ints,
+    NextRouter,
+    Previous,
+    Transitions,
+    make_predictor,
+)
 
 LAYERS, EXPERTS = 3, 7
 BUDGETS = (0, 1, 3, EXPERTS + 2)
@@ -77,7 +87,8 @@ class SlowAffinity:
     def observe(self, layer: int, mass: dict[int, float]) -> None:
         if self.last is not None and (self.last[0] + 1) % LAYERS == layer:
             before = self.last[0]
-            for i in self.last[1]:
+            few = max(len(self.last[1]), len(mass)) <= EXPERTS // 2
+            for i in self.last[1] if few else ():
                 self.times[before, i] += 1
                 rate = max(self.least, 1.0 / self.times[before, i])
                 for j in range(EXPERTS):
@@ -129,18 +140,27 @@ def test_affinity_finds_a_rule_that_others_cannot_see() -> None:
         predictor.observe(1, (expert * 3 + 1) % 8, one, None)
 
 
+def test_a_batch_that_chose_most_experts_teaches_nothing() -> None:
+    predictor = Affinity(2, 4)
+    chosen = [[0], [1], [0, 1, 2], [2], [0], [1, 2, 3], [0, 1], [1, 3]]
+    for step, ids in enumerate(chosen):
+        predictor.observe(step % 2, np.array(ids), np.ones(len(ids), dtype=np.int64), None)
+    assert predictor.times[0].tolist() == [2, 1, 0, 0]
+    assert predictor.matrix[0].tolist() == [[0, 1, 0, 0.5], [0, 1, 0, 1], [0] * 4, [0] * 4]
+
+
 def test_affinity_goes_on_from_what_was_saved() -> None:
     first, second = Affinity(LAYERS, EXPERTS), Affinity(LAYERS, EXPERTS)
     rows = list(batches(6))
     for row in rows[:60]:
         first.observe(*row)
-    second.learned(first.matrix, first.times)
+    second.learned(Transitions(matrix=first.matrix, times=first.times))
     for row in rows[1:20]:  # layer 1 after the last layer: nothing is learned of that
         first.observe(*row)
         second.observe(*row)
     np.testing.assert_array_equal(first.matrix, second.matrix)
     with pytest.raises(ConfigError, match=r"affinity of shape \(3, 7, 7\)"):
-        Affinity(LAYERS, EXPERTS + 1).learned(first.matrix, first.times)
+        Affinity(LAYERS, EXPERTS + 1).learned(Transitions(matrix=first.matrix, times=first.times))
 
 
 def test_a_hint_is_good_for_one_batch_of_its_layer() -> None:

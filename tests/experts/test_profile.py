@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import Affinity, Floats
-from moelight.experts.profile import ActivationProfile, Transitions, fingerprint_of, merge
+from moelight.experts.predict import Affinity, Floats, Transitions
+from moelight.experts.profile import ActivationProfile, fingerprint_of, merge
 
 MODEL = {"model_type": "mixtral", "num_layers": 3, "num_experts": 5, "top_k": 2, "hidden_size": 64}
 
@@ -117,5 +117,5 @@ def test_transitions_of_a_predictor_are_a_profiles() -> None:
     kept.transitions = Transitions(matrix=affinity.matrix, times=affinity.times)
     merged = merge([kept, profile()]).transitions
     assert merged is not None
-    again.learned(merged.matrix, merged.times)
+    again.learned(merged)
     assert again.matrix[0, 2].tolist() == [0, 0, 0, 0, 1]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.profile import ActivationProfile, Facts, Transitions
+from moelight.experts.predict import Transitions
+from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.profile_files import load_profile, save_profile
 
 MODEL: Facts = {"model_type": "olmoe", "num_layers": 2, "num_experts": 3, "top_k": 1, "norm_topk_prob": False}

@@ -1,0 +1,1 @@
+"""The sections of `benchmarks/experts.py`: each measures and returns its figures."""
