@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
+from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
 
 
@@ -34,6 +34,8 @@ class PassState:
     cached: set[tuple[int, int]] = field(default_factory=set)
     context: dict[Buffer, tuple[int, int]] = field(default_factory=dict)
     computed: set[tuple[int, int]] = field(default_factory=set)
+    brought: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
 
 
 class VirtualMachine:
@@ -89,6 +91,12 @@ class VirtualMachine:
             self._move_page(errand, task.page)
             return
         layer, j = task.layer, task.micro_batch
+        if task.kind in CHOSEN_KINDS:
+            self._bring(task, state)
+            return
+        if task.kind in AHEAD_KINDS:
+            assert layer not in state.brought, f"{task.name} comes too late"
+            return
         if task.kind is TaskKind.EMBED:
             state.holds["hidden", j] = 0
             return
@@ -105,6 +113,15 @@ class VirtualMachine:
         for i in range(len(state.shape.micro_batches)) if j < 0 else (j,):
             self._pass_on(task, state, i)
 
+    def _bring(self, task: Task, state: PassState) -> None:
+        """Chosen experts of a layer, once all have chosen; over the link those that were read."""
+        for j in range(len(state.shape.micro_batches)):
+            assert state.holds.get(("routed", j)) == task.layer, f"{task.name} is not chosen yet"
+            assert state.holds["hidden", j] == task.layer, f"{task.name} comes too late"
+        if task.lane is not self._layout.page_lanes[0]:
+            assert task.layer in state.read, f"{task.name} comes before they were read"
+        (state.brought if task.lane is self._layout.page_lanes[-1] else state.read).add(task.layer)
+
     def _pass_on(self, task: Task, state: PassState, j: int) -> None:
         """Take the value that micro-batch ``j`` brings to this act, and leave the one it makes."""
         needs, gives = _FLOW[task.kind]
@@ -114,6 +131,10 @@ class VirtualMachine:
         wanted = layers if task.kind is TaskKind.SAMPLE else task.layer
         assert state.holds.get((needs, j)) == wanted, f"{task.name} finds {state.holds.get((needs, j))} in {needs}"
         alone = not self._layout.cpu_layers[task.layer]
+        if task.kind is TaskKind.EXPERTS and state.shape.routed_only and not self._layout.discrete:
+            assert task.micro_batch < 0 or state.holds.get(("partial", j)) == wanted, (
+                f"{task.name} misses its other part"
+            )
         if task.kind is TaskKind.POST_ATTENTION or (task.kind is TaskKind.EXPERTS and alone):
             state.holds["hidden", j] = wanted + 1
         elif task.kind is TaskKind.COMBINE:
@@ -144,10 +165,7 @@ class VirtualMachine:
         state.context[into] = (layer, j)
 
     def _move_page(self, errand: Errand, page: Page) -> None:
-        shape = errand.state.shape
-        if shape.routed_only:
-            for j in range(len(shape.micro_batches)):
-                assert errand.state.holds.get(("routed", j)) == page.layer, f"{errand.task.name} is not chosen yet"
+        assert not errand.state.shape.routed_only, f"{errand.task.name} is not chosen yet"
         (into,) = errand.task.writes
         straight = self._layout.pinned_homes and not self._layout.from_disk[self._layout.streamed.index(page)]
         if errand.task.kind is TaskKind.SEND_PAGE:
@@ -159,6 +177,10 @@ class VirtualMachine:
         self._slots[self._absolute(into.space, errand.position + into.index)] = page
 
     def _read_experts(self, errand: Errand) -> None:
+        if errand.state.shape.routed_only:
+            moe = self._layout.model.moe_layers[errand.task.layer]
+            assert not moe or errand.task.layer in errand.state.brought, f"{errand.task.name} comes before its pages"
+            return
         for k in self._layout.layer_pages[errand.task.layer]:
             found = self._slots.get(self._absolute("ring", errand.position + k))
             assert found == self._layout.streamed[k], f"{errand.task.name} finds {found} for {self._layout.streamed[k]}"
@@ -178,6 +200,8 @@ _FLOW: dict[TaskKind, tuple[str, str | None]] = {
     TaskKind.POST_ATTENTION: ("attn", None),
     TaskKind.ROUTE: ("attn", "routed"),
     TaskKind.EXPERTS: ("routed", None),
+    TaskKind.EXPERTS_HERE: ("routed", "partial"),
+    TaskKind.FORESEE: ("hidden", None),
     TaskKind.OFFLOAD_HIDDEN: ("routed", "routed_host"),
     TaskKind.CPU_EXPERTS: ("routed_host", "experts_host"),
     TaskKind.LOAD_EXPERTS: ("experts_host", "experts"),

@@ -13,6 +13,7 @@ FFN_DEVICES = ("cpu", "gpu", "split")
 KV_BLOCK_SIZES = (16, 32, 64, 128)
 ADMISSIONS = ("refill", "static")
 HOST_PAGES = ("auto", "staged", "pinned")
+RESIDENTS = ("auto", "static", "learned")
 MOST_LOOK_AHEAD = 8
 PROMPT_MICRO_BATCHES = 8
 
@@ -57,6 +58,9 @@ class Policy:
         host_pages: how experts at home in host memory come to the link: ``pinned`` (from their home, which is locked),
             ``staged`` (copied into pinned memory first), or ``auto``: planned as staged, and pinned where the machine
             locks memory in place.
+        residents: whether the experts that are near stay so (``static``), or make way in small passes for those that are
+            asked for more (``learned``: any of a layer may be missing, so the ring holds a layer, and a device's have
+            copies in host memory); ``auto``: planned as static, and learned where there is room for that.
     """
 
     model: str
@@ -77,6 +81,7 @@ class Policy:
     look_ahead: int = 2
     admission: str = "refill"
     host_pages: str = "auto"
+    residents: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches"):
@@ -106,6 +111,7 @@ class Policy:
             raise ConfigError(f"look_ahead must be from 1 to {MOST_LOOK_AHEAD}, not {self.look_ahead}")
         _check_word("admission", self.admission, ADMISSIONS)
         _check_word("host_pages", self.host_pages, HOST_PAGES)
+        _check_word("residents", self.residents, RESIDENTS)
 
     @property
     def num_micro_batches(self) -> int:

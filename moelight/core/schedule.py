@@ -45,11 +45,18 @@ class TaskKind(str, enum.Enum):
     POST_ATTENTION = "post_attention"
     ROUTE = "route"  # the first part of post_attention, up to the router, where experts run apart from it
     EXPERTS = "experts"  # the second part: experts on the compute unit, of one micro-batch or (-1) of all of them
+    EXPERTS_HERE = "experts_here"  # those of them that are there already, while the others are on their way
+    FORESEE = "foresee"  # a guess which experts the layers to come will be asked for
     SAMPLE = "sample"
     READ_PAGE = "read_page"
     STAGE_PAGE = "stage_page"
     SEND_PAGE = "send_page"
     CARRIED_PAGE = "carried_page"
+    # What a layer's routers chose and is not there, and what was foreseen: known only when they run.
+    READ_EXPERTS = "read_experts"
+    SEND_EXPERTS = "send_experts"
+    READ_AHEAD = "read_ahead"
+    SEND_AHEAD = "send_ahead"
 
     __hash__ = str.__hash__
 
@@ -58,11 +65,13 @@ class TaskKind(str, enum.Enum):
 
     @property
     def moves_page(self) -> bool:
-        """True for what moves a page of weights; such tasks may run ahead into the pass before theirs."""
-        return self in _PAGE_KINDS
+        """True for what moves pages of weights; those that name theirs may run ahead into the pass before."""
+        return self in _PAGE_KINDS or self in CHOSEN_KINDS or self in AHEAD_KINDS
 
 
 _PAGE_KINDS = frozenset((TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_PAGE, TaskKind.CARRIED_PAGE))
+CHOSEN_KINDS = frozenset((TaskKind.READ_EXPERTS, TaskKind.SEND_EXPERTS))
+AHEAD_KINDS = frozenset((TaskKind.READ_AHEAD, TaskKind.SEND_AHEAD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -92,7 +101,8 @@ class Task:
     """One step of work on one lane.
 
     ``deps`` are positions of earlier tasks in the same schedule. Tasks on one lane also run in schedule order.
-    ``bytes`` is what crosses a link (0 for compute). ``slot`` is the ring slot a page task fills.
+    ``bytes`` is what crosses a link (0 for compute); of tasks that fetch chosen experts, the most that may be missing
+    by the placement, and of those that fetch ahead, 0. ``slot`` is the ring slot a page task fills.
     """
 
     kind: TaskKind

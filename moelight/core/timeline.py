@@ -16,7 +16,8 @@ class Span:
     """One task's time in work, waiting excluded. Seconds on one monotonic clock.
 
     ``waited_for`` is the dependency that ended last, at ``waited_until_s``. A task without any waited for None until
-    `FREE`; where nobody noted it, ``waited_until_s`` is None.
+    `FREE`; where nobody noted it, ``waited_until_s`` is None. ``found_bytes`` is what it moved where only its running
+    could tell.
     """
 
     task: Task
@@ -24,6 +25,12 @@ class Span:
     end_s: float
     waited_for: Task | None = None
     waited_until_s: float | None = None
+    found_bytes: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What crossed the lane."""
+        return self.task.bytes if self.found_bytes is None else self.found_bytes
 
 
 def last_to_end(deps: Iterable[tuple[Task, float]]) -> tuple[Task | None, float]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from moelight.core.adaptation import Adaptation
-from moelight.core.errors import InputError, MoelightError
+from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
@@ -21,11 +23,21 @@ from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
+from moelight.engine.experts import ExpertOptions, choices_for, with_room
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
-from moelight.engine.planning import Wishes, plan_for, resolve, resolve_host_pages
+from moelight.engine.planning import (
+    Wishes,
+    memory_limits,
+    plan_for,
+    resolve,
+    resolve_host_pages,
+    resolve_residents,
+    speeds_for,
+)
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
+from moelight.experts.profile_files import save_profile
 from moelight.observe.stats import Binding, LaneTotals, Stats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
@@ -53,6 +65,7 @@ class Engine:
         lanes: str = "auto",
         source: Source | None = None,
         adapt: bool | None = None,
+        experts: ExpertOptions | None = None,
     ) -> None:
         """Load the model of ``policy`` as it says.
 
@@ -64,6 +77,7 @@ class Engine:
             source: the opened checkpoint, where the caller has it already.
             adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
                 to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
+            experts: which experts stay near in small passes, and what is to be known of them; None: the default policy.
 
         Raises:
             ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
@@ -76,14 +90,26 @@ class Engine:
         self.profile = self._source.profile
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         dtype = weight_dtype(resolved, self._source, machine)
+        options = experts or ExpertOptions()
+        if options.policy is not None:
+            resolved = with_room(resolved, options.policy, self.profile, dtype)
+        resolved, self.residents_reason = resolve_residents(
+            resolved if options.learn else replace(resolved, residents="static"),
+            self.profile,
+            dtype,
+            memory_limits(self.plan),
+            wanted=options.policy is not None,
+        )
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
+        speeds = speeds_for(self.plan, discrete=machine.discrete)
+        self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
         self._device = machine.device
         watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         if self._device_limit:
             limit_device_memory(self._device, self._device_limit)
-        self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes)
+        self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes, self._experts)
         self._batcher = Batcher(
             self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
         )
@@ -113,6 +139,7 @@ class Engine:
         schedule: str | None = None,
         workload: Workload | None = None,
         adapt: bool | None = None,
+        experts: ExpertOptions | None = None,
     ) -> Engine:
         """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
 
@@ -132,8 +159,9 @@ class Engine:
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
             wishes=Wishes(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"),
             workload=workload or Workload(),
+            experts=None if experts is None else experts.policy,
         )
-        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt)
+        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
 
     def generate(
         self,
@@ -287,6 +315,24 @@ class Engine:
     def binding(self) -> Binding | None:
         """The busiest lane of the last few passes; None before the first."""
         return self._totals.binding
+
+    @property
+    def expert_stats(self) -> dict[str, Any] | None:
+        """What is known of the experts' residency so far, for JSON; None where all are near and nobody asked."""
+        if self._experts is None:
+            return None
+        return self._experts.residency.stats(stalls=self._loaded.stalls)
+
+    def save_expert_profile(self, path: Path) -> None:
+        """Write how often each expert was chosen, to begin with another time.
+
+        Raises:
+            ConfigError: it cannot be written, or nobody counted: every expert is near; ask for it with
+                `ExpertOptions.record`.
+        """
+        if self._experts is None:
+            raise ConfigError(f"{path}: nobody counted who was chosen; open the engine with ExpertOptions(record=True)")
+        save_profile(self._experts.residency.profile, path)
 
     @property
     def adaptations(self) -> tuple[Adaptation, ...]:

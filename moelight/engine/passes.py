@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 
 import torch
@@ -17,13 +17,22 @@ from torch import Tensor
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
-from moelight.core.schedule import Lane, Schedule, TaskKind
+from moelight.core.schedule import Lane, Page, Schedule, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import Load, Piece, places
+from moelight.engine.experts import ExpertChoices
 from moelight.engine.source import Source
 from moelight.hrm import costs
-from moelight.hrm.footprint import KV_BUFFERS, footprint, kv_blocks, kv_buffer_tokens, kv_device_blocks, pass_tokens
-from moelight.hrm.placement import place
+from moelight.hrm.footprint import (
+    KV_BUFFERS,
+    far_pages,
+    footprint,
+    kv_blocks,
+    kv_buffer_tokens,
+    kv_device_blocks,
+    pass_tokens,
+)
+from moelight.hrm.placement import moved, near_table, place
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, Part
 from moelight.memory.arena import typed
@@ -36,9 +45,10 @@ from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.crossing import CrossingArena
 from moelight.runtime.executor import Executor, Flight
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
-from moelight.runtime.microbatch import MicroBatch, pack
+from moelight.runtime.microbatch import MicroBatch, pack, present
 from moelight.runtime.mixing import KeptArena, Mixing
 from moelight.runtime.ops import Operations
+from moelight.runtime.paging import Pager, Sweep
 from moelight.scheduler import SCHEDULES, routed
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
@@ -73,13 +83,19 @@ class Launched:
 class PassRunner:
     """The loaded model: arenas filled, lanes open. A pass is one sweep through all layers: packed, launched, landed."""
 
-    def __init__(self, source: Source, policy: Policy, machine: Machine, lanes: str) -> None:
+    def __init__(
+        self, source: Source, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
+    ) -> None:
+        """``experts``: which of them stay near, and why; None: those that the policy places there."""
         profile = source.profile
         self.dtype = weight_dtype(policy, source, machine)
         torch_dtype = to_torch(self.dtype)
         self._policy, self._profile = policy, profile
         self._allocation = Allocation(profile, policy, self.dtype)
         self._layout = layout_of(profile, policy, self.dtype)
+        self._placement = place(profile, policy)
+        self._experts = experts
+        self._residents = 0
         self._build = SCHEDULES.get(policy.schedule)
         self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
         self._position = 0
@@ -107,14 +123,21 @@ class PassRunner:
         if "mixture" in arenas:
             self._kept = KeptArena(arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
         weights = load_dense(source.weight_map, profile, arenas["dense"], dtype)
-        pages = PageStore(
-            place(profile, policy),
+        self._pages = PageStore(
             arenas,
+            near_table(self._placement, profile) if self._experts is None else self._experts.residency.table,
+            near=self._placement.near,
+            far=far_pages(self._placement) if self._placement.near == "device" else (),
             parts=self._layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
-        pages.load(self._reader.start)
+        self._follow_residents()
+        self._pages.load(self._reader.start)
+        self._pager: Pager | None = None
+        if self._experts is not None and self._layout.streamed:
+            leave = self._experts.leave if policy.ffn_device == "split" else None
+            self._pager = Pager(self._pages, self._experts.residency, self._reader.start, leave=leave)
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
@@ -123,11 +146,11 @@ class PassRunner:
         self.decoder = Decoder(profile, weights, spaces["work"])
         self._operations = Operations(
             self.decoder,
-            pages,
+            self._pages,
             attention=self._attention(arenas, dtype),
             mixing=Mixing(
                 self.decoder,
-                pages,
+                self._pages,
                 host_space=spaces.get("host_work"),
                 kept=self._kept,
                 most_rows=policy.micro_batch_tokens,
@@ -183,12 +206,20 @@ class PassRunner:
         """Put a pass on its way, which may be behind one that is. ``choose(pieces, logits)`` picks the new tokens of
         the pieces that complete their sequences, on the device of the logits. ``follows``: another pass will come, so
         its first pages may be fetched now."""
+        small = self._small(sum(load.tokens for load in packed.loads))
+        if small is None:
+            if self._pager is not None:
+                self._pager.land()  # the ring is the stream's now
+            self._follow_residents()
+        ahead = small is not None and self._policy.schedule != "serial" and small.residency.ahead
         shape = PassShape(
             micro_batches=packed.shapes,
             carried=self._executor.carried,
             wraps=follows,
             look_ahead=self._policy.look_ahead,
-            routed_only=self._routed_only(sum(load.tokens for load in packed.loads)),
+            routed_only=small is not None,
+            ahead=ahead,
+            foresee=ahead and present(small).residency.foresees,
         )
         completing = [[piece for piece in load.pieces if piece.completes] for load in packed.loads]
 
@@ -196,9 +227,38 @@ class PassRunner:
             return choose(completing[j][first : first + len(logits)], logits)
 
         schedule = self._schedule(shape)
-        perform = self._operations.bind(packed.micro_batches, self._position, sample, routed_only=shape.routed_only)
+        sweep = Sweep(
+            micro_batches=packed.micro_batches,
+            position=self._position,
+            small=None if small is None else small.begin(packed.micro_batches, self._in_ring(shape.carried)),
+            watch=None if self._experts is None else self._experts.watch(small=small is not None),
+            residents=self._residents,
+        )
         self._position += schedule.stream_advance
-        return Launched(packed=packed, flight=self._executor.launch(schedule, perform))
+        return Launched(packed=packed, flight=self._executor.launch(schedule, self._operations.bind(sweep, sample)))
+
+    def _small(self, tokens: int) -> Pager | None:
+        """Who brings the pages, where only those are to move that a pass of ``tokens`` is routed to."""
+        policy = self._policy
+        pays = routed.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens)
+        return self._pager if pays else None
+
+    def _in_ring(self, carried: int) -> dict[Page, int]:
+        """The pages that the pass before left in the ring, in ``carried`` parts, and where."""
+        each = len(self._layout.parts)
+        pages = (self._layout.streamed[k * each] for k in range(carried // each))
+        return {page: self._pages.ring_page(k, self._position) for k, page in enumerate(pages)}
+
+    def _follow_residents(self) -> None:
+        """Lay the stream of pages out anew, if others are near than at the last pass that streamed them."""
+        found = None if self._experts is None else self._experts.residency
+        if found is not None and found.version != self._residents:
+            placement = moved(self._placement, found.pages())
+            layout = layout_of(self._profile, self._policy, self.dtype, placement=placement)
+            self._layout = replace(layout, ring_slots=self._layout.ring_slots, pinned_slots=self._layout.pinned_slots)
+            self._residents = found.version
+            self._schedules.clear()
+        self._pages.follow(self._layout.streamed, self._layout.computed)
 
     def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
         """Wait for a pass: its timeline, and for each load the new tokens in the order of its completing pieces."""
@@ -210,12 +270,16 @@ class PassRunner:
         if not self._executor.broken:
             self._executor.finish(launched.flight)
 
+    @property
+    def stalls(self) -> dict[str, float]:
+        """What fetching experts in small passes took."""
+        return {} if self._pager is None else asdict(self._pager.stall)
+
     def close(self) -> None:
         """Stop the lanes, close the files."""
+        if self._pager is not None:
+            self._pager.land()
         self._opened.close()
-
-    def _routed_only(self, tokens: int) -> bool:
-        return routed.pays(self._layout, self._policy.schedule, tokens, self._policy.micro_batch_tokens)
 
     def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
         """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""

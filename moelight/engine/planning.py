@@ -10,10 +10,12 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.source import Source
-from moelight.hrm.costs import page_bytes
-from moelight.hrm.footprint import footprint
-from moelight.hrm.placement import place
-from moelight.hrm.speeds import speeds_of
+from moelight.experts.policy import ExpertPolicy
+from moelight.hrm.costs import page_bytes, page_slot_bytes
+from moelight.hrm.footprint import Footprint, footprint
+from moelight.hrm.orders import ROUTED_ORDERS, routed_only
+from moelight.hrm.placement import place, with_near
+from moelight.hrm.speeds import Speeds, speeds_of
 from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
@@ -54,6 +56,7 @@ def plan_for(
     device_memory: int | None,
     wishes: Wishes,
     workload: Workload,
+    experts: ExpertPolicy | None = None,
 ) -> Plan:
     """The plan for ``source`` on ``machine``, of the policies that this engine carries out; memory limits that are None
     are 90 % of what is free now.
@@ -69,6 +72,12 @@ def plan_for(
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
     devices = _devices(wishes.schedule, discrete=machine.discrete)
     hardware = hardware_for(hw, discrete=machine.discrete)
+    dtype = machine.native_dtype(source.weight_map.dtype)
+    room: dict[str, Fixed] = {}
+    if experts is not None:
+        total, page = len(pages(source.profile)), page_bytes(source.profile, dtype)
+        near = "weights.device" if devices["ffn_device"] != "cpu" else "weights.host"
+        room[near] = experts.cache.capacity.slots(total, page) / total
     sizes = {"batch_size": wishes.batch_size, "micro_batch_size": wishes.micro_batch_size}
     problem = Problem(
         name=name,
@@ -76,8 +85,9 @@ def plan_for(
         speeds=speeds_of(hardware),
         workload=workload,
         capacity_bytes={**limits, "disk": checkpoint_bytes(source)},
-        dtype=machine.native_dtype(source.weight_map.dtype),
+        dtype=dtype,
         fixed={
+            **room,
             **devices,
             "schedule": wishes.schedule,
             **({"host_pages": "pinned"} if not machine.twin and locks_in_place(machine.device.type) else {}),
@@ -86,6 +96,20 @@ def plan_for(
         programme=False,
     )
     return best_plan(problem, hardware, limits, proof=False)
+
+
+def memory_limits(plan: Plan | None) -> dict[str, int]:
+    """What may be taken of each tier: what the plan was made for; else of host memory most of what there is."""
+    if plan is None:
+        return {"host": int(FREE_SHARE * memory_limit_bytes())}
+    return {use.tier: use.capacity_bytes for use in plan.memory if use.tier != "disk"}
+
+
+def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
+    """Of the machine that was planned for, or of this one."""
+    if plan is not None and plan.speeds is not None:
+        return plan.speeds
+    return speeds_of(hardware_for("auto", discrete=discrete))
 
 
 def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
@@ -149,6 +173,56 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
     if need > FREE_SHARE * there:
         return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
     return pinned, "memory is locked in place, so experts cross from their homes"
+
+
+def resolve_residents(
+    policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, wanted: bool
+) -> tuple[Policy, str]:
+    """``policy`` with ``residents`` decided, and why: learned where small passes may come and it costs nothing that
+    the plan needs. Where the ring holds less than a layer, as many fewer experts stay as it must grow; that is done if
+    somebody asked for it (``wanted``), or if passes are small throughout. Nothing is learned beyond ``limits``."""
+
+    def static(reason: str) -> tuple[Policy, str]:
+        return replace(policy, residents="static"), reason
+
+    if policy.residents == "static":
+        return static("the policy says so")
+    placement = place(model, policy)
+    if not placement.streamed or not placement.resident:
+        return static("every expert is near" if placement.resident else "no expert stays near")
+    if policy.schedule not in ROUTED_ORDERS:
+        return static(f"{policy.schedule} moves every expert in every pass")
+    learned = replace(policy, residents="learned")
+    before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
+    wanted = wanted or policy.residents == "learned" or small_passes(model, policy)
+    fitting = _fit_ring(learned, model, dtype, before)
+    if fitting is None or (fitting != learned and not wanted):
+        return static("the ring beside the experts holds less than a layer")
+    for tier, limit in limits.items():
+        need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)
+        if need > max(limit, before.total(tier)):
+            return static(f"copies of the experts on the device take {format_bytes(need)} of {tier} memory")
+    return fitting, "small passes exchange experts that are near for those that are asked for"
+
+
+def small_passes(model: ModelProfile, policy: Policy) -> bool:
+    """Whether passes in which all sequences decode bring routed pages only."""
+    return bool(routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens))
+
+
+def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footprint) -> Policy | None:
+    """``policy`` with the most experts near that, with its ring, take no more than before; None if that is none."""
+    total = len(place(model, policy).homes)
+    most = before.bytes_of("experts") + before.bytes_of("ring")
+    stay = len(place(model, policy).resident)
+    while stay > 0:
+        found = with_near(policy, stay / total)
+        sizes = footprint(model, found, dtype=dtype, kv_dtype=dtype)
+        over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - most
+        if over <= 0:
+            return found
+        stay -= max(1, over // page_slot_bytes(model, dtype))
+    return None
 
 
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:

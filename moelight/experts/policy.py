@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
 
-EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold")
+EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "reuse")
 # `fallback` is the language's word for lfu | lru.
 FALLBACK = ("lfu", "lru")
 STRATEGIES = ("none", "affinity", "history", "lookahead", "previous", "frequency", "next_router")
@@ -169,3 +169,13 @@ class ExpertPolicy:
     monitor: MonitorRules | None = None
     per_layer: PerLayerRules | None = None
     adapt: tuple[AdaptRule, ...] = ()
+
+
+# What an engine goes by where nobody says otherwise; the reasons are in docs/guides/expert-policies.md.
+DEFAULT_POLICY = ExpertPolicy(
+    name="default",
+    cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("lru",)),
+    prefetch=PrefetchRules(strategy="next_router"),
+    schedule=ScheduleRules(mode="hybrid", offload_threshold_ms=1e-3),
+    per_layer=PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=4096),
+)

@@ -79,9 +79,13 @@ class Acts:
         """A ``share`` of one layer's experts on ``unit``: those that ``tokens`` meet, each page read once."""
         met = costs.distinct_experts(self.model, tokens)
         rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
-        each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
+        return share * met * self.expert_s(unit, rows)
+
+    def expert_s(self, unit: Unit, rows: Any) -> Any:
+        """One expert on ``unit``, met by ``rows`` tokens."""
         launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
-        return share * met * (each + launches * unit.launch_s)
+        each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
+        return each + launches * unit.launch_s
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
         """One layer's (average) attention of ``tokens`` sequences over ``context`` cached tokens each."""

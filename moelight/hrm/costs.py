@@ -117,8 +117,13 @@ def seen_positions(model: ModelProfile, context: Any) -> Any:
 
 
 def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
-    """Experts of one layer that at least one of ``tokens`` meets under uniform routing: E (1 - (1 - k/E)^t)."""
-    experts, top_k = model.experts.num_experts, model.router.top_k
+    """Experts of one layer that at least one of ``tokens`` meets under uniform routing."""
+    return expected_distinct(model.experts.num_experts, model.router.top_k, tokens)
+
+
+def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:
+    """Of ``experts``, those that at least one of ``tokens`` chooses that choose ``top_k`` each at random:
+    E (1 - (1 - k/E)^t)."""
     missed = math.log1p(-top_k / experts) if top_k < experts else -_ALL_MET  # log of the share that a token misses
     return -experts * np.expm1(tokens * missed)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
+from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm import costs
 from moelight.hrm.placement import Placement, place
@@ -153,14 +154,21 @@ def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
     near = placement.near
     slots = [("experts", near, len(placement.resident)), ("ring", near, ring_slots(placement))]
     if near == "device":
-        slots.append(("host_experts", "host", len(placement.on("host"))))
+        slots.append(("host_experts", "host", len(far_pages(placement))))
         slots.append(("pinned_ring", "host", pinned_slots(placement)))
     return tuple(slots)
 
 
+def far_pages(placement: Placement) -> tuple[Page, ...]:
+    """What host memory across the link holds, in order: the pages at home there, and copies of those that are near."""
+    return (*placement.on("host"), *(placement.resident if placement.host_copies else ()))
+
+
 def ring_slots(placement: Placement) -> int:
-    """Slots beside the compute unit: this layer's streamed pages and the next one's (the double buffer)."""
-    return 2 * placement.most_streamed_per_layer
+    """Slots beside the compute unit: this layer's streamed pages and the next one's (the double buffer); at least a
+    whole layer's where residents are learned, for any of them may be elsewhere."""
+    double = 2 * placement.most_streamed_per_layer
+    return max(double, placement.most_per_layer) if placement.learned and double else double
 
 
 def pinned_slots(placement: Placement) -> int:

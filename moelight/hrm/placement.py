@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Page
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import pages
+
+Table = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +24,7 @@ class Placement:
     Pages at home on ``near`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
     beside a GPU (``ffn_device`` split). The others are streamed every pass, in the order of ``streamed``.
     ``pinned_homes``: the host's are locked and cross the link from there, without a stop in pinned memory.
+    ``learned``: those that are near may change.
     """
 
     near: str
@@ -26,11 +32,22 @@ class Placement:
     streamed: tuple[Page, ...]
     computed: tuple[Page, ...] = ()
     pinned_homes: bool = False
+    learned: bool = False
 
     @property
     def resident(self) -> tuple[Page, ...]:
         """Pages that never move."""
         return tuple(page for page, home in self.homes.items() if home == self.near)
+
+    @property
+    def host_copies(self) -> bool:
+        """Whether pages near on a device have a copy in host memory, from where others cross, so that they can leave."""
+        return self.learned and self.near == "device" and "host" in self.homes.values()
+
+    @property
+    def most_per_layer(self) -> int:
+        """The largest number of experts in one layer."""
+        return max((page.expert + 1 for page in self.homes), default=0)
 
     def on(self, tier: str) -> tuple[Page, ...]:
         """Pages at home on ``tier``."""
@@ -43,6 +60,43 @@ class Placement:
         for page in self.streamed:
             counts[page.layer] = counts.get(page.layer, 0) + 1
         return max(counts.values(), default=0)
+
+
+def with_near(policy: Policy, share: float) -> Policy:
+    """``policy`` with ``share`` of the expert weights near; what is near no more is at home where the others are that
+    stream: on the disk where no GPU is, else in host memory as far as the disk did not have it before."""
+    if near_tier(policy) == "host":
+        return replace(policy, weights=Shares(host=share, disk=1.0 - share))
+    disk = min(policy.weights.disk, 1.0 - share) if policy.weights.host else 1.0 - share
+    host = 1.0 - share - disk
+    weights = Shares(device=share, host=host, disk=disk)
+    return replace(policy, weights=weights, cpu_experts=min(policy.cpu_experts, host))
+
+
+def moved(placement: Placement, near: Collection[Page]) -> Placement:
+    """``placement`` once others are near: the pages ``near``, as many as may be. Those that were and are no more come
+    from their copies in host memory, or from the disk; the CPU computes where they lie those that it did."""
+    away = "host" if placement.host_copies else "disk"
+    homes = {
+        page: placement.near if page in near else away if home == placement.near else home
+        for page, home in placement.homes.items()
+    }
+    computed = tuple(page for page in placement.computed if page not in near)
+    in_place = set(computed)
+    return replace(
+        placement,
+        homes=homes,
+        computed=computed,
+        streamed=tuple(page for page, home in homes.items() if home != placement.near and page not in in_place),
+    )
+
+
+def near_table(placement: Placement, model: ModelProfile) -> Table:
+    """int32 [layers, experts]: the near slot of each page, in order, or -1."""
+    table = np.full((model.num_layers, model.experts.num_experts), -1, dtype=np.int32)
+    for slot, page in enumerate(placement.resident):
+        table[page.layer, page.expert] = slot
+    return table
 
 
 # Multiples of it fall evenly into [0, 1), however many there are: where a tier holds one expert more in some layers
@@ -58,7 +112,8 @@ def near_tier(policy: Policy) -> str:
 def place(model: ModelProfile, policy: Policy) -> Placement:
     """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
     pinned_homes = policy.host_pages == "pinned" and near_tier(policy) == "device"
-    return _place(model, policy.weights, policy.cpu_experts, near_tier(policy), pinned_homes)
+    placement = _place(model, policy.weights, policy.cpu_experts, near_tier(policy), pinned_homes)
+    return replace(placement, learned=True) if policy.residents == "learned" else placement
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.core.schedule import CHOSEN_KINDS, Lane, Task, TaskKind
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.placement import Placement
@@ -41,11 +41,16 @@ def pass_costs(
     acts: Acts, placement: Placement, loads: Sequence[Load], *, host_kv: float = 1.0, routed_only: bool = False
 ) -> Callable[[Task], Cost]:
     """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate;
-    ``host_kv`` is the share of the cache in host memory. Where only routed pages move, a page costs its expected share:
+    ``host_kv`` is the share of the cache in host memory. Where only routed pages move, they cost their expected share:
     nobody knows which they will be."""
     table = _Table(acts, placement, loads, host_kv)
     tokens = sum(load.tokens for load in loads)
     share = float(costs.distinct_experts(acts.model, tokens)) / acts.model.experts.num_experts if routed_only else 1.0
+
+    def here(task: Task) -> float:
+        """The share of a micro-batch's experts that ran before the others were there."""
+        return table.near_share(task) if routed_only and not acts.discrete and task.micro_batch >= 0 else 0.0
+
     by_kind: Mapping[TaskKind, Callable[[Task], Cost]] = {
         TaskKind.EMBED: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
         TaskKind.PRE_ATTENTION: lambda task: _alone(acts.before_s(table.elements(task), table.tokens(task))),
@@ -54,7 +59,9 @@ def pass_costs(
         TaskKind.STORE_KV: table.stored,
         TaskKind.POST_ATTENTION: lambda task: _alone(table.after_s(task) + table.experts_s(task)),
         TaskKind.ROUTE: lambda task: _alone(table.after_s(task)),
-        TaskKind.EXPERTS: lambda task: _alone(table.experts_s(task)),
+        TaskKind.EXPERTS: lambda task: _alone(table.experts_s(task) * (1.0 - here(task))),
+        TaskKind.EXPERTS_HERE: lambda task: _alone(table.experts_s(task) * table.near_share(task)),
+        TaskKind.FORESEE: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
         TaskKind.CPU_EXPERTS: table.cpu_experts,
         TaskKind.COMBINE: lambda task: _alone(acts.near.touch_s(3 * table.residual_bytes(task))),
         TaskKind.SAMPLE: lambda task: _alone(acts.head_s(table.load(task).rows)),
@@ -65,7 +72,7 @@ def pass_costs(
         if task.kind in by_kind:
             return by_kind[task.kind](task)
         found = _moved(acts, task)
-        if task.page is None:
+        if task.kind not in CHOSEN_KINDS:
             return found
         return Cost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
 
@@ -79,6 +86,7 @@ class _Table:
         self._acts, self._loads, self._host_kv = acts, loads, host_kv
         self._elements = costs.layer_elements(acts.model)
         on_cpu = Counter(page.layer for page in placement.computed)
+        self._streamed = Counter(page.layer for page in placement.streamed)
         self._computed = {layer: count / acts.model.experts.num_experts for layer, count in on_cpu.items()}
         together = [sum(getattr(load, name) for load in loads) for name in ("decode_tokens", "prompt_tokens", "rows")]
         self._all = Load(decode_tokens=together[0], prompt_tokens=together[1], rows=together[2])
@@ -86,6 +94,10 @@ class _Table:
     def load(self, task: Task) -> Load:
         """Of the task's micro-batch, or of the whole pass."""
         return self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
+
+    def near_share(self, task: Task) -> float:
+        """The share of a layer's experts that never move."""
+        return 1.0 - self._streamed.get(task.layer, 0) / self._acts.model.experts.num_experts
 
     def tokens(self, task: Task) -> float:
         return self.load(task).tokens

@@ -1,9 +1,11 @@
-"""Where the bytes of every expert page are: at home beside the compute unit, at a far home, or in a ring slot.
+"""Where the bytes of every expert page are: in a near slot beside the compute unit, at a far home, or in a ring slot.
 
-The stream of pages that are not resident never ends: page k of the stream is ``streamed[k % len(streamed)]`` and lies
-in page k of the ring, counted round, from its arrival until a later page takes the place. Pages move part by part, so
-positions in the stream and slots of the rings are counted in parts; a page's parts lie together, in their order. Knows
-bytes and slots; refuses to know when anything moves (the schedule says so) and how files are read (``start`` is given).
+Which pages are in near slots is the ``table``'s matter: int32 [layers, experts], the slot of each or -1. It changes
+between passes where residents are learned. The stream of the pages that are not near never ends: page k of it is
+``streamed[k % len(streamed)]`` and lies in page k of the ring, counted round, from its arrival until a later page takes
+the place. Streamed pages move part by part, so positions in the stream and slots of the rings are counted in parts; a
+page's parts lie together, in their order. Knows bytes and slots; refuses to know when anything moves and how files are
+read (``start`` is given).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from moelight.core.schedule import Buffer, Page
-from moelight.hrm.placement import Placement
 from moelight.memory.arena import slots
 
 LOADED_AT_ONCE = 4
@@ -29,23 +31,30 @@ class Arriving(Protocol):
         """Return when it is there; raise what went wrong."""
         ...
 
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
 
 StartPage = Callable[[Page, Tensor, int], Arriving | None]  # the bytes of a page from the last argument on
 ExpertWeights = tuple[Tensor, Tensor]
 
 
 class PageStore:
-    """Page bytes over three regions of slots: ``experts`` (resident), ``host_experts`` and the two rings.
+    """Page bytes over regions of slots: ``experts`` (near), ``host_experts`` (far) and the two rings.
 
+    ``far`` are the pages with a home in host memory across the link, ``computed`` those that the CPU computes there.
     ``parts`` are the bytes of each part of a page; ``view`` turns a page into an expert's ``(gate_up [2I, H],
     down [H, I])``.
     """
 
     def __init__(
         self,
-        placement: Placement,
         arenas: Mapping[str, Tensor],
+        table: np.ndarray,
         *,
+        near: str,
+        far: Sequence[Page],
         parts: Sequence[range],
         slot_bytes: int,
         view: Callable[[Tensor], ExpertWeights],
@@ -58,25 +67,33 @@ class PageStore:
         def in_parts(pages: list[Tensor]) -> list[Tensor]:
             return [page[part.start : part.stop] for page in pages for part in parts]
 
-        ring = cut("ring")
-        self._placement, self.near, self._parts = placement, placement.near, parts
-        self._slots = {"ring": in_parts(ring), "pinned": in_parts(cut("pinned_ring"))}
-        self._home = dict(zip(placement.resident, cut("experts"), strict=True))
-        far = placement.on("host") if placement.near != "host" else ()
+        self.near, self.table, self._parts = near, table, parts
+        self.near_pages, self.ring_pages, self.pinned_pages = cut("experts"), cut("ring"), cut("pinned_ring")
+        self._slots = {"ring": in_parts(self.ring_pages), "pinned": in_parts(self.pinned_pages)}
         self._far = dict(zip(far, cut("host_experts"), strict=True))
-        self._resident_views = {page: view(slot) for page, slot in self._home.items()}
-        self._computed_views = {page: view(self._far[page]) for page in placement.computed}
-        self._ring_views = [view(page) for page in ring]
-        self._position_in_stream = {page: k for k, page in enumerate(placement.streamed)}
+        self.near_views = [view(page) for page in self.near_pages]
+        self.ring_views = [view(page) for page in self.ring_pages]
+        self._far_views = {page: view(slot) for page, slot in self._far.items()}
+        self._computed: frozenset[Page] = frozenset()
+        self._position_in_stream: dict[Page, int] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page."""
+        return self._parts[-1].stop
+
+    def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
+        """From the next pass on the stream is made of the parts ``streamed``; the CPU computes ``computed`` where they
+        lie. All others are near, as the table says."""
+        whole = (page for page in streamed if page.part == 0)
+        self._position_in_stream = {page: k for k, page in enumerate(whole)}
+        self._computed = frozenset(computed)
 
     def load(self, start: StartPage) -> None:
         """Fill every home that is memory, a few pages at a time."""
         coming: deque[Arriving] = deque()
         bounce: Tensor | None = None
-        for page in self._placement.homes:
-            home = self._far.get(page, self._home.get(page))
-            if home is None:
-                continue
+        for page, home in self._homes():
             if home.device.type == "cpu":
                 _begin(start, page, home, coming)
                 continue
@@ -87,19 +104,45 @@ class PageStore:
             home.copy_(bounce)
         _finish(coming, most=0)
 
+    def _homes(self) -> Sequence[tuple[Page, Tensor]]:
+        near = [
+            (Page(layer=int(layer), expert=int(expert)), self.near_pages[self.table[layer, expert]])
+            for layer, expert in np.argwhere(self.table >= 0)
+        ]
+        return sorted([*near, *self._far.items()], key=lambda each: each[0])
+
     def slot(self, buffer: Buffer, position: int) -> Tensor:
         """Bytes of a part's slot in the ring or in pinned memory, named relative to the stream's ``position``."""
         ring = self._slots[buffer.space]
         return ring[(position + buffer.index) % len(ring)]
 
+    def swap(self, slot: int, ring: int) -> None:
+        """Let the page that is in page ``ring`` of the ring be near, in ``slot``: the two exchange their memory."""
+        for near, passing in ((self.near_pages, self.ring_pages), (self.near_views, self.ring_views)):
+            near[slot], passing[ring] = passing[ring], near[slot]
+        page, each = self.ring_pages[ring], len(self._parts)
+        self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
+
+    def ring_page(self, k: int, position: int) -> int:
+        """The page of the ring in which page k of the stream lies, counted from ``position``."""
+        return (position // len(self._parts) + k) % len(self.ring_pages)
+
     def phase(self, position: int) -> int:
         """On which page of the ring the stream stands; equal phases find the same pages in the same places."""
-        return position // len(self._parts) % len(self._ring_views) if self._ring_views else 0
+        return self.ring_page(0, position) if self.ring_pages else 0
 
     def far_home(self, page: Page) -> Tensor:
         """Bytes of a part of a page whose home is host memory across the link."""
         part = self._parts[page.part]
         return self._far[replace(page, part=0)][part.start : part.stop]
+
+    def far_page(self, page: Page) -> Tensor | None:
+        """Bytes of a whole page with such a home; None for one that only the disk has."""
+        return self._far.get(page)
+
+    def far_view(self, page: Page) -> ExpertWeights:
+        """The weights of an expert with a home in host memory across the link."""
+        return self._far_views[page]
 
     def begin(self, page: Page) -> int:
         """Where in its page a part begins, in bytes."""
@@ -109,18 +152,20 @@ class PageStore:
         """The weights of every expert of ``layer``, wherever they are in the pass that began at ``position``; None for
         those that the CPU computes where they lie."""
         experts: list[ExpertWeights | None] = []
-        phase = self.phase(position)
         for expert in range(num_experts):
-            page = Page(layer=layer, expert=expert)
-            found = self._resident_views.get(page)
-            if found is None and page not in self._computed_views:
-                found = self._ring_views[(phase + self._position_in_stream[page]) % len(self._ring_views)]
-            experts.append(found)
+            page, slot = Page(layer=layer, expert=expert), self.table[layer, expert]
+            if slot >= 0:
+                experts.append(self.near_views[slot])
+            elif page in self._computed:
+                experts.append(None)
+            else:
+                experts.append(self.ring_views[self.ring_page(self._position_in_stream[page], position)])
         return experts
 
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
         """The weights of the experts of ``layer`` that the CPU computes where they lie; None for the others."""
-        return [self._computed_views.get(Page(layer=layer, expert=expert)) for expert in range(num_experts)]
+        pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
+        return [self._far_views[page] if page in self._computed else None for page in pages]
 
 
 def _begin(start: StartPage, page: Page, into: Tensor, coming: deque[Arriving]) -> None:

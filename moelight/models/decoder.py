@@ -8,7 +8,7 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from moelight.models.moe import ExpertWeights, Routed, mixture, route
 from moelight.models.rope import Rotation
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
+
+Watch = Callable[[int, Routed], None]  # a layer and what its router chose
 
 
 class Decoder:
@@ -64,16 +66,25 @@ class Decoder:
         return q, k, v
 
     def post_attention(
-        self, layer: int, hidden: Tensor, attention: Tensor, experts: Sequence[ExpertWeights | None]
+        self,
+        layer: int,
+        hidden: Tensor,
+        attention: Tensor,
+        experts: Sequence[ExpertWeights | None],
+        watch: Watch | None = None,
     ) -> None:
-        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""
+        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place. ``watch`` is told who was
+        routed where."""
         x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]
         if mine.router is None:
             if mine.dense_gate_up is not None and mine.dense_down is not None:
                 hidden += self._dense(x, mine.dense_gate_up, mine.dense_down)
             return
-        mixture(self._routed(x, mine.router), experts, self.space, into=hidden)
+        routed = self._routed(x, mine.router)
+        if watch is not None:
+            watch(layer, routed)
+        mixture(routed, experts, self.space, into=hidden)
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; gives what the layer's experts need."""
@@ -81,6 +92,15 @@ class Decoder:
         if router is None:
             raise MoelightError(f"layer {layer} has no router")
         return self._routed(x, router)
+
+    def foresee(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router of ``layer`` would choose for hidden [T, H] of an earlier layer, which stays as it is:
+        weights float32 and ids int32 [T, k]."""
+        mine = self.weights.layers[layer]
+        if mine.router is None:
+            raise MoelightError(f"layer {layer} has no router")
+        x = rms_norm(hidden, mine.post_norm, self.model.norm_eps)
+        return route(linear(x, mine.router), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]. The head runs in chunks of rows, so that no repacked copy of it is large."""

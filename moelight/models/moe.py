@@ -89,26 +89,80 @@ def mixture(
 
 
 def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, into: Tensor | None) -> Tensor:
-    """Sorted, gathered, computed and summed by kernels. Rows of experts that are computed elsewhere come last, and are
-    left out."""
-    ids, mine = routed.ids, [expert for expert in experts if expert is not None]
-    if len(mine) < len(experts):
-        place = torch.full((len(experts),), len(mine), dtype=torch.int32)
-        place[[index for index, expert in enumerate(experts) if expert is not None]] = torch.arange(
-            len(mine), dtype=torch.int32
-        )
-        ids = place[ids.long()]
-    by_expert = cpu_sort_by_expert(ids, len(mine) + 1)
-    offsets = by_expert.offsets[: len(mine) + 1]
-    cuts = offsets.tolist()
-    count = cuts[-1]
-    busy = [expert if first < last else _IDLE for expert, (first, last) in zip(mine, pairwise(cuts), strict=True)]
-    rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=space.rows[:count])
-    cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
-    position = by_expert.position
-    if count < position.numel():
-        position = torch.where(position < count, position, -1)
-    return cpu_scatter_sum(rows, position, routed.weights, into, residual=into is not None)
+    """Sorted, gathered, computed and summed by kernels."""
+    return _Halves(routed, experts, frozenset(), space.rows).end(into)
+
+
+class _Halves:
+    """`mixture` by kernels in two steps: rows of the experts that are there are computed when this is made, those of
+    the ``late`` ones by `end`. Rows lie sorted: first those, then these, and experts that are computed elsewhere last,
+    which are left out. ``rows`` [at least T k, H] is theirs until the end. How experts are told apart leaves no trace
+    in the sums."""
+
+    def __init__(
+        self, routed: Routed, experts: Sequence[ExpertWeights | None], late: frozenset[int], rows: Tensor
+    ) -> None:
+        ids = routed.ids
+        order = [index for index, expert in enumerate(experts) if expert is not None and index not in late]
+        there = len(order)
+        order += [index for index, expert in enumerate(experts) if expert is not None and index in late]
+        if late or len(order) < len(experts):
+            place = torch.full((len(experts),), len(order), dtype=torch.int32)
+            place[order] = torch.arange(len(order), dtype=torch.int32)
+            ids = place[ids.long()]
+        by_expert = cpu_sort_by_expert(ids, len(order) + 1)
+        self._offsets = by_expert.offsets[: len(order) + 1]
+        self._cuts = self._offsets.tolist()
+        count = self._cuts[-1]
+        self._experts = [experts[index] or _IDLE for index in order]
+        self._there, self._weights, self._position = there, routed.weights, by_expert.position
+        self._rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=rows[:count])
+        self._compute(0, there)
+
+    def end(self, into: Tensor | None) -> Tensor:
+        """The rest, and the weighted sums [T, H], added to ``into`` where that is given."""
+        self._compute(self._there, len(self._experts))
+        position, count = self._position, self._cuts[-1]
+        if count < position.numel():
+            position = torch.where(position < count, position, -1)
+        return cpu_scatter_sum(self._rows, position, self._weights, into, residual=into is not None)
+
+    def _compute(self, first: int, last: int) -> None:
+        start, end = self._cuts[first], self._cuts[last]
+        if start == end:
+            return
+        cuts = pairwise(self._cuts[first : last + 1])
+        busy = [
+            expert if low < high else _IDLE for expert, (low, high) in zip(self._experts[first:last], cuts, strict=True)
+        ]
+        rows, offsets = self._rows[start:end], self._offsets[first : last + 1] - start
+        cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
+
+
+class Begun:
+    """A `mixture` whose ``late`` experts are not there yet. Where no kernels are, nothing is done before the end.
+
+    ``first_row``: of the rows of ``space``, of which it takes T k until the end.
+    """
+
+    def __init__(
+        self,
+        routed: Routed,
+        experts: Sequence[ExpertWeights | None],
+        late: frozenset[int],
+        space: Workspace,
+        first_row: int,
+    ) -> None:
+        self._whole = routed, experts, space
+        native_here = routed.x.device.type == "cpu" and native.available()
+        self._halves = _Halves(routed, experts, late, space.rows[first_row:]) if native_here else None
+
+    def end(self, *, into: Tensor) -> None:
+        """Compute the rest and add it all to ``into`` [T, H]."""
+        if self._halves is not None:
+            self._halves.end(into)
+        else:
+            mixture(*self._whole, into=into)
 
 
 def grouped(routed: Routed, experts: Experts, space: Workspace, into: Tensor | None = None) -> Tensor:

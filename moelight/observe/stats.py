@@ -145,7 +145,7 @@ class LaneTotals:
         crossed, tasks = self._bytes, self._tasks
         for span in timeline.spans:
             task = span.task
-            crossed[task.lane] = crossed.get(task.lane, 0) + task.bytes
+            crossed[task.lane] = crossed.get(task.lane, 0) + span.bytes
             tasks[task.lane] = tasks.get(task.lane, 0) + 1
         if mine:
             before_s, self._ended_s = self._ended_s, timeline.end_s

@@ -130,7 +130,7 @@ def _bar(span: Span, *, origin_s: float, pass_number: int) -> str:
         f'"pid": {_PROCESS}, "tid": {_ROWS[task.lane]}, '
         f'"ts": {_us(span.start_s - origin_s)}, "dur": {_us(span.end_s - span.start_s)}, '
         f'"args": {{"pass": {pass_number}, "layer": {layer}, "micro_batch": {task.micro_batch}, '
-        f'"bytes": {task.bytes}{expert}{_waited(span, origin_s)}}}}}'
+        f'"bytes": {span.bytes}{expert}{_waited(span, origin_s)}}}}}'
     )
 
 

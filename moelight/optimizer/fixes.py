@@ -11,7 +11,7 @@ from itertools import combinations
 
 from moelight.core.dtypes import DTYPES
 from moelight.core.errors import ConfigError, did_you_mean
-from moelight.core.policy import ADMISSIONS, FFN_DEVICES, HOST_PAGES, KV_BLOCK_SIZES, PROCESSORS
+from moelight.core.policy import ADMISSIONS, FFN_DEVICES, HOST_PAGES, KV_BLOCK_SIZES, PROCESSORS, RESIDENTS
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
@@ -37,6 +37,7 @@ _WORDS = {
     "kv_dtype": tuple(DTYPES),
     "schedule": SCHEDULES.names(),
     "host_pages": HOST_PAGES,
+    "residents": RESIDENTS,
     "admission": ADMISSIONS,
 }
 KEYS = (*_COUNTS, *_WORDS, *_SHARES)

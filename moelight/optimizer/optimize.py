@@ -153,6 +153,7 @@ def policy_of(problem: Problem, found: Found) -> Policy:
         schedule=cell.setting.order,
         kv_block_size=cell.kv_block_size,
         host_pages=str(problem.fixed.get("host_pages", "auto")),
+        residents=str(problem.fixed.get("residents", "auto")),
         prompt_micro_batches=cell.prompt_micro_batches,
         look_ahead=cell.look_ahead,
         admission=str(problem.fixed.get("admission", "refill")),

@@ -130,4 +130,5 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "look_ahead": policy.look_ahead,
         "admission": policy.admission,
         "host_pages": policy.host_pages,
+        "residents": policy.residents,
     }

@@ -24,7 +24,17 @@ _COUNTS = (
     "kv_block_size",
     "look_ahead",
 )
-_WORDS = ("model", "attention_device", "ffn_device", "weight_dtype", "kv_dtype", "schedule", "admission", "host_pages")
+_WORDS = (
+    "model",
+    "attention_device",
+    "ffn_device",
+    "weight_dtype",
+    "kv_dtype",
+    "schedule",
+    "admission",
+    "host_pages",
+    "residents",
+)
 _COMMENT_WIDTH = 100
 _NOTE_COLUMN = 32
 _NOTES = {
@@ -44,6 +54,7 @@ _NOTES = {
     "look_ahead": "micro-batches that attend ahead of the experts",
     "admission": "refill: places are refilled at once; static: batch by batch",
     "host_pages": "auto, pinned (experts cross from their home) or staged (copied first)",
+    "residents": "auto, static (experts near stay near) or learned (small passes exchange them)",
 }
 
 
@@ -118,6 +129,7 @@ def _lines(policy: Policy) -> Iterator[str]:
         "look_ahead": policy.look_ahead,
         "admission": policy.admission,
         "host_pages": policy.host_pages,
+        "residents": policy.residents,
     }
     for name, value in values.items():
         line = f"{name}:" if isinstance(value, dict) else f"{name}: {_scalar(value)}"

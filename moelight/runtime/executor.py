@@ -80,7 +80,7 @@ class Executor:
                 self._carried[page] = submitted[position]
         ahead = set(schedule.carried_out)
         flight = Flight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
-        self._last |= {(task.lane, task.page is not None): (task, ticket) for task, ticket, _ in flight.submitted}
+        self._last |= {(task.lane, task.kind.moves_page): (task, ticket) for task, ticket, _ in flight.submitted}
         self.broken = False
         return flight
 
@@ -119,7 +119,16 @@ def _timeline(submitted: Sequence[Submitted]) -> Timeline:
             continue
         start_s, end_s = span(ticket)
         last, until_s = last_to_end((dep, span(earlier)[1]) for dep, earlier in after)
-        spans.append(Span(task=task, start_s=start_s, end_s=end_s, waited_for=last, waited_until_s=until_s))
+        spans.append(
+            Span(
+                task=task,
+                start_s=start_s,
+                end_s=end_s,
+                waited_for=last,
+                waited_until_s=until_s,
+                found_bytes=ticket.found_bytes,
+            )
+        )
     return Timeline(spans=tuple(spans))
 
 

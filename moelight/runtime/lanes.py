@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +33,29 @@ class Skipped:
 
 
 SKIPPED = Skipped()
-Outcome = Pending | Skipped | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a work returns that found out what there was to move: so many bytes. ``rest`` of it goes on by itself."""
+
+    bytes: int
+    rest: Pending | None = None
+
+
+Outcome = Pending | Moved | Skipped | None
 Work = Callable[[], Outcome]
 
 
 class Ticket(Protocol):
-    """One piece of work on its way. ``skipped``, once it is done: it found nothing to do."""
+    """One piece of work on its way. ``skipped``, once it is done: it found nothing to do. ``found_bytes``: what it moved,
+    if only its running could tell."""
 
     @property
     def skipped(self) -> bool: ...
+
+    @property
+    def found_bytes(self) -> int | None: ...
 
     def wait(self) -> None:
         """Block the calling thread until it is done; raise what it raised."""
@@ -66,11 +81,12 @@ class LaneRunner(Protocol):
 class HostTicket:
     """Work done by a thread of this process, or by what such a thread began."""
 
-    __slots__ = ("_done", "end_s", "error", "skipped", "start_s")
+    __slots__ = ("_done", "end_s", "error", "found_bytes", "skipped", "start_s")
 
     def __init__(self, *, done: threading.Event | None = None) -> None:
         self._done = done
         self.skipped = False
+        self.found_bytes: int | None = None
         self.start_s = self.end_s = 0.0
         self.error: BaseException | None = None
 
@@ -93,6 +109,8 @@ class HostTicket:
 
     def finish(self, outcome: Outcome) -> None:
         """Wait for what a work has begun."""
+        if isinstance(outcome, Moved):
+            self.found_bytes, outcome = outcome.bytes, outcome.rest
         if isinstance(outcome, Skipped):
             self.skipped = True
         elif outcome is not None:
@@ -228,11 +246,12 @@ class PendingLane(ThreadLane):
 class StreamTicket:
     """Work enqueued on a device stream, between two events recorded on that same stream."""
 
-    __slots__ = ("_clock", "_done", "_start", "skipped")
+    __slots__ = ("_clock", "_done", "_start", "found_bytes", "skipped")
 
-    def __init__(self, start: Any, done: Any, clock: StreamClock, *, skipped: bool) -> None:
+    def __init__(self, start: Any, done: Any, clock: StreamClock, outcome: Outcome = None) -> None:
         self._start, self._done, self._clock = start, done, clock
-        self.skipped = skipped
+        self.skipped = isinstance(outcome, Skipped)
+        self.found_bytes = outcome.bytes if isinstance(outcome, Moved) else None
 
     @property
     def done(self) -> Any:
@@ -298,7 +317,7 @@ class StreamLane:
             start.record(self._stream)
             outcome = work()
             done.record(self._stream)
-        return StreamTicket(start, done, self._clock, skipped=isinstance(outcome, Skipped))
+        return StreamTicket(start, done, self._clock, outcome)
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.errors import ScheduleError
-from moelight.models.moe import Routed
+from moelight.models.moe import Begun, Routed
 from moelight.models.rope import Rotation
 from moelight.runtime.context import Added, Chunk, Context, slots_of
 from moelight.runtime.crossing import Crossing
@@ -75,6 +75,7 @@ class MicroBatch:
     routed_host: Routed | None = None
     experts_host: Tensor | None = None
     experts: Tensor | None = None
+    begun: Begun | None = None
 
     @property
     def tokens(self) -> int:

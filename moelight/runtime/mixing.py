@@ -7,7 +7,7 @@ Legend: T tokens, H hidden, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.products import Workspace
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
-from moelight.models.moe import Experts, Routed, accumulate, mixture
-from moelight.runtime.microbatch import Kept, MicroBatch, present
+from moelight.models.moe import Begun, Experts, Routed, accumulate, mixture
+from moelight.runtime.lanes import SKIPPED, Outcome
+from moelight.runtime.microbatch import Kept, present
+from moelight.runtime.paging import Sweep
 
 CPU_ROWS = 256  # torch keeps a kernel for every row count it meets on a CPU, and more rows at once are no faster there
 
-MixingAct = Callable[[Task, Sequence[MicroBatch], int], None]
+MixingAct = Callable[[Task, Sweep], Outcome]
 
 
 class KeptArena:
@@ -61,10 +63,15 @@ class Mixing:
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
         self._host_space = host_space
-        self._found: dict[tuple[int, int], Experts] = {}
+        self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
+        self._top_k = decoder.model.router.top_k
+        self._found: dict[tuple[int, int, int], Experts] = {}
+        self._residents = 0
         self.table: Mapping[TaskKind, MixingAct] = {
             TaskKind.POST_ATTENTION: self._post_attention,
             TaskKind.ROUTE: self._route,
+            TaskKind.FORESEE: self._foresee,
+            TaskKind.EXPERTS_HERE: self._experts_here,
             TaskKind.EXPERTS: self._experts,
             TaskKind.OFFLOAD_HIDDEN: self._offload_hidden,
             TaskKind.CPU_EXPERTS: self._cpu_experts,
@@ -72,65 +79,105 @@ class Mixing:
             TaskKind.COMBINE: self._combine,
         }
 
-    def _post_attention(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
-        mb = batch[task.micro_batch]
-        experts = self._layer_experts(task.layer, position)
-        self._decoder.post_attention(task.layer, mb.hidden, present(mb.attn), experts)
+    def _post_attention(self, task: Task, sweep: Sweep) -> None:
+        mb = sweep.micro_batches[task.micro_batch]
+        experts = self._layer_experts(task.layer, sweep)
+        self._decoder.post_attention(task.layer, mb.hidden, present(mb.attn), experts, sweep.watch)
         if mb.crossing is None:
             mb.attn = None
 
-    def _route(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
-        mb = batch[task.micro_batch]
+    def _route(self, task: Task, sweep: Sweep) -> None:
+        mb = sweep.micro_batches[task.micro_batch]
         routed = self._decoder.route(task.layer, mb.hidden, present(mb.attn))
         if mb.crossing is None:
             mb.attn = None
+        if sweep.watch is not None:
+            sweep.watch(task.layer, routed)
         if mb.kept is None:
             mb.routed = routed
         else:
             mb.kept.keep(routed)
 
-    def _experts(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
+    def _foresee(self, task: Task, sweep: Sweep) -> None:
+        """Ask the next layer's router, as if this layer's experts changed nothing."""
+        coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
+        weights, ids = self._decoder.foresee(coming, sweep.micro_batches[task.micro_batch].hidden)
+        present(sweep.small).foresee(coming, ids.cpu().numpy(), weights.cpu().numpy())
+
+    def _experts_here(self, task: Task, sweep: Sweep) -> None:
+        mb, choice = sweep.micro_batches[task.micro_batch], present(sweep.small).choice(task.layer)
+        first_row = sum(earlier.tokens for earlier in sweep.micro_batches[: task.micro_batch]) * self._top_k
+        mb.begun = Begun(present(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
+
+    def _experts(self, task: Task, sweep: Sweep) -> None:
         """On the compute unit: those of one micro-batch that the CPU leaves, or all of the whole pass."""
-        experts = self._layer_experts(task.layer, position)
         if task.micro_batch >= 0:
-            mb = batch[task.micro_batch]
-            mixture(present(mb.routed), experts, self._decoder.space, into=mb.hidden)
+            mb = sweep.micro_batches[task.micro_batch]
+            if mb.begun is not None:
+                mb.begun.end(into=mb.hidden)
+                mb.begun = None
+            else:
+                mixture(present(mb.routed), self._layer_experts(task.layer, sweep), self._decoder.space, into=mb.hidden)
             return
-        everyone = present(self._kept).rows(0, sum(mb.tokens for mb in batch))
+        experts = self._layer_experts(task.layer, sweep)
+        everyone = present(self._kept).rows(0, sum(mb.tokens for mb in sweep.micro_batches))
         on_cpu = everyone.sums.device.type == "cpu"
         most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
         accumulate(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most)
-        for mb in batch:
+        for mb in sweep.micro_batches:
             mb.hidden += present(mb.kept).sums.to(mb.hidden.dtype)
 
-    def _offload_hidden(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
-        mb = batch[task.micro_batch]
+    def _offload_hidden(self, task: Task, sweep: Sweep) -> Outcome:
+        mb = sweep.micro_batches[task.micro_batch]
+        if not self._some_on_cpu(task.layer, sweep):
+            return SKIPPED
         mb.routed_host = present(mb.crossing).take_routed(present(mb.routed))
+        return None
 
-    def _cpu_experts(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
-        mb, routed = batch[task.micro_batch], present(batch[task.micro_batch].routed_host)
+    def _cpu_experts(self, task: Task, sweep: Sweep) -> Outcome:
+        if not self._some_on_cpu(task.layer, sweep):
+            return SKIPPED
+        mb, routed = sweep.micro_batches[task.micro_batch], sweep.micro_batches[task.micro_batch].routed_host
         if self._pages.near == "host":
-            experts = self._layer_experts(task.layer, position)
+            experts = self._layer_experts(task.layer, sweep)
+        elif sweep.small is not None:
+            experts = Experts(sweep.small.choice(task.layer).on_cpu)
         else:
             experts = Experts(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
-        mb.experts_host = present(mb.crossing).experts_output(routed.x.shape)
-        mb.experts_host.copy_(mixture(routed, experts, present(self._host_space)))
+        mb.experts_host = present(mb.crossing).experts_output(present(routed).x.shape)
+        mb.experts_host.copy_(mixture(present(routed), experts, present(self._host_space)))
+        return None
 
-    def _load_experts(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
-        mb = batch[task.micro_batch]
+    def _load_experts(self, task: Task, sweep: Sweep) -> Outcome:
+        mb = sweep.micro_batches[task.micro_batch]
+        if not self._some_on_cpu(task.layer, sweep):
+            return SKIPPED
         mb.experts = present(mb.experts_host).to(mb.hidden.device, non_blocking=True)
+        return None
 
-    def _combine(self, task: Task, batch: Sequence[MicroBatch], position: int) -> None:
+    def _combine(self, task: Task, sweep: Sweep) -> Outcome:
         """``routed`` has been read by all; ``experts`` stays until its successor, for streams may still read it."""
-        mb = batch[task.micro_batch]
-        mb.hidden += present(mb.experts)
+        mb = sweep.micro_batches[task.micro_batch]
         mb.routed = None
+        if not self._some_on_cpu(task.layer, sweep):
+            return SKIPPED
+        mb.hidden += present(mb.experts)
+        return None
 
-    def _layer_experts(self, layer: int, position: int) -> Experts:
-        model = self._decoder.model
-        if not model.moe_layers[layer]:
+    def _some_on_cpu(self, layer: int, sweep: Sweep) -> bool:
+        """Whether the CPU computes experts of ``layer`` beside a device, as far as the pass could choose."""
+        if sweep.small is None or self._pages.near == "host":
+            return True
+        return bool(sweep.small.choice(layer).on_cpu)
+
+    def _layer_experts(self, layer: int, sweep: Sweep) -> Experts:
+        if not self._moe[layer]:
             return Experts()
-        key = (layer, self._pages.phase(position))
+        if sweep.small is not None:
+            return sweep.small.choice(layer).experts
+        key = (layer, self._pages.phase(sweep.position), sweep.residents)
         if key not in self._found:
-            self._found[key] = Experts(self._pages.layer_experts(layer, model.experts.num_experts, position))
+            if key[2] != self._residents:
+                self._found, self._residents = {}, key[2]
+            self._found[key] = Experts(self._pages.layer_experts(layer, self._num_experts, sweep.position))
         return self._found[key]

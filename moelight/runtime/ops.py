@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from moelight.core.schedule import Task, TaskKind
+from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Task, TaskKind
 from moelight.hrm.footprint import sample_rows
 from moelight.kernels.copies import copy_pages
 from moelight.memory.pages import PageStore, StartPage
@@ -17,27 +17,12 @@ from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
 from moelight.runtime.attending import Act
 from moelight.runtime.executor import Perform
-from moelight.runtime.lanes import SKIPPED, Outcome, Work
+from moelight.runtime.lanes import Outcome, Work
 from moelight.runtime.microbatch import MicroBatch, present
 from moelight.runtime.mixing import Mixing
+from moelight.runtime.paging import Sweep
 
 Sample = Callable[[int, int, Tensor], Tensor]
-
-
-class Chosen:
-    """The experts that somebody in the pass is routed to, layer by layer. Asked between a layer's routers and its
-    experts; whoever asks first looks."""
-
-    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self._micro_batches = micro_batches
-        self._found: dict[int, frozenset[int]] = {}
-
-    def of(self, layer: int) -> frozenset[int]:
-        """Of ``layer``, whose routers were the last to run."""
-        if layer not in self._found:
-            routed = [present(mb.kept.routed if mb.kept is not None else mb.routed) for mb in self._micro_batches]
-            self._found[layer] = frozenset(expert for each in routed for expert in each.ids.flatten().tolist())
-        return self._found[layer]
 
 
 class Operations:
@@ -66,30 +51,28 @@ class Operations:
             **attention,
         }
 
-    def bind(
-        self, micro_batches: Sequence[MicroBatch], position: int, sample: Sample, *, routed_only: bool = False
-    ) -> Perform:
-        """The work of a pass whose page stream stands at ``position``; ``sample(j, first, logits)`` gives the
-        tokens int64 that follow sample rows ``first`` and on of micro-batch j. ``routed_only``: pages of
-        experts that nobody in the pass is routed to stay where they are."""
-        chosen = Chosen(micro_batches) if routed_only else None
+    def bind(self, sweep: Sweep, sample: Sample) -> Perform:
+        """The work of the pass ``sweep``; ``sample(j, first, logits)`` gives the tokens int64 that follow sample rows
+        ``first`` and on of micro-batch j."""
 
         def perform(task: Task) -> Work:
             if task.page is not None:
-                return partial(self._move_page, task, position, chosen)
+                return partial(self._move_page, task, sweep.position)
+            if task.kind in CHOSEN_KINDS:
+                return partial(present(sweep.small).fetch, task)
+            if task.kind in AHEAD_KINDS:
+                return partial(present(sweep.small).fetch_ahead, task)
             if task.kind in self._mixing.table:
-                return partial(self._mixing.table[task.kind], task, micro_batches, position)
-            micro_batch = micro_batches[task.micro_batch]
+                return partial(self._mixing.table[task.kind], task, sweep)
+            micro_batch = sweep.micro_batches[task.micro_batch]
             if task.kind is TaskKind.SAMPLE:
                 return partial(self._sample, task, micro_batch, sample)
             return partial(self._table[task.kind], task, micro_batch)
 
         return perform
 
-    def _move_page(self, task: Task, position: int, chosen: Chosen | None) -> Outcome:
+    def _move_page(self, task: Task, position: int) -> Outcome:
         page, (into,) = present(task.page), task.writes
-        if chosen is not None and page.expert not in chosen.of(page.layer):
-            return SKIPPED
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
             return self._start_page(replace(page, part=0), target, self._pages.begin(page))

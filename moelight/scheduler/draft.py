@@ -9,9 +9,7 @@ from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
 from moelight.scheduler.pen import present
-from moelight.scheduler.stream import PageStream
-
-ALL = -1  # the "micro-batch" of a task that serves all of them
+from moelight.scheduler.stream import ALL, PageStream
 
 
 class Draft(PageStream):
@@ -132,9 +130,26 @@ class Draft(PageStream):
             self._experts_over_the_link(layer, j, self._ready[j])
         elif self.layout.model.moe_layers[layer]:
             deps, ring = (self._ready[j], *self.arrived(layer)), self.ring(layer)
-            kind, reads, writes = TaskKind.EXPERTS, ("routed",), ("hidden",)
+            kind, writes = TaskKind.EXPERTS, ("hidden",)
+            reads = ("routed",) if self.layout.discrete else ("routed", "partial")
             self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes, also_reads=ring)
             self.read_ring(layer, self._ready[j])
+
+    def experts_here(self, layer: int, j: int) -> None:
+        """What of micro-batch ``j`` needs no page that is on its way, where the CPU computes beside the disk."""
+        if self.layout.model.moe_layers[layer] and not self.layout.discrete:
+            deps = (self._ready[j],)
+            kind, reads, writes = TaskKind.EXPERTS_HERE, ("routed",), ("partial",)
+            self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes)
+
+    def routed_task(self, layer: int) -> int:
+        """The last router of ``layer``."""
+        return self._routed[layer]
+
+    def foresee(self, layer: int, j: int) -> int:
+        """Ask the routers of layers to come what they would choose for micro-batch ``j`` as it stands at ``layer``."""
+        self._ready[j] = self.compute(TaskKind.FORESEE, layer, j, (self._ready[j],), reads=("hidden",))
+        return self._ready[j]
 
     def experts(self, layer: int) -> None:
         """The experts of ``layer``, once for all micro-batches; nothing to do where there are none."""

@@ -6,9 +6,9 @@ The validator holds schedules against this; builders never see it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from moelight.core.schedule import Buffer, Lane, Schedule, Task, TaskKind
+from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Buffer, Lane, Schedule, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
 
@@ -55,7 +55,9 @@ _ACTS: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] = 
     TaskKind.ROUTE: (("attn",), ("hidden", "routed"), None),
     TaskKind.OFFLOAD_HIDDEN: (("routed",), ("routed_host",), _routed),
     TaskKind.CPU_EXPERTS: (("routed_host",), ("experts_host",), None),
+    TaskKind.EXPERTS_HERE: (("routed",), ("partial",), None),
     TaskKind.EXPERTS: (("routed",), ("hidden",), None),
+    TaskKind.FORESEE: (("hidden",), (), None),
     TaskKind.LOAD_EXPERTS: (("experts_host",), ("experts",), _residual),
     TaskKind.COMBINE: (("experts",), ("hidden",), None),
     TaskKind.SAMPLE: (("hidden",), (), None),
@@ -81,6 +83,8 @@ def act_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[
     for layer in range(layout.model.num_layers):
         apart = layout.model.moe_layers[layer] and (whole or shape.routed_only)
         expected[TaskKind.EXPERTS, layer, ALL] += apart and whole
+        if apart and shape.routed_only:
+            expected.update(_fetches(layout, shape, layer, whole=whole))
         for j, micro_batch in enumerate(shape.micro_batches):
             experts = (TaskKind.ROUTE,) if apart and whole else _expert_kinds(layout, layer, apart=apart)
             for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
@@ -89,6 +93,42 @@ def act_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[
         expected[TaskKind.EMBED, 0, j] += 1
         expected[TaskKind.SAMPLE, layout.model.num_layers - 1, j] += micro_batch.samples
     return +expected
+
+
+def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> Iterator[tuple[TaskKind, int, int]]:
+    """What a small pass has beside its acts: chosen experts over each lane, those foreseen for the next layer with
+    experts, and on a CPU the part that waits for none of them."""
+    everyone, coming = range(len(shape.micro_batches)), coming_layer(layout, layer)
+    for lane in layout.page_lanes:
+        yield TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS, layer, ALL
+    if shape.ahead and coming is not None:
+        yield TaskKind.SEND_AHEAD if layout.pages_cross else TaskKind.READ_AHEAD, coming, ALL
+        yield from ((TaskKind.FORESEE, layer, j) for j in everyone if shape.foresee)
+    if not layout.discrete and not whole:
+        yield from ((TaskKind.EXPERTS_HERE, layer, j) for j in everyone)
+
+
+def coming_layer(layout: Layout, layer: int) -> int | None:
+    """The next layer with experts."""
+    moe_layers = layout.model.moe_layers
+    return next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
+
+
+def chosen_task(layout: Layout, kind: TaskKind, layer: int) -> Task:
+    """The task that brings chosen or foreseen experts of ``layer``, dependencies aside."""
+    lane = Lane.H2D if kind in (TaskKind.SEND_EXPERTS, TaskKind.SEND_AHEAD) else Lane.DISK
+    if kind in AHEAD_KINDS:
+        return Task(kind=kind, lane=lane, layer=layer)
+    second = lane is not layout.page_lanes[0]
+    there = "chosen" if lane is layout.page_lanes[-1] else "chosen_pinned"
+    return Task(
+        kind=kind,
+        lane=lane,
+        layer=layer,
+        bytes=layout.most_chosen_bytes(layer, lane),
+        reads=(Buffer(space="chosen_pinned", index=layer),) if second else (),
+        writes=(Buffer(space=there, index=layer),),
+    )
 
 
 def _attention_kinds(layout: Layout, micro_batch: MicroBatchShape) -> tuple[TaskKind, ...]:
@@ -115,7 +155,11 @@ def loads_context(layout: Layout, micro_batch: MicroBatchShape) -> bool:
 
 def act(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
     """The act as it must be, dependencies aside."""
+    if kind in CHOSEN_KINDS or kind in AHEAD_KINDS:
+        return chosen_task(layout, kind, layer)
     sources, targets, moves = _ACTS[kind]
+    if kind is TaskKind.EXPERTS and shape.routed_only and not layout.discrete and j != ALL:
+        sources = ("routed", "partial")
     if kind is TaskKind.CPU_ATTENTION and not layout.discrete:
         sources, targets = ("qkv",), ("attn",)
     batches = range(len(shape.micro_batches)) if j == ALL else range(j, j + 1)
@@ -136,6 +180,8 @@ def _shared_buffers(
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
     """What the act reads and writes beside its own micro-batch's buffers: ring slots, contexts, the cache."""
     step = layer * len(shape.micro_batches) + j
+    if reads_ring(layout, kind) and shape.routed_only:
+        return ((Buffer(space="chosen", index=layer),), ()) if layout.model.moe_layers[layer] else ((), ())
     if reads_ring(layout, kind):
         return tuple(Buffer(space="ring", index=k % layout.ring_slots) for k in layout.layer_pages[layer]), ()
     context = (Buffer(space="context", index=step % 2),)
@@ -189,12 +235,14 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
 
 def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict[Lane, int]:
     """What the ledger says must cross each lane: every streamed page once, less those carried in, plus those carried
-    out; and for each layer and micro-batch what attention and the CPU's experts send down and up."""
-    layers, total = layout.model.num_layers, len(layout.streamed)
+    out (where only routed pages move, at most every one); and for each layer and micro-batch what attention and the CPU's experts send down and up."""
+    layers, total = layout.model.num_layers, 0 if shape.routed_only else len(layout.streamed)
     moved = [k % total for k in range(shape.carried, total + len(schedule.carried_out))] if total else []
     from_disk = sum(layout.bytes_at(k) for k in moved if layout.from_disk[k])
     sizes: Counter[Lane] = Counter()
     sizes[Lane.DISK] += from_disk
+    for lane in layout.page_lanes if shape.routed_only else ():
+        sizes[lane] += sum(layout.most_chosen_bytes(layer, lane) for layer in range(layers))
     if layout.pages_cross:
         stages = (k for k in moved if layout.stops(k) and not layout.from_disk[k])
         sizes[Lane.STAGE] += sum(layout.bytes_at(k) for k in stages)

@@ -69,6 +69,18 @@ class Layout:
         """Pages go up the link; otherwise they are read straight into the ring."""
         return self.discrete and self.experts != "host"
 
+    @property
+    def page_lanes(self) -> tuple[Lane, ...]:
+        """The lanes that chosen experts may pass, in their order. What is at home in host memory crosses from there."""
+        if not self.pages_cross:
+            return (Lane.DISK,)
+        return (Lane.DISK, Lane.H2D) if any(self.from_disk) else (Lane.H2D,)
+
+    def most_chosen_bytes(self, layer: int, lane: Lane) -> int:
+        """What passes ``lane`` for ``layer`` if all its streamed pages are chosen."""
+        passing = (k for k in self.layer_pages[layer] if lane is Lane.H2D or self.from_disk[k])
+        return sum(self.bytes_at(k) for k in passing)
+
     def stops(self, k: int) -> bool:
         """Whether position ``k`` of the stream stops in a pinned slot before the link."""
         return self.pages_cross and (not self.pinned_homes or self.from_disk[k % len(self.streamed)])
@@ -122,7 +134,8 @@ class PassShape:
     ``look_ahead`` as in `Policy`.
 
     ``routed_only``: pages of a layer move once all its routers have chosen, and only those that were chosen; none are
-    brought for the pass after.
+    brought for the pass after. ``ahead``: of such a pass, whether experts that layers to come may choose are fetched
+    meanwhile, and whether ``foresee`` asks their routers before.
     """
 
     micro_batches: tuple[MicroBatchShape, ...]
@@ -130,6 +143,8 @@ class PassShape:
     wraps: bool = False
     look_ahead: int = 2
     routed_only: bool = False
+    ahead: bool = False
+    foresee: bool = False
 
 
 def layout_of(
@@ -139,8 +154,9 @@ def layout_of(
     *,
     discrete: bool | None = None,
     part_bytes: int | None = None,
+    placement: Placement | None = None,
 ) -> Layout:
-    """The pipeline that ``policy`` makes of ``model``, worked in ``dtype``.
+    """The pipeline that ``policy`` makes of ``model``, worked in ``dtype``; ``placement`` where pages have moved.
 
     ``discrete``: whether the machine has a GPU, where the policy alone cannot tell (both devices ``cpu``).
     ``part_bytes``: the most of a page that crosses a link at a time, where it is not `costs.PART_BYTES`.
@@ -150,7 +166,7 @@ def layout_of(
     """
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
-    placement, experts = place(model, policy), EXPERT_HOMES[policy.ffn_device]
+    placement, experts = placement or place(model, policy), EXPERT_HOMES[policy.ffn_device]
     page_dtype = dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
     size, crosses = costs.page_bytes(model, page_dtype), discrete and experts != "host"
     parts = costs.page_parts(size, part_bytes or costs.PART_BYTES) if crosses else (range(size),)

@@ -1,7 +1,8 @@
-"""Small passes: a layer's pages move once all its routers have chosen, and only those that somebody chose.
+"""Small passes: a layer's pages move once all its routers have chosen, and only those that were chosen and are not near.
 
 What is lost is the overlap of links and compute; what is saved are the pages of experts that nobody routes to
-(`hrm.orders.routed_only` says when that pays). One order for all builders that have it.
+(`hrm.orders.routed_only` says when that pays). Which pages these are is known only when the pass runs, so one task for
+a layer and a lane stands for all of them. One order for all builders that have it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:
     """For each layer: all micro-batches through attention and router, the chosen pages, the experts.
 
     The CPU's experts beside a GPU that hold no streamed pages need not wait, but a pass this small is over before it
-    pays to tell them apart. ``whole``: experts run once for all micro-batches.
+    pays to tell them apart. Without a GPU, experts that are near run while the others are read. What layers to come may
+    choose is fetched behind what this one needs. ``whole``: experts run once for all micro-batches.
     """
     layout, everyone, layers = draft.layout, range(draft.count), draft.layout.model.num_layers
     for layer in range(layers):
@@ -33,11 +35,14 @@ def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:
                 draft.attend(layer, j)
             draft.load_hidden(layer, j)
             draft.route(layer, j)
-        draft.fetch_layer(layer)
-        draft.deliver_layer(layer)
+        if layout.model.moe_layers[layer]:
+            draft.bring_chosen(layer)
+            _look_ahead(draft, layer)
         if whole:
             draft.experts(layer)
         else:
+            for j in everyone:
+                draft.experts_here(layer, j)
             for j in everyone:
                 draft.experts_of(layer, j)
             for j in everyone:
@@ -45,3 +50,15 @@ def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:
     for j in everyone:
         draft.sample(j)
     return draft.finish(builder)
+
+
+def _look_ahead(draft: Draft, layer: int) -> None:
+    """Guess what the next layer with experts chooses, and begin to fetch it."""
+    moe_layers = draft.layout.model.moe_layers
+    coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
+    if not draft.shape.ahead or coming is None:
+        return
+    after = draft.routed_task(layer)
+    for j in range(draft.count) if draft.shape.foresee else ():
+        after = draft.foresee(layer, j)
+    draft.bring_ahead(coming, after)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.pen import Pen, present
+
+ALL = -1  # the "micro-batch" of a task that serves all of them
 
 
 class PageStream(Pen):
@@ -17,7 +21,10 @@ class PageStream(Pen):
         self._fetched: dict[int, int] = {}
         self._delivered: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
+        self._waiting: deque[int] = deque()
         self._routed: dict[int, int] = {}
+        self._brought: dict[int, int] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
         for k in range(shape.carried):
             page, slot = self._page_slot(k)
@@ -57,19 +64,23 @@ class PageStream(Pen):
                 page=page,
                 slot=slot,
                 bytes=self.layout.bytes_at(k),
-                deps=present(self._delivered.get(former_k), self._chosen(k)),
+                deps=present(self._delivered.get(former_k)),
                 writes=(Buffer(space="pinned", index=slot),),
             )
         )
 
     def deliver(self, k: int) -> None:
-        """Bring page ``k`` into its ring slot."""
-        if k in self._delivered:
+        """Bring page ``k`` into its ring slot; later, behind the experts that have yet to read what is there, where two
+        layers do not fit into the ring."""
+        if k in self._delivered or k in self._waiting:
+            return
+        former_k = k - self.layout.ring_slots
+        if self._waiting or (former_k >= 0 and not self._is_read(self._layer_of(former_k))):
+            self._waiting.append(k)
             return
         self.fetch(k)
         page, slot = self._page_slot(k)
         crosses, stops = self.layout.pages_cross, self.layout.stops(k)
-        former_k = k - self.layout.ring_slots
         former = self._last_read.get(self._layer_of(former_k)) if former_k >= 0 else None
         self._delivered[k] = self.add(
             Task(
@@ -78,7 +89,7 @@ class PageStream(Pen):
                 page=page,
                 slot=slot,
                 bytes=self.layout.bytes_at(k),
-                deps=present(self._fetched.get(k) if stops else self._chosen(k), former),
+                deps=present(self._fetched.get(k) if stops else None, former),
                 reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if stops else (),
                 writes=(Buffer(space="ring", index=slot),),
             )
@@ -89,6 +100,31 @@ class PageStream(Pen):
         for page in self.layer_pages(layer):
             self.deliver(page)
 
+    def bring_chosen(self, layer: int) -> None:
+        """Bring what the routers of ``layer`` chose and is not near, all in one task for each lane that it passes."""
+        carried = tuple(self._delivered[k] for k in range(self.shape.carried))
+        routed = self._routed[layer]
+        for lane in self.layout.page_lanes:
+            first = lane is self.layout.page_lanes[0]
+            self._brought[layer] = self.add(
+                Task(
+                    kind=TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS,
+                    lane=lane,
+                    layer=layer,
+                    bytes=self.layout.most_chosen_bytes(layer, lane),
+                    deps=(routed, *carried) if first else (self._brought[layer],),
+                    reads=() if first else (Buffer(space="chosen_pinned", index=layer),),
+                    writes=(self._chosen_buffer(layer, lane),),
+                )
+            )
+
+    def bring_ahead(self, layer: int, after: int) -> None:
+        """Begin to fetch what ``layer`` may choose, once ``after`` is done. Nothing waits for it: who turns out to need
+        a page that is on its way does."""
+        lane = self.layout.page_lanes[-1]
+        kind = TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD
+        self.add(Task(kind=kind, lane=lane, layer=layer, deps=(after,)))
+
     def fetch_layer(self, layer: int) -> None:
         """`fetch` as many first pages of ``layer`` as the stop before the link holds."""
         if layer <= self.layout.model.num_layers:
@@ -96,18 +132,32 @@ class PageStream(Pen):
                 self.fetch(page)
 
     def ring(self, layer: int) -> tuple[Buffer, ...]:
-        """The slots that the experts of ``layer`` read."""
+        """What the experts of ``layer`` read of pages that moved: their slots."""
+        if self.shape.routed_only:
+            return (Buffer(space="chosen", index=layer),) if layer in self._brought else ()
         return tuple(Buffer(space="ring", index=self._page_slot(k)[1]) for k in self.layer_pages(layer))
 
     def arrived(self, layer: int) -> tuple[int, ...]:
         """What experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last one's arrival is
         everyone's."""
+        if self.shape.routed_only:
+            return present(self._brought.get(layer))
         mine = self.layer_pages(layer)
         return (self._delivered[mine[-1]],) if mine else ()
 
     def read_ring(self, layer: int, task: int) -> None:
-        """Note that ``task`` read the slots of ``layer``."""
+        """Note that ``task`` read the slots of ``layer``; bring what waited for that."""
         self._last_read[layer] = task
+        everyone = self.tasks[task].micro_batch == ALL
+        self._reads[layer] = len(self.shape.micro_batches) if everyone else self._reads.get(layer, 0) + 1
+        if self._waiting and self._is_read(layer):
+            waiting, self._waiting = self._waiting, deque()
+            for k in waiting:
+                self.deliver(k)
+
+    def _is_read(self, layer: int) -> bool:
+        """Whether all experts of ``layer`` that this pass has are written down."""
+        return self._reads.get(layer, 0) >= len(self.shape.micro_batches)
 
     def finish(self, builder: str) -> Schedule:
         """The finished schedule."""
@@ -123,9 +173,9 @@ class PageStream(Pen):
     def _page_slot(self, k: int) -> tuple[Page, int]:
         return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
 
-    def _chosen(self, k: int) -> int | None:
-        """The router after which it is known whether anybody needs page ``k``, in a pass that asks."""
-        return self._routed.get(self._layer_of(k)) if self.shape.routed_only else None
+    def _chosen_buffer(self, layer: int, lane: Lane) -> Buffer:
+        """Where chosen experts of ``layer`` are once they passed ``lane``."""
+        return Buffer(space="chosen" if lane is self.layout.page_lanes[-1] else "chosen_pinned", index=layer)
 
     def _layer_of(self, k: int) -> int:
         return self.layout.streamed[k % len(self.layout.streamed)].layer

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 
 from moelight.core.errors import ScheduleError
-from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
+from moelight.core.schedule import CHOSEN_KINDS, Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler import expected
 from moelight.scheduler.layout import Layout, PassShape
 
@@ -122,7 +122,7 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             held.update(dict.fromkeys(task.writes, k))
             if space == "ring":
                 arrivals[k] = number
-        elif expected.reads_ring(layout, task.kind):
+        elif expected.reads_ring(layout, task.kind) and not shape.routed_only:
             for k in layout.layer_pages[task.layer]:
                 buffer = Buffer(space="ring", index=k % layout.ring_slots)
                 if held.get(buffer) != k:
@@ -149,15 +149,23 @@ def _check_carried(
 
 
 def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) -> None:
-    """Where only routed pages move, a page moves once every micro-batch has chosen its experts of the layer."""
+    """Where only routed pages move, they do once every micro-batch has chosen its experts of the layer, and into a
+    place that no expert of an earlier layer still reads."""
     routers: dict[int, list[int]] = {}
+    readers: list[int] = []
     for position, task in enumerate(schedule.tasks if shape.routed_only else ()):
         if task.kind is TaskKind.ROUTE:
             routers.setdefault(task.layer, []).append(position)
-        elif task.page is not None and task.kind is not TaskKind.CARRIED_PAGE:
-            done = [each for each in routers.get(task.page.layer, ()) if order(each, position)]
+        elif task.kind in (TaskKind.EXPERTS, TaskKind.EXPERTS_HERE):
+            readers.append(position)
+        elif task.kind in CHOSEN_KINDS:
+            done = [each for each in routers.get(task.layer, ()) if order(each, position)]
             if len(done) < len(shape.micro_batches):
                 raise ScheduleError(f"{task.name} moves before every router of its layer has chosen")
+            if not all(order(each, position) for each in readers):
+                raise ScheduleError(f"{task.name} moves while experts of an earlier layer still read")
+        elif task.page is not None and task.kind is not TaskKind.CARRIED_PAGE:
+            raise ScheduleError(f"{task.name} names a page before anybody chose it")
 
 
 def _held(layout: Layout, held: dict[Buffer, int], buffer: Buffer) -> str:

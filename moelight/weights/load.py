@@ -89,6 +89,10 @@ class Reading(Protocol):
         """Return when it is there; raise what went wrong."""
         ...
 
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
 
 Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], Reading]
 
@@ -166,6 +170,9 @@ class _PageReading:
 
     def __init__(self, reading: Reading, pieces: Sequence[Extent]) -> None:
         self._reading, self._pieces = reading, pieces
+
+    def done(self) -> bool:
+        return self._reading.done()
 
     def wait(self) -> None:
         try:

@@ -1,0 +1,181 @@
+"""What ``experts`` is told of an engine, and the engine of it: how many have room, what a miss costs, who was chosen.
+
+Knows policies of experts, the model's and the machine's figures. Refuses to know pages and passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moelight.core.dtypes import DType
+from moelight.core.policy import Policy
+from moelight.core.schedule import Page
+from moelight.experts.placement import place_misses
+from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
+from moelight.experts.profile_files import load_profile
+from moelight.experts.residency import ModelFacts, Residency
+from moelight.experts.trace import RoutingTrace
+from moelight.hrm import costs
+from moelight.hrm.estimate import acts_of
+from moelight.hrm.placement import place, with_near
+from moelight.hrm.speeds import Speeds
+from moelight.models.decoder import Watch
+from moelight.models.moe import Routed
+from moelight.profiles.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertOptions:
+    """What the user wants of the experts' residency.
+
+    Attributes:
+        policy: which experts stay; None: the default policy.
+        learn: False: those stay that the plan placed near, and nothing is fetched ahead.
+        profile: a file of counts to begin with, which must be of this model; wins over the policy's own.
+        record: count who is chosen in every pass, also where nobody needs to know.
+        trace: a file that gets a row for each choice.
+    """
+
+    policy: ExpertPolicy | None = None
+    learn: bool = True
+    profile: Path | None = None
+    record: bool = False
+    trace: Path | None = None
+
+    @property
+    def watches(self) -> bool:
+        """Whether choices must be looked at that no pass depends on."""
+        return self.record or self.trace is not None
+
+
+class ExpertChoices:
+    """Residency at work in one engine, and everybody who wants to know of choices."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        *,
+        miss_s: Callable[[np.ndarray], np.ndarray] | None,
+        fetch_s: float,
+        cross_s: float,
+        notes: bool,
+        computed: Collection[Page],
+        trace: RoutingTrace | None,
+    ) -> None:
+        self.residency, self._miss_s, self._fetch_s, self._cross_s = residency, miss_s, fetch_s, cross_s
+        self._notes, self._computed, self.trace = notes, frozenset(computed), trace
+
+    def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which of the missing ``ids`` [n] of ``layer``, with ``tokens`` [n] each, the CPU computes where they lie: by
+        the policy, or those that the placement left to it where nobody learns."""
+        if not self.residency.learns:
+            return ids[[Page(layer=layer, expert=expert) in self._computed for expert in ids.tolist()]]
+        mode, rules = self.residency.schedule_mode, self.residency.policy.schedule
+        if self._miss_s is None or mode == "gpu_only":
+            return ids[:0]
+        placed = place_misses(
+            tokens,
+            fetch_s=self._fetch_s,
+            cpu_s=self._miss_s(tokens),
+            fixed_s=self._cross_s,
+            mode=mode,
+            offload_threshold_s=(rules.offload_threshold_ms or 0.0) / 1e3,
+            priority_routing=rules.priority_routing,
+        )
+        return ids[placed.computed]
+
+    def watch(self, *, small: bool) -> Watch | None:
+        """Who is to be told of each choice of a pass; None: nobody wants to know."""
+        if small and self.trace is None:
+            return None
+        return self._seen_small if small else self._seen if self._notes or self.trace is not None else None
+
+    def _seen_small(self, layer: int, routed: Routed) -> None:
+        self._write(layer, routed)
+
+    def _seen(self, layer: int, routed: Routed) -> None:
+        if self._notes:
+            self.residency.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
+        self._write(layer, routed)
+
+    def _write(self, layer: int, routed: Routed) -> None:
+        if self.trace is not None:
+            self.trace.write(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
+
+
+def with_room(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
+    """``policy`` with as many experts near as ``experts`` has room for; what is near no more goes to the disk where no
+    GPU is, to the host else.
+
+    Raises:
+        ConfigError: the room is less than one expert.
+    """
+    total = len(place(model, policy).homes)
+    return with_near(policy, experts.cache.capacity.slots(total, costs.page_bytes(model, dtype)) / total)
+
+
+def choices_for(
+    options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
+) -> ExpertChoices | None:
+    """What keeps track of experts under ``policy``, a resolved one; None where all are near and nobody asks.
+
+    On a device, choices of passes that stream whole layers are looked at only if asked for: the host would have to wait
+    for them.
+    """
+    placement = place(model, policy)
+    if not placement.streamed and not options.watches:
+        return None
+    experts = options.policy or DEFAULT_POLICY
+    facts = facts_of(model, dtype)
+    profile = None
+    path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))
+    if path is not None:
+        layers = sum(model.moe_layers)
+        profile = load_profile(path, model=facts.facts, num_layers=layers, num_experts=model.experts.num_experts)
+    residency = Residency(
+        experts,
+        facts,
+        resident=placement.resident,
+        learns=placement.learned,
+        profile=profile,
+    )
+    acts = acts_of(model, policy, speeds, dtype)
+
+    def miss_s(tokens: np.ndarray) -> np.ndarray:
+        """Seconds that an expert met by so many tokens each takes on the CPU."""
+        return np.asarray(acts.expert_s(speeds.cpu, tokens.astype(float)))
+
+    return ExpertChoices(
+        residency,
+        miss_s=miss_s if policy.discrete else None,
+        fetch_s=acts.page_bytes() / speeds.h2d if policy.discrete else 0.0,
+        cross_s=2 * speeds.transfer_s,
+        notes=options.record or (placement.learned and not policy.discrete),
+        computed=placement.computed,
+        trace=None if options.trace is None else RoutingTrace(options.trace),
+    )
+
+
+def facts_of(model: ModelProfile, dtype: DType) -> ModelFacts:
+    """What tells the model apart in profiles of its experts."""
+    facts: dict[str, Any] = {
+        "type": model.model_type,
+        "layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "experts": model.experts.num_experts,
+        "top_k": model.router.top_k,
+        "expert_width": model.experts.intermediate_size,
+        "vocabulary": model.vocab_size,
+    }
+    return ModelFacts(
+        moe_layers=model.moe_layers,
+        num_experts=model.experts.num_experts,
+        top_k=model.router.top_k,
+        page_bytes=costs.page_bytes(model, dtype),
+        facts=facts,
+    )

@@ -1,0 +1,186 @@
+"""Rules that change a running cache: ``when METRIC OP NUMBER for N accesses { ACTION }``, to the very access.
+
+Knows windowed metrics and when each rule fires; how an action is done is the business of whoever is in control.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from moelight.core.errors import ConfigError, UserError, did_you_mean
+from moelight.experts.monitor import Monitor
+from moelight.experts.policy import ACTION_KEYS, METRICS, OPERATORS, TRIGGERS, Action, AdaptRule
+from moelight.experts.predict import Floats, Ints
+
+KINDS = ("set", "trigger", "rebalance")
+LOG_KEPT = 1000
+_COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
+
+
+class Controlled(Protocol):
+    """A running cache with all that belongs to it. Contents and statistics survive whatever is done."""
+
+    def in_force(self, action: Action) -> bool:
+        """Whether doing ``action`` would change nothing. A trigger always may."""
+
+    def shown(self, action: Action) -> str | None:
+        """What is in force in the place of ``action``'s value, in the language's words; None of a trigger."""
+
+    def do(self, action: Action) -> None:
+        """Do it.
+
+        Raises:
+            UserError: it cannot be done; nothing has changed.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertAdaptation:
+    """At ``access`` (counted from 1) ``rule`` fired: ``action`` made ``now`` of ``before``, or failed."""
+
+    access: int
+    rule: str
+    action: str
+    before: str | None
+    now: str | None
+    failure: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "access": self.access,
+            "rule": self.rule,
+            "action": self.action,
+            "from": self.before,
+            "to": self.now,
+            "failure": self.failure,
+        }
+
+
+class Adapting:
+    """The rules of one policy, held against every access.
+
+    A rule fires at the access at which its condition has held over ``accesses`` accesses in a row, not again before its
+    cooldown, and never to set what is in force. Rules are looked at in their order, access by access; what they change
+    shows from the next batch on, because a batch is decided as a whole.
+
+    Attributes:
+        log: the last `LOG_KEPT` adaptations, failures among them. changes, failures: how many there were in all.
+    """
+
+    def __init__(self, rules: Sequence[AdaptRule], controlled: Controlled, monitor: Monitor) -> None:
+        """Raises ConfigError: a rule that could never fire, or never do anything."""
+        for rule in rules:
+            _check(rule)
+        self.rules, self.monitor = tuple(rules), monitor
+        self.log: deque[ExpertAdaptation] = deque(maxlen=LOG_KEPT)
+        self.changes, self.failures = 0, 0
+        self._controlled = controlled
+        self._streaks = [0] * len(rules)  # accesses in a row over which each condition has held
+        self._ready_from = [0] * len(rules)  # the first access at which each may fire again
+
+    def record(self, hits: int, misses: int, evictions: int) -> list[ExpertAdaptation]:
+        """A batch of so many accesses happened; do what it calls for, and say what was done."""
+        first = self.monitor.accesses + 1
+        metrics = self.monitor.record(hits, misses, evictions)
+        if hits + misses == 0:
+            return []
+        ready = [self._ready(index, metrics) for index in range(len(self.rules))]
+        if not any(places.size for places in ready):
+            return []
+        return self._fire(ready, first)
+
+    def _ready(self, index: int, metrics: dict[str, Floats]) -> Ints:
+        """Places in the batch at which the condition of rule ``index`` has held for long enough."""
+        rule = self.rules[index]
+        holds = _COMPARE[rule.op](metrics[rule.metric], rule.threshold)
+        places = np.arange(len(holds))
+        # The place before the row of accesses that each belongs to; what came before the batch counts as its part.
+        broken = np.maximum.accumulate(np.where(holds, -1 - self._streaks[index], places))
+        streaks = places - broken
+        self._streaks[index] = int(streaks[-1])
+        return np.flatnonzero(streaks >= rule.accesses)
+
+    def _fire(self, ready: list[Ints], first: int) -> list[ExpertAdaptation]:
+        """All that fires in the batch whose first access is ``first``, in the order of accesses, then of rules."""
+        queue: list[tuple[int, int]] = []
+        in_force: set[int] = set()
+        done: list[ExpertAdaptation] = []
+        for index in range(len(ready)):
+            self._queue(queue, ready, index, self._ready_from[index] - first)
+        while queue:
+            place, index = heapq.heappop(queue)
+            rule = self.rules[index]
+            if self._controlled.in_force(rule.action):
+                in_force.add(index)
+                continue
+            done.append(self._do(rule, first + place))
+            cooldown = max(1, rule.cooldown)
+            self._ready_from[index] = first + place + cooldown
+            self._queue(queue, ready, index, place + cooldown)
+            # What was in force may no longer be: rules behind this one are looked at after it, at the same access.
+            for other in in_force:
+                self._queue(queue, ready, other, place if other > index else place + 1)
+            in_force.clear()
+        self.log.extend(done)
+        return done
+
+    @staticmethod
+    def _queue(queue: list[tuple[int, int]], ready: list[Ints], index: int, start: int) -> None:
+        """Rule ``index`` is looked at where it is next ready, from place ``start`` on."""
+        at = int(np.searchsorted(ready[index], start))
+        if at < len(ready[index]):
+            heapq.heappush(queue, (int(ready[index][at]), index))
+
+    def _do(self, rule: AdaptRule, access: int) -> ExpertAdaptation:
+        action, failure = rule.action, None
+        before = self._controlled.shown(action)
+        try:
+            self._controlled.do(action)
+            self.changes += 1
+        except UserError as error:
+            failure = str(error)
+            self.failures += 1
+        now = self._controlled.shown(action)
+        return ExpertAdaptation(
+            access=access, rule=condition_of(rule), action=name_of(action), before=before, now=now, failure=failure
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        log = [each.as_dict() for each in self.log]
+        return {"changes": self.changes, "failures": self.failures, "log": log}
+
+
+def condition_of(rule: AdaptRule) -> str:
+    """``when hit_rate < 0.4 for 100 accesses``."""
+    return f"when {rule.metric} {rule.op} {rule.threshold:g} for {rule.accesses} accesses"
+
+
+def name_of(action: Action) -> str:
+    """``capacity``, ``trigger memory_pressure`` or ``rebalance``."""
+    return action.name if action.kind == "set" else f"{action.kind} {action.name}".rstrip()
+
+
+def _check(rule: AdaptRule) -> None:
+    action, where = rule.action, condition_of(rule)
+    names = {"set": ACTION_KEYS, "trigger": TRIGGERS}.get(action.kind, (action.name,))
+    for what, word, known in (
+        ("metric", rule.metric, METRICS),
+        ("operator", rule.op, OPERATORS),
+        ("kind of action", action.kind, KINDS),
+        ("action", action.name, names),
+    ):
+        if word not in known:
+            near = did_you_mean(word, known)
+            raise ConfigError(f"adapt, {where}: unknown {what} {word!r}{near}; known: {', '.join(known)}")
+    for key, least in (("accesses", 1), ("cooldown", 0)):
+        if getattr(rule, key) < least:
+            raise ConfigError(f"adapt, {where}: {key} must be at least {least}, not {getattr(rule, key)}")

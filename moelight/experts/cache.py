@@ -1,0 +1,343 @@
+"""Which experts are resident: places, leases, pins and counters over an order of leaving.
+
+The cache decides and counts; it holds no bytes and moves none. Whoever does is told what left (`ExpertCache.on_evict`,
+`Access.evictions`) and what is to be brought where (`Access.slots`, `Prefetch.slots`, `ExpertCache.preload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise, repeat
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moelight.experts.access import Access, IntArray, Prefetch
+from moelight.experts.batches import flat_ids, mass_of
+from moelight.experts.eviction import Eviction, EvictionRules
+from moelight.experts.policy import ExpertPolicy
+from moelight.experts.prefetch import Prefetcher
+from moelight.experts.residents import Residents
+from moelight.experts.triggers import MemoryPressure
+
+_MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
+
+
+class ExpertCache(Residents):
+    """Places for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
+
+    A batch is served as its distinct ids one after the other, first those that are resident, then the others, each in
+    ascending order, none of them ever leaving for another. A miss that finds no room is a bypass.
+
+    Args:
+        eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
+        rules: the numbers evictions go by.
+        predictor: a name of `STRATEGIES` or a `Prefetcher`; told of every batch, asked by `prefetch_ahead`.
+        per_layer: each layer has a budget of its own, together ``capacity``.
+        pins: experts that are to stay, in every layer, as far as there is room (`preload`).
+        ttl: accesses after which an expert that had none leaves.
+        pressure: what counts as too little memory.
+        future: ``(layer, ids)`` of each batch to come, for ``belady``.
+        on_evict: called with (layer, expert, slot) once for everyone who left, whatever the cause, when the cache is
+            consistent again.
+
+    Slots are numbers from 0, below the largest capacity the cache ever had.
+
+    Raises:
+        ConfigError: an unknown eviction, or budgets that cannot be met.
+        ValueError: no places, layers or experts.
+    """
+
+    def access(self, layer: int, ids: ArrayLike, scores: ArrayLike | None = None, *, admit: bool = True) -> Access:
+        """Serve one batch.
+
+        Args:
+            ids: integers [tokens, k]; ``scores`` [tokens, k]: their router weights (None: all 1).
+            admit: False: count it and refresh what it finds, but bring in nothing; for passes over whole layers.
+
+        Raises:
+            ValueError: ids or scores of a wrong kind, shape or range.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer {layer} is none of {self.num_layers}")
+        flat = flat_ids(ids, self.num_experts)
+        counts = np.bincount(flat, minlength=self.num_experts)
+        pool, base = self._pools[layer], layer * self.num_experts
+        mass = None
+        few = flat.size <= _MANY * self.num_experts
+        if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
+            mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
+        distinct = np.flatnonzero(counts)
+        if pool.has_begin:
+            pool.begin()
+            self._drain(pool)
+        if pool.has_visit:
+            pool.visit(base, counts > 0)
+        slots_before = self._table[layer, distinct]
+        found = slots_before >= 0
+        hits, misses = distinct[found], distinct[~found]
+        keys = (distinct + base).tolist()
+        held = set(keys)
+        pool.hold(held | self._leases.keys() if self._leases else held)
+        if pool.uses_frequency:
+            for key in keys:
+                self._frequency[key] += 1
+        means = (mass[distinct] / counts[distinct]) if mass is not None and pool.uses_scores else None
+        self._touch(pool, (hits + base).tolist(), None if means is None else means[found].tolist())
+        slots = self._bring(pool, (misses + base).tolist(), None if means is None else means[~found].tolist(), admit)
+        self._count(layer, hits, misses, counts)
+        self._last_batch = held
+        self._last_of_layer[layer] = keys
+        self._after(layer, distinct)
+        self._let_go([pool])
+        if self.predictor.is_on:
+            self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
+        return Access(
+            layer=layer,
+            hits=hits,
+            hit_slots=slots_before[found].astype(np.int64),
+            misses=misses,
+            slots=np.array(slots, np.int64),
+            evictions=self._tell(),
+            counts=counts,
+        )
+
+    def _touch(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> None:
+        touch = pool.touch
+        if scores is None:
+            for key in keys:
+                touch(key, 1.0)
+        else:
+            for key, score in zip(keys, scores, strict=True):
+                touch(key, score)
+        if pool.gone:
+            self._drain(pool)
+
+    def _bring(self, pool: Eviction, keys: list[int], scores: list[float] | None, admit: bool) -> list[int]:
+        """The slot of each missing key, -1 for a bypass."""
+        slots: list[int] = []
+        for at, key in enumerate(keys):
+            if not admit:
+                pool.note(key)
+                brought = False
+            else:
+                brought = pool.admit(key, 1.0 if scores is None else scores[at])
+            if pool.gone:
+                self._drain(pool)
+            slots.append(self._place(key) if brought else -1)
+        self.stats.bypasses += slots.count(-1)
+        return slots
+
+    def _count(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
+        stats = self.stats
+        stats.hits[layer, hits] += 1
+        stats.misses[layer, misses] += 1
+        stats.tokens[layer] += counts
+        self.clock += len(hits) + len(misses)
+
+    def _after(self, layer: int, distinct: IntArray) -> None:
+        """What happens once a batch has been served: memory pressure, time, other budgets. None of it takes an expert
+        of the batch."""
+        if self.pressure is not None and (surplus := self.pressure.surplus(len(self))):
+            self.stats.pressed += self._press(surplus)
+        if self._expiry is not None:
+            base = layer * self.num_experts
+            self._expiry.touch((k for k in (distinct + base).tolist() if self._slot_of[k] >= 0), self.clock)
+            self._expire()
+        if self._selections is not None and self.per_layer is not None:
+            self._selections.add(layer, distinct)
+            waited = self.clock - self._rebalanced
+            if waited >= self.per_layer.rebalance_interval and self.clock > self.per_layer.entropy_window:
+                self.rebalance()
+
+    # ---- guesses
+
+    def prefetch(self, layer: int, ids: Iterable[int]) -> Prefetch:
+        """Bring in ``ids`` that are not resident, in that order, as far as there is room: no access, and nobody leaves
+        for it who is leased, pinned, was just used (by the last batch of all, or of this layer) or just prefetched.
+
+        Raises:
+            ValueError: an id out of range.
+        """
+        pool = self._pools[layer]
+        held = self._last_batch | set(self._last_of_layer[layer]) | self._leases.keys()
+        pool.hold(held)
+        found, slots = [], []
+        for expert in ids:
+            key = self._key(layer, expert)
+            if self._slot_of[key] >= 0:
+                continue
+            brought = pool.admit(key, 1.0, asked=False)
+            self._drain(pool)
+            if brought:
+                held.add(key)
+                found.append(int(expert))
+                slots.append(self._place(key))
+        self._let_go([pool])
+        if self._expiry is not None:
+            self._expiry.touch((layer * self.num_experts + expert for expert in found), self.clock)
+        self.stats.prefetched += len(found)
+        return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
+
+    def fill(self, keys: IntArray) -> IntArray:
+        """Fill a cache in which are only pins with ``keys`` [n, 2] (layer, expert), the most wanted first, as far as
+        there is room; no access, and no guess. Returns who found room with their slots, int64 [m, 3].
+
+        Raises:
+            ValueError: an expert that there is not, or experts that came in otherwise than as pins.
+        """
+        if len(self) > len(self._pinned):
+            raise ValueError(f"{len(self)} experts are resident; only an empty cache is filled")
+        chosen: dict[int, list[int]] = {}
+        room = {id(pool): pool.capacity - len(pool) for pool in self._distinct}
+        found = []
+        for layer, expert in keys.tolist():
+            key, pool = self._key(layer, expert), self._pools[layer]
+            if self._slot_of[key] < 0 and room[id(pool)] > 0:
+                room[id(pool)] -= 1
+                chosen.setdefault(id(pool), []).append(key)
+                found.append((layer, expert, self._place(key)))
+        for pool in self._distinct:
+            pool.adopt(chosen.get(id(pool), [])[::-1])
+        if self._expiry is not None:
+            self._expiry.touch((key for keys_of in chosen.values() for key in keys_of), self.clock)
+        return np.array(found, np.int64).reshape(-1, 3)
+
+    def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
+        """Now that ``layer`` has been served: bring in what the predictor expects of layers to come, by layer, as
+        `prefetch` does it."""
+        if not self.predictor.is_on:
+            return []
+        guesses = self.predictor.ahead(layer, self._table >= 0)
+        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in guesses]
+        return [(at, brought) for at, brought in found if brought.ids.size]
+
+    # ---- made from a policy
+
+    @classmethod
+    def of(
+        cls, policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int | None = None
+    ) -> ExpertCache:
+        """The cache that ``policy`` asks for, on a model whose experts take ``page_bytes`` each.
+
+        Raises:
+            ConfigError: a capacity in bytes without ``page_bytes``, or budgets of layers that cannot be met.
+        """
+        rules, layers = policy.cache, policy.per_layer
+        if layers is None:
+            capacity = rules.capacity.slots(num_layers * num_experts, page_bytes)
+        elif layers.total_budget:
+            capacity = min(layers.total_budget, num_layers * num_experts)
+        else:
+            capacity = num_layers * rules.capacity.slots(num_experts, page_bytes)
+        pressure = None
+        if rules.memory_threshold is not None:
+            pressure = MemoryPressure(
+                threshold=rules.memory_threshold,
+                headroom=rules.memory_headroom,
+                budget_gb=rules.memory_budget_gb,
+                expert_gb=rules.expert_size_gb,
+            )
+        return cls(
+            capacity=capacity,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            eviction=rules.eviction,
+            rules=EvictionRules(
+                decay=rules.frequency_decay,
+                threshold=rules.freq_threshold,
+                window=rules.freq_window,
+                alpha=rules.score_ema_alpha,
+            ),
+            predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
+            per_layer=layers,
+            pins=rules.pin,
+            ttl=rules.ttl,
+            pressure=pressure,
+        )
+
+    def expect(self, shares: ArrayLike) -> None:
+        """What a profile says before the first access: the share of a layer's visits that use each expert, [L, E].
+        ``reuse`` goes by it until it has seen enough; no other eviction does.
+
+        Raises:
+            ValueError: another shape.
+        """
+        given = np.asarray(shares, np.float64)
+        if given.shape != self._table.shape:
+            raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(given.shape)}")
+        for layer, row in enumerate(given):
+            self._pools[layer].expect(layer * self.num_experts, row)
+
+    # ---- many accesses of one id
+
+    def access_each(self, layers: ArrayLike, experts: ArrayLike, scores: ArrayLike | None = None) -> NDArray[np.bool_]:
+        """Exactly one `access` of one id after the other: ``experts`` [n] of ``layers`` [n], with ``scores`` [n]; which
+        of them were hits, bool [n]. `on_evict` hears of all who left at the end, in order.
+
+        Raises:
+            ValueError: shapes that differ, or a layer or expert out of range.
+        """
+        at = flat_ids(np.reshape(layers, (-1, 1)), self.num_layers)
+        which = flat_ids(np.reshape(experts, (-1, 1)), self.num_experts)
+        weights = None if scores is None else np.ascontiguousarray(scores, np.float64).reshape(-1)
+        if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
+            raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
+        hit = np.zeros(len(at), np.bool_)
+        if each_alone or self.predictor.is_on or self._distinct[0].has_visit:
+            for i in range(len(at)):
+                score = None if weights is None else weights[i : i + 1, None]
+                hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)
+            return hit
+        keys = at * self.num_experts + which
+        # Runs of accesses that meet the same pool.
+        cuts = [0, len(at)] if self.per_layer is None else [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(at)]
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                run = None if weights is None else weights[begin:end].tolist()
+                hit[begin:end] = self._each(self._pools[at[begin]], keys[begin:end].tolist(), run)
+        self._count_each(at, keys, hit)
+        self._tell()
+        return hit
+
+    def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
+        """The accesses of `access_each` in one pool: which were hits. Counters are left to the caller."""
+        touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
+        counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
+        found: list[bool] = []
+        answer = found.append
+        for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
+            if counted:
+                frequency[key] += 1
+            if begins:
+                pool.begin()
+                if gone:
+                    self._drain(pool)
+            if slot_of[key] >= 0:
+                answer(True)
+                touch(key, score)
+                if gone:
+                    self._drain(pool)
+                continue
+            answer(False)
+            brought = admit(key, score)
+            if gone:
+                self._drain(pool)
+            if brought:
+                slot_of[key] = free.pop()
+            else:
+                self.stats.bypasses += 1
+        return found
+
+    def _count_each(self, layers: IntArray, keys: IntArray, hit: NDArray[np.bool_]) -> None:
+        stats, size = self.stats, self._table.size
+        hits = np.bincount(keys[hit], minlength=size).reshape(self._table.shape)
+        misses = np.bincount(keys[~hit], minlength=size).reshape(self._table.shape)
+        stats.hits += hits
+        stats.misses += misses
+        stats.tokens += hits + misses
+        self.clock += len(keys)
+        for layer, at in zip(*np.unique(layers[::-1], return_index=True), strict=True):
+            self._last_of_layer[layer] = [int(keys[len(keys) - 1 - at])]
+        if len(keys):
+            self._last_batch = {int(keys[-1])}

@@ -1,0 +1,111 @@
+"""What rules can turn on a running cache: its eviction, its room, its predictor, and where the missing are computed.
+
+Everything is changed in place: residents, pins, leases, counters and what predictors have learned stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.experts.cache import ExpertCache
+from moelight.experts.policy import ACTION_KEYS, MODES, Action, Capacity, ExpertPolicy, ScheduleRules
+from moelight.experts.triggers import MemoryPressure
+
+Value = tuple[str, ...] | str | float | int
+PRESSURE_THRESHOLD = 0.9  # of the memory budget, where the policy names none: the language's
+
+
+class Controls:
+    """The parts of one policy at work, as `adapt.Controlled`. ``schedule`` is what of it is in force now."""
+
+    def __init__(
+        self, policy: ExpertPolicy, cache: ExpertCache, *, page_bytes: int | None = None, most_slots: int | None = None
+    ) -> None:
+        """``page_bytes`` of one expert, for capacities in bytes; ``most_slots`` are allocated (None: no limit)."""
+        self.schedule: ScheduleRules = policy.schedule
+        self._policy, self._cache = policy, cache
+        self._page_bytes, self._most_slots = page_bytes, most_slots
+
+    def in_force(self, action: Action) -> bool:
+        """Whether ``action`` sets what is set. Triggers always may do something."""
+        return action.kind == "set" and self._now(action.name) == self._meant(action)
+
+    def shown(self, action: Action) -> str | None:
+        """What is in force, as the language spells it."""
+        if action.kind != "set":
+            return None
+        now = self._now(action.name)
+        return " | ".join(now) if isinstance(now, tuple) else f"{now}"
+
+    def do(self, action: Action) -> None:
+        """Do it.
+
+        Raises:
+            ConfigError: it cannot be done; nothing has changed.
+        """
+        if action.kind == "trigger":
+            self._press()
+        elif action.kind == "rebalance":
+            self._cache.rebalance()
+        else:
+            self._set(action)
+
+    def _set(self, action: Action) -> None:
+        name, value, cache = action.name, self._meant(action), self._cache
+        if name == "eviction" and isinstance(value, tuple):
+            cache.swap(value)
+        elif name == "capacity" and isinstance(value, int):
+            self._resize(value)
+        elif name == "frequency_decay" and isinstance(value, (int, float)):
+            cache.swap(rules=replace(cache.rules, decay=float(value)))
+        elif name == "prefetch_strategy" and isinstance(value, str):
+            self._cache.predictor.use(value)
+        elif name == "prefetch_budget" and isinstance(value, int):
+            self._cache.predictor.allow(value)
+        elif name == "schedule_mode" and value in MODES:
+            self.schedule = replace(self.schedule, mode=str(value))
+        else:
+            raise ConfigError(f"adapt: {name} cannot be {value!r}{did_you_mean(str(value), MODES)}")
+
+    def _resize(self, slots: int) -> None:
+        if self._most_slots is not None and slots > self._most_slots:
+            raise ConfigError(f"capacity: {slots} slots were asked for, but only {self._most_slots} are allocated")
+        try:
+            self._cache.resize(slots)
+        except ValueError as error:
+            raise ConfigError(f"capacity: {slots} slots are not possible now ({error})") from None
+
+    def _now(self, name: str) -> Value:
+        values: dict[str, Value] = {
+            "eviction": self._cache.eviction,
+            "capacity": self._cache.capacity,
+            "frequency_decay": self._cache.rules.decay,
+            "prefetch_strategy": self._cache.predictor.rules.strategy,
+            "prefetch_budget": self._cache.predictor.rules.budget,
+            "schedule_mode": self.schedule.mode,
+        }
+        if name not in values:
+            raise ConfigError(f"adapt: unknown key {name!r}{did_you_mean(name, ACTION_KEYS)}")
+        return values[name]
+
+    def _meant(self, action: Action) -> Value | None:
+        """The value of ``action`` as it is in force once it is set: a capacity in slots of all layers together."""
+        if not isinstance(action.value, Capacity):
+            return action.value
+        layers, experts = self._cache.num_layers, self._cache.num_experts
+        if self._policy.per_layer is None:
+            return action.value.slots(layers * experts, self._page_bytes)
+        return layers * action.value.slots(experts, self._page_bytes)
+
+    def _press(self) -> None:
+        """Watch memory from now on, and make room at once as if too much of it were in use."""
+        cache, rules = self._cache, self._policy.cache
+        if cache.pressure is None:
+            cache.pressure = MemoryPressure(
+                threshold=PRESSURE_THRESHOLD,
+                headroom=min(rules.memory_headroom, PRESSURE_THRESHOLD),
+                budget_gb=rules.memory_budget_gb,
+                expert_gb=rules.expert_size_gb,
+            )
+        cache.relieve()

@@ -1,0 +1,107 @@
+"""Experts stay while they make up a share of the last accesses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from moelight.experts.eviction import EvictionRules, Ranked, Setting
+
+
+class FrequencyThreshold(Ranked):
+    """After each access, who has less than ``threshold`` of the last ``window`` accesses leaves; where more are left
+    than have room, the fewest do, of equals the least recent. Who comes has to have that share too.
+
+    A held key leaves when an access begins and it no longer is, before anything is looked up. Ranks are ``(accesses in
+    the window, moment of the last, key)``; an access changes those of two keys.
+    """
+
+    has_begin = True
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._last: deque[int] = deque()
+        self._counts: dict[int, int] = {}
+        self._need = 0  # the fewest accesses that are the threshold's share
+
+    def begin(self) -> None:
+        if self._heap and self._heap[0][0] < self._need:
+            self._leave_rare()
+
+    def note(self, key: int) -> None:
+        self._advance(key)
+        self._leave_rare()
+
+    def _advance(self, key: int) -> int:
+        """One access more; how many of the window are now of ``key``."""
+        last, counts = self._last, self._counts
+        self.number += 1
+        last.append(key)
+        count = counts.get(key, 0) + 1
+        counts[key] = count
+        if len(last) > self.rules.window:
+            self._forget(key)
+            return counts[key]
+        self._find_need()
+        return count
+
+    def _find_need(self) -> None:
+        while self._need / len(self._last) < self.rules.threshold:
+            self._need += 1
+
+    def _forget(self, current: int) -> None:
+        """The oldest access leaves the window."""
+        old = self._last.popleft()
+        left = self._counts[old] - 1
+        if left:
+            self._counts[old] = left
+        else:
+            del self._counts[old]
+        if old != current and old in self.rank:
+            self.push((left, self.rank[old][1], old))
+
+    def _leave_rare(self) -> None:
+        """All below the threshold leave. A key that was not before its access is not after it."""
+        while (entry := self.lowest()) is not None and entry[0] < self._need:
+            self.drop()
+
+    def touch(self, key: int, score: float) -> None:
+        count = self._advance(key)
+        if key in self.rank:
+            self.rank[key] = (count, self.number, key)
+        self._leave_rare()
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if asked:
+            self.note(key)
+        count = self._counts.get(key, 0)
+        if count < self._need:
+            return False
+        if len(self) >= self.capacity:
+            entry = self.lowest()
+            if entry is None or entry[0] > count:
+                return False
+            self.drop()
+        self.enter(key, score)
+        return True
+
+    def enter(self, key: int, score: float) -> None:
+        self.push((self._counts.get(key, 0), self.number, key))
+
+    def unpin(self, key: int) -> None:
+        _, moment, _ = self.pinned.pop(key)
+        self.push((self._counts.get(key, 0), moment, key))
+
+    def adopt(self, keys: Iterable[int]) -> None:
+        """As if each had been accessed once."""
+        for key in keys:
+            self._advance(key)
+            self.enter(key, 1.0)
+
+    def retune(self, rules: EvictionRules) -> None:
+        super().retune(rules)
+        while len(self._last) > rules.window:
+            self._forget(-1)
+        self._need = 0
+        if self._last:
+            self._find_need()

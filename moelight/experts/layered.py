@@ -1,0 +1,147 @@
+"""Two evictions, one above the other: what the first gives up, the second keeps for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moelight.experts.eviction import Eviction, EvictionRules, Setting
+
+
+def split(capacity: int) -> tuple[int, int]:
+    """Places of the first and of the second: two thirds and the rest; of one place, all is the first's."""
+    first = max(1, 2 * capacity // 3)
+    return first, capacity - first
+
+
+class Layered(Eviction):
+    """New keys enter the first; its victims are demoted into the second, a hit there promotes back, and only what the
+    second gives up leaves. Where the first takes nobody (all pinned or held, or not frequent enough), the second does.
+    Both are told of all accesses. Pinned keys are in the first."""
+
+    def __init__(self, setting: Setting, first: Eviction, second: Eviction) -> None:
+        super().__init__(setting)
+        self.first, self.second = first, second
+        self.uses_scores = first.uses_scores or second.uses_scores
+        self.uses_frequency = first.uses_frequency or second.uses_frequency
+        self.has_begin = first.has_begin or second.has_begin
+        self.has_visit = first.has_visit or second.has_visit
+        # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
+        second.gone = self.gone
+        self._upper: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def hold(self, keys: Container[int]) -> None:
+        self.first.hold(keys)
+        self.second.hold(keys)
+
+    def settle(self) -> None:
+        self.first.settle()
+        self.second.settle()
+
+    def begin(self) -> None:
+        self.first.begin()
+        self.second.begin()
+        self._demote()
+
+    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+        self.first.visit(first, used)
+        self.second.visit(first, used)
+
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:
+        self.first.expect(first, shares)
+        self.second.expect(first, shares)
+
+    def _demote(self) -> None:
+        demoted = self.first.gone
+        for key in demoted:
+            self._upper.remove(key)
+            if not self.second.admit(key, 1.0, asked=False):
+                self.gone.append(key)
+        demoted.clear()
+
+    def touch(self, key: int, score: float) -> None:
+        if key in self._upper:
+            self.first.touch(key, score)
+            self.second.note(key)
+        elif self.first.admit(key, score):
+            self.second.remove(key)
+            self._upper.add(key)
+            self.second.note(key)
+        else:
+            self.second.touch(key, score)
+        self._demote()
+
+    def note(self, key: int) -> None:
+        self.first.note(key)
+        self.second.note(key)
+        self._demote()
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if self.first.admit(key, score, asked):
+            self._upper.add(key)
+            if asked:
+                self.second.note(key)
+            self._demote()
+            return True
+        self._demote()
+        return self.second.admit(key, score, asked)
+
+    def enter(self, key: int, score: float) -> None:
+        self.first.enter(key, score)
+        self._upper.add(key)
+
+    def drop(self) -> bool:
+        if self.second.drop():
+            return True
+        dropped = self.first.drop()
+        self._upper.difference_update(self.first.gone)
+        self.gone.extend(self.first.gone)
+        self.first.gone.clear()
+        return dropped
+
+    def remove(self, key: int) -> None:
+        if key in self._upper:
+            self.first.remove(key)
+            self._upper.remove(key)
+        else:
+            self.second.remove(key)
+
+    def pin(self, key: int) -> bool:
+        if key not in self._upper:
+            if not self.first.admit(key, 1.0, asked=False):
+                return False
+            self.second.remove(key)
+            self._upper.add(key)
+            self._demote()
+        return self.first.pin(key)
+
+    def unpin(self, key: int) -> None:
+        self.first.unpin(key)
+
+    def order(self) -> list[int]:
+        return [*self.second.order(), *self.first.order()]
+
+    def adopt(self, keys: Iterable[int]) -> None:
+        """The last to leave go to the first, as many as have room there beside its pins."""
+        keys = list(keys)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
+        self.second.adopt(keys[:cut])
+        self.first.adopt(keys[cut:])
+        self._upper.update(keys[cut:])
+
+    def resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        first, second = split(capacity)
+        self.first.resize(first)
+        self.second.resize(second)
+        self._demote()
+
+    def retune(self, rules: EvictionRules) -> None:
+        super().retune(rules)
+        self.first.retune(rules)
+        self.second.retune(rules)

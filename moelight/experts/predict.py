@@ -1,0 +1,261 @@
+"""Which experts come next: guesses about layers to come, learned from what earlier batches chose.
+
+Knows keys and counters of whole batches; refuses to know pages and devices. A guess never changes a result.
+Layers are numbered 0..L-1 in the order in which a pass visits them; behind the last comes the first of the next pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.experts.policy import STRATEGIES, PrefetchRules
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Matrix = np.ndarray[Any, np.dtype[np.float32]]
+
+FREQUENCY_DECAY = 0.98  # a batch is half forgotten after 34 more of its layer: some sentences at batch 1
+AFFINITY_DECAY = 0.99  # and a transition after 69 more of its expert: a row of the matrix needs more to be learned
+_NOTHING: Ints = np.zeros(0, dtype=np.int64)
+
+
+class Predictor(Protocol):
+    """What all predictors can do.
+
+    ``steps`` is the number of layers ahead that it is worth asking about.
+    """
+
+    steps: int
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+        """A batch chose the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with the summed
+        router weights ``mass`` [n] (None: nobody knows them, tokens count)."""
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        """At most ``budget`` distinct experts [<= budget] that the next batch of ``layer`` may choose, the likeliest
+        first; equally likely ones by id."""
+
+    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+        """Somebody computed ``layer``'s router ahead of time: it would choose ``ids`` [n] with weights ``mass`` [n]."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
+    """The at most ``budget`` places of ``scores`` [E] that are above zero, the highest first, equal ones by place."""
+    order = np.argsort(-scores, kind="stable")[: max(0, budget)]
+    return order[scores[order] > 0]
+
+
+class Nothing:
+    """Guesses nothing: strategy ``none``."""
+
+    steps = 1
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+        """Nothing is learned."""
+
+    def predict(self, layer: int, budget: int) -> Ints:  # noqa: ARG002
+        """No expert."""
+        return _NOTHING
+
+    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+        """Nothing is learned."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
+class Previous(Nothing):
+    """What a layer's last batch chose, by router weight; it will choose so again."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._mass = np.zeros((num_layers, num_experts))
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+        row = self._mass[layer]
+        row.fill(0.0)
+        row[ids] = counts if mass is None else mass
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        return likeliest(self._mass[layer], budget)
+
+    def reset(self) -> None:
+        self._mass.fill(0.0)
+
+
+class Frequency(Nothing):
+    """What a layer chooses most: the share of tokens of each expert, averaged over batches with ``decay`` a batch."""
+
+    def __init__(self, num_layers: int, num_experts: int, *, decay: float = FREQUENCY_DECAY) -> None:
+        self._decay = decay
+        self._share = np.zeros((num_layers, num_experts))
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+        row = self._share[layer]
+        row *= self._decay
+        if ids.size:
+            row[ids] += counts * ((1.0 - self._decay) / counts.sum())
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        return likeliest(self._share[layer], budget)
+
+    def reset(self) -> None:
+        self._share.fill(0.0)
+
+
+class History(Nothing):
+    """What most of a layer's last ``window`` batches chose; with ``steps`` above 1, ``lookahead``."""
+
+    def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
+        self.steps = steps
+        self._chosen = np.zeros((num_layers, num_experts), dtype=np.int64)
+        self._batches: list[deque[Ints]] = [deque() for _ in range(num_layers)]
+        self._window = window
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+        batches, row = self._batches[layer], self._chosen[layer]
+        if len(batches) == self._window:
+            row[batches.popleft()] -= 1
+        batches.append(ids.copy())
+        row[ids] += 1
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        return likeliest(self._chosen[layer], budget)
+
+    def reset(self) -> None:
+        self._chosen.fill(0)
+        for batches in self._batches:
+            batches.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transitions:
+    """What `Affinity` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
+
+    matrix: Matrix
+    times: Ints
+
+
+class Affinity(Nothing):
+    """How likely an expert is after one of the layer before, learned as batches go by.
+
+    ``matrix`` [L, E, E] float32: P(j in the layer behind l | i in l). Each time i is chosen in l and the layer behind
+    it is observed next, its row goes towards what was chosen there, by 1 / times at first (so that it is the exact
+    share), by 1 - ``decay`` later. ``times`` [L, E] int64: how often that was. A batch that chose more than half of the
+    experts teaches nothing: there, everything follows everything.
+    """
+
+    def __init__(
+        self, num_layers: int, num_experts: int, *, threshold: float = 0.3, decay: float = AFFINITY_DECAY
+    ) -> None:
+        self.matrix: Matrix = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
+        self.times = np.zeros((num_layers, num_experts), dtype=np.int64)
+        self.threshold = threshold
+        self._least = 1.0 - decay
+        self._last: _Chosen | None = None
+
+    def learned(self, transitions: Transitions) -> None:
+        """Go on from ``transitions``, of a saved profile.
+
+        Raises:
+            ConfigError: they are of another model.
+        """
+        matrix, times = transitions.matrix, transitions.times
+        if matrix.shape != self.matrix.shape or times.shape != self.times.shape:
+            raise ConfigError(f"affinity of shape {matrix.shape}; this model needs {self.matrix.shape}")
+        self.matrix[...], self.times[...], self._last = matrix, times, None
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+        last, half = self._before(layer), self.times.shape[1] // 2
+        if last is not None and last.ids.size <= half and ids.size <= half:
+            times = self.times[last.layer]
+            seen = times[last.ids] + 1
+            times[last.ids] = seen
+            now = np.zeros(len(times), dtype=np.float32)
+            now[ids] = 1.0
+            rate = np.maximum(self._least, 1.0 / seen).astype(np.float32)
+            self.matrix[last.layer][last.ids] = last.rows + rate[:, None] * (now - last.rows)
+        rows = self.matrix[layer].take(ids, axis=0)
+        self._last = _Chosen(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        """Experts that follow at least one of those just chosen in the layer before with at least the threshold; in
+        order of the router weight that they follow."""
+        last = self._before(layer)
+        if last is None:
+            return _NOTHING
+        scores = last.mass @ last.rows
+        scores[last.rows.max(axis=0) < self.threshold] = 0.0
+        return likeliest(scores, budget)
+
+    def _before(self, layer: int) -> _Chosen | None:
+        """The batch of the layer before ``layer``, if it was the last one and chose anything."""
+        last = self._last
+        return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
+
+    def reset(self) -> None:
+        self.matrix.fill(0.0)
+        self.times.fill(0)
+        self._last = None
+
+
+class _Chosen(NamedTuple):
+    """One batch: ``mass`` of its ``ids``, and what is known to follow each, ``rows`` [n, E]."""
+
+    layer: int
+    ids: Ints
+    mass: Matrix
+    rows: Matrix
+
+
+class NextRouter(Nothing):
+    """What the layer's own router said of the hidden state of the layer before: only somebody above the waterline can
+    compute that, and gives it as a `hint`, of those that are sure enough to be worth a page. A hint is good for one
+    batch."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._mass = np.zeros((num_layers, num_experts))
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+        self._mass[layer].fill(0.0)
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        return likeliest(self._mass[layer], budget)
+
+    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+        row = self._mass[layer]
+        row.fill(0.0)
+        row[ids] = mass
+
+    def reset(self) -> None:
+        self._mass.fill(0.0)
+
+
+def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> Predictor:
+    """The predictor that ``rules`` name, with nothing learned.
+
+    Raises:
+        ConfigError: an unknown strategy; names the nearest.
+    """
+    shape = num_layers, num_experts
+    makers: dict[str, Callable[[], Predictor]] = {
+        "none": Nothing,
+        "previous": lambda: Previous(*shape),
+        "frequency": lambda: Frequency(*shape),
+        "history": lambda: History(*shape, window=rules.history_window),
+        "lookahead": lambda: History(*shape, window=rules.history_window, steps=rules.lookahead),
+        "affinity": lambda: Affinity(*shape, threshold=rules.affinity_threshold),
+        "next_router": lambda: NextRouter(*shape),
+    }
+    if rules.strategy not in makers:
+        near = did_you_mean(rules.strategy, STRATEGIES)
+        raise ConfigError(f"unknown predictor {rules.strategy!r}{near}; known: {', '.join(STRATEGIES)}")
+    return makers[rules.strategy]()

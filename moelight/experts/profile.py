@@ -1,0 +1,172 @@
+"""How often each expert of each layer was chosen: counted as a job runs, kept in a file, merged, compared.
+
+Knows keys and counts; which model they belong to is a fingerprint of plain values that the caller gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moelight.core.errors import ConfigError
+from moelight.experts.predict import Floats, Ints, Transitions, likeliest
+
+Facts = Mapping[str, str | int | float | bool | None]
+_OLD = 256.0  # half-lives after which counts are written down in units of today, far from the end of float64
+
+
+def fingerprint_of(model: Facts) -> str:
+    """A name for a model by its plain values (type, layers, experts, top_k, sizes), whatever their order."""
+    return hashlib.sha256(json.dumps(dict(model), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distance:
+    """How far two profiles are apart, layer by layer.
+
+    Attributes:
+        total_variation: [L], half the sum of differences of shares: 0 the same, 1 nothing in common.
+        overlap: [L], the share of the ``top`` busiest experts that both have.
+    """
+
+    top: int
+    total_variation: Floats
+    overlap: Floats
+
+
+class ActivationProfile:
+    """Tokens that chose each expert of each layer, [L, E] float64, as a half-life leaves them.
+
+    An access is one distinct expert of one batch; after ``half_life`` of them, what was counted before weighs half
+    (None: nothing is ever forgotten, and counts are whole).
+    """
+
+    def __init__(self, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None) -> None:
+        if half_life is not None and not half_life > 0:
+            raise ConfigError(f"half_life must be above 0 accesses, not {half_life}")
+        self.model = dict(model)
+        self.num_layers, self.num_experts, self.half_life = num_layers, num_experts, half_life
+        self.accesses = 0
+        self.transitions: Transitions | None = None
+        # Counts in units of the day that ages count from: a token now weighs 2^age of them.
+        self._counts = np.zeros((num_layers, num_experts))
+        self._age = 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model that was counted."""
+        return fingerprint_of(self.model)
+
+    @property
+    def counts(self) -> Floats:
+        """[L, E], in tokens of now; a copy."""
+        return np.asarray(self._counts * 2.0**-self._age)
+
+    def record(self, layer: int, ids: Ints, counts: Ints) -> None:
+        """A batch chose the distinct ``ids`` [n] of ``layer`` for ``counts`` [n] tokens each."""
+        self.accesses += len(ids)
+        if self.half_life is None:
+            self._counts[layer, ids] += counts
+            return
+        self._age += len(ids) / self.half_life
+        if self._age > _OLD:
+            self._counts, self._age = self._counts * 2.0**-self._age, 0.0
+        self._counts[layer, ids] += counts * 2.0**self._age
+
+    def add(self, counts: Floats | Ints, accesses: int) -> None:
+        """Add ``counts`` [L, E] of as many ``accesses`` that somebody else counted, without ageing anything."""
+        self._counts += counts * 2.0**self._age
+        self.accesses += accesses
+
+    def layer_counts(self) -> Floats:
+        """Tokens x top_k of each layer, [L]."""
+        return np.asarray(self.counts.sum(axis=1))
+
+    def top_experts(self, layer: int, n: int) -> Ints:
+        """The at most ``n`` busiest of ``layer`` that were chosen at all, the busiest first, equal ones by id."""
+        return likeliest(self._counts[layer], n)
+
+    def residents(self, capacity: int | Ints) -> Ints:
+        """What to begin with: ``(layer, expert)`` [<= capacity, 2], the most wanted first.
+
+        Args:
+            capacity: slots that all layers share, filled rank by rank: each layer's busiest expert before any layer's
+                second, within a rank by count. Or slots of each layer, [L].
+        """
+        order = np.argsort(-self._counts, axis=1, kind="stable")
+        ranked = np.take_along_axis(self._counts, order, axis=1)
+        layer, rank = (np.broadcast_to(places, ranked.shape) for places in np.ogrid[: len(order), : order.shape[1]])
+        room = np.full(self.num_layers, self.num_experts) if isinstance(capacity, int) else np.asarray(capacity)
+        wanted = (ranked > 0) & (rank < room[:, None])
+        found = np.stack([layer[wanted], order[wanted]], axis=1)
+        by_want = np.lexsort((found[:, 1], found[:, 0], -ranked[wanted], rank[wanted]))
+        return found[by_want][: capacity if isinstance(capacity, int) else None]
+
+    def distance(self, other: ActivationProfile, top: int) -> Distance:
+        """To ``other``, of a model of the same shape; with the ``top`` busiest experts of each layer compared.
+
+        A layer that nobody counted is as far from one that was as can be, and at no distance from another such.
+        """
+        _same_shape(self, other)
+        mine, others = _shares(self.counts), _shares(other.counts)
+        apart = np.abs(mine - others).sum(axis=1) / 2.0
+        uncounted = (mine.sum(axis=1) == 0) != (others.sum(axis=1) == 0)
+        overlap = np.ones(self.num_layers)
+        for layer in range(self.num_layers):
+            a, b = self.top_experts(layer, top), other.top_experts(layer, top)
+            if len(a) or len(b):
+                overlap[layer] = len(np.intersect1d(a, b)) / max(len(a), len(b))
+        return Distance(top=top, total_variation=np.where(uncounted, 1.0, apart), overlap=overlap)
+
+
+def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
+    """All counts of ``profiles`` added up; transitions weighted by how often each was seen.
+
+    Raises:
+        ConfigError: there is none, or two are of different models.
+    """
+    if not profiles:
+        raise ConfigError("no expert profile to merge; give at least one")
+    first = profiles[0]
+    merged = ActivationProfile(
+        model=first.model, num_layers=first.num_layers, num_experts=first.num_experts, half_life=first.half_life
+    )
+    for profile in profiles:
+        if profile.fingerprint != first.fingerprint:
+            raise ConfigError(f"expert profiles of different models{differing(first.model, profile.model)}")
+        _same_shape(first, profile)
+        merged.add(profile.counts, profile.accesses)
+    merged.transitions = _merged([profile.transitions for profile in profiles if profile.transitions is not None])
+    return merged
+
+
+def differing(here: Facts, there: Facts) -> str:
+    """``" (hidden_size 64 and 128)"``: the first values in which two models differ, if they do."""
+    keys = [key for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
+    shown = ", ".join(f"{key} {here.get(key)} and {there.get(key)}" for key in keys[:3])
+    return f" ({shown})" if shown else ""
+
+
+def _merged(transitions: Sequence[Transitions]) -> Transitions | None:
+    if not transitions:
+        return None
+    times = np.sum([each.times for each in transitions], axis=0)
+    weighted = np.sum([each.matrix * each.times[:, :, None] for each in transitions], axis=0)
+    return Transitions(matrix=(weighted / np.maximum(times, 1)[:, :, None]).astype(np.float32), times=times)
+
+
+def _shares(counts: Floats) -> Floats:
+    total = counts.sum(axis=1, keepdims=True)
+    return np.asarray(np.divide(counts, total, out=np.zeros_like(counts), where=total > 0))
+
+
+def _same_shape(one: ActivationProfile, other: ActivationProfile) -> None:
+    if (one.num_layers, one.num_experts) != (other.num_layers, other.num_experts):
+        raise ConfigError(
+            f"expert profiles of different shape: {one.num_layers} layers x {one.num_experts} experts and "
+            f"{other.num_layers} x {other.num_experts}"
+        )

@@ -1,0 +1,5 @@
+"""Placeholder until the replay branch lands."""
+
+
+class RoutingTrace:
+    def __init__(self, path): ...

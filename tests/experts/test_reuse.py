@@ -1,0 +1,149 @@
+"""Eviction ``reuse`` against an independent slow model, and that it finds what plain LRU misses."""
+
+from __future__ import annotations
+
+from math import exp, log, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelight.experts import ExpertCache
+from moelight.experts.policy import PerLayerRules
+
+UNIFORM = PerLayerRules(allocation="uniform", min_capacity=1)
+
+
+class SlowReuse:
+    """One layer, dictionaries, everything written out."""
+
+    def __init__(self, capacity: int, experts: int) -> None:
+        self.capacity = capacity
+        self.experts = range(experts)
+        self.share = dict.fromkeys(self.experts, 0.1)
+        self.before: dict[int, tuple[float, float, float]] = {}
+        self.weights, self.squares = [0.0, 1.0, 0.5], [1e-3] * 3
+        self.visits = 0
+        self.resident: set[int] = set()
+
+    def access(self, ids: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Hits, misses that are brought in, and who leaves, in order."""
+        used = set(ids)
+        if self.before:
+            for at in range(3):
+                terms = [
+                    ((e in used) - 1 / (1 + exp(-self._dot(self.before[e], self.old)))) * self.before[e][at]
+                    for e in self.experts
+                ]
+                slope = sum(terms) / len(terms)
+                self.squares[at] += slope**2
+                self.weights[at] += 0.3 * slope / sqrt(self.squares[at])
+        self.visits += 1
+        for e in self.experts:
+            self.share[e] += ((e in used) - self.share[e]) * max(1 / 32, 1 / (self.visits + 2))
+            self.before[e] = (1.0, log((self.share[e] + 0.01) / (1.01 - self.share[e])), float(e in used))
+        self.old = list(self.weights)
+        chance = {e: self._dot(self.before[e], self.weights) for e in self.experts}
+        hits, misses = sorted(used & self.resident), sorted(used - self.resident)
+        leaving = sorted(self.resident - used, key=lambda e: (chance[e], e))
+        places = self.capacity - len(hits)
+        ranked = sorted((chance[e] for e in [*leaving, *misses]), reverse=True)
+        brought, left = [], []
+        for e in misses:
+            if not places or chance[e] < ranked[min(places, len(ranked)) - 1]:
+                continue
+            if len(self.resident) == self.capacity:
+                if not leaving or chance[leaving[0]] >= chance[e]:
+                    continue
+                left.append(leaving.pop(0))
+                self.resident.remove(left[-1])
+            self.resident.add(e)
+            brought.append(e)
+        return hits, brought, left
+
+    @staticmethod
+    def _dot(features: tuple[float, float, float], weights: list[float]) -> float:
+        return features[1] * weights[1] + (features[2] * weights[2] + features[0] * weights[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_it_serves_as_the_slow_model_does(data: st.DataObject) -> None:
+    layers, experts = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 6))
+    capacity = data.draw(st.integers(layers, layers * experts))
+    cache = ExpertCache(capacity=capacity, num_layers=layers, num_experts=experts, eviction="reuse", per_layer=UNIFORM)
+    models = [SlowReuse(budget, experts) for budget in cache.budgets]
+    batch = st.lists(st.integers(0, experts - 1), min_size=1, max_size=4)
+    for turn, ids in enumerate(data.draw(st.lists(batch, max_size=40))):
+        layer = turn % layers
+        got = cache.access(layer, np.array([ids]))
+        hits, brought, left = models[layer].access(ids)
+        assert got.hits.tolist() == hits
+        assert got.misses[got.slots >= 0].tolist() == brought
+        assert got.evictions.tolist() == [[layer, e] for e in left]
+
+
+def test_all_places_are_used_before_anybody_leaves() -> None:
+    cache = ExpertCache(capacity=4, num_layers=1, num_experts=8, eviction="reuse")
+    for expert in range(4):
+        assert cache.access(0, [[expert]]).slots.tolist() != [-1]
+    assert len(cache) == 4
+
+
+def test_pinned_experts_stay_and_return_to_the_order() -> None:
+    cache = ExpertCache(capacity=2, num_layers=1, num_experts=4, eviction="reuse")
+    cache.access(0, [[0], [1]])
+    assert cache.pin(0, 0)
+    for _ in range(50):
+        cache.access(0, [[2, 3]])
+    assert cache.contains(0, 0)
+    assert len(cache) == 2
+    cache.unpin(0, 0)
+    for _ in range(50):
+        cache.access(0, [[2, 3]])
+    assert not cache.contains(0, 0)
+
+
+@pytest.mark.parametrize("per_layer", [None, UNIFORM])
+def test_it_keeps_the_busy_where_lru_has_nothing_left(per_layer: PerLayerRules | None) -> None:
+    """Sweeps over four layers of which each uses more than its part: LRU always evicts what comes next."""
+    rng = np.random.default_rng(5)
+    busy = rng.permuted(np.tile(1.0 / np.arange(1, 17), (4, 1)), axis=1)
+    found = {}
+    caches = {
+        "lru": ExpertCache(capacity=16, num_layers=4, num_experts=16, eviction="lru"),
+        "reuse": ExpertCache(capacity=16, num_layers=4, num_experts=16, eviction="reuse", per_layer=per_layer),
+    }
+    for _ in range(200):
+        for layer in range(4):
+            ids = rng.choice(16, size=(1, 6), replace=False, p=busy[layer] / busy[layer].sum())
+            for cache in caches.values():
+                cache.access(layer, ids)
+    found = {name: cache.stats.hit_rate for name, cache in caches.items()}
+    assert found["reuse"] > 0.45
+    assert found["reuse"] > 1.3 * found["lru"], found
+
+
+def test_a_rare_guest_passes_by() -> None:
+    cache = ExpertCache(capacity=2, num_layers=1, num_experts=8, eviction="reuse")
+    for _ in range(40):
+        cache.access(0, [[0, 1]])
+    guest = cache.access(0, [[0, 7]])
+    assert guest.slots.tolist() == [-1]
+    assert cache.contains(0, 1)
+    assert cache.stats.bypasses == 1
+
+
+@pytest.mark.parametrize("eviction", ["reuse", "reuse|lru"])
+def test_known_shares_decide_before_anything_was_seen(eviction: str) -> None:
+    cache = ExpertCache(capacity=4, num_layers=2, num_experts=8, eviction=eviction, per_layer=UNIFORM)
+    shares = np.full((2, 8), 0.05)
+    shares[:, 6:] = 0.9
+    cache.expect(shares)
+    for layer in (0, 1):
+        cache.access(layer, [[6, 7]])
+        cache.access(layer, [[0, 1]])
+        assert cache.contains(layer, 6)
+    with pytest.raises(ValueError, match="shares"):
+        cache.expect(shares[0])
