@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 policy = typer.Typer(name="policy", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 ERRORS, REFUSED = 1, 2
-_Files = Annotated[list[Path], typer.Argument(metavar="FILE.moe", help="Policy files.")]
+_Files = Annotated[list[str], typer.Argument(metavar="FILE.moe", help="Policy files.")]
 _File = Annotated[Path, typer.Argument(metavar="FILE.moe", help="A policy file.")]
 
 
@@ -45,9 +45,9 @@ def check(
     readings: list[tuple[str, Reading | str]] = []
     for file in files:
         try:
-            readings.append((str(file), read_file(file)))
+            readings.append((file, read_file(file)))
         except ConfigError as error:
-            readings.append((str(file), str(error)))
+            readings.append((file, str(error)))
     if as_json:
         typer.echo(json.dumps([_row(file, reading) for file, reading in readings], indent=2))
     else:

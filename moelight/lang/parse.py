@@ -217,7 +217,7 @@ def _last_word(text: str) -> tuple[int, int]:
 def _hint(error: UnexpectedInput, text: str, at: int, word: str) -> str:
     wanted = _wanted(error)
     before = text[:at].rstrip()
-    if word == ",":
+    if word == "," and not wanted.startswith("a value"):
         return "',' stands only inside [ ]; between keys write a line break or nothing"
     if text.startswith(("//", "/*"), at):
         return "a comment begins with '#'"

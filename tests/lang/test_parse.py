@@ -70,12 +70,12 @@ def test_any_mutation_of_a_policy_is_read() -> None:
 def test_several_syntax_errors_and_what_is_between() -> None:
     text = """policy p {
     cache { capacity = = 4 eviction = mru ttl = 0 }
-    prefetch { strategy history budget = 0 }
+    prefetch { strategy = none, strategy history budget = 0 }
 }
 policy q { cache { capacity = 0 } }
 """
     found = [(error.code, error.line) for error in read(text).errors]
-    assert found == [("syntax", 2), ("unknown_value", 2), ("V20", 2), ("syntax", 3), ("V9", 3), ("V1", 5)]
+    assert found == [("syntax", 2), ("unknown_value", 2), ("V20", 2), ("syntax", 3), ("syntax", 3), ("V9", 3), ("V1", 5)]
 
 
 def test_loading(tmp_path: Path) -> None:
