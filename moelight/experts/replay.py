@@ -16,16 +16,11 @@ import numpy as np
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
 from moelight.experts.access import Access, FloatArray, IntArray
-from moelight.experts.adapt import Adapting
 from moelight.experts.cache import ExpertCache
-from moelight.experts.control import Control
-from moelight.experts.monitor import Monitor
-from moelight.experts.placement import place_misses
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
-from moelight.experts.prefetch import Prefetcher
+from moelight.experts.residency import Residency
 from moelight.experts.timing import Clock, Machine
 from moelight.experts.trace import Row, read_rows
-from moelight.experts.warm import WarmPin
 from moelight.hrm import costs
 from moelight.profiles.model import ModelProfile
 
@@ -115,7 +110,6 @@ class Outcome:
 
     Attributes:
         slots: experts that had room, as the run began. page_bytes: of one (None: unknown model).
-        guessed: experts fetched ahead, or near anyway, because of a guess; ``guessed_right``: that were then chosen.
         bytes: pages that moved, misses and guesses, each once; None without a model.
         stall_s: seconds in which nothing could be computed for want of a page; ``total_s`` of all. ``tokens_per_s``:
             tokens of the trace, prompts included, in a second. None without a machine.
@@ -129,8 +123,6 @@ class Outcome:
     evictions: int
     max_resident: int
     slots: int
-    guessed: int = 0
-    guessed_right: int = 0
     page_bytes: int | None = None
     bytes: int | None = None
     stall_s: float | None = None
@@ -157,9 +149,9 @@ class Outcome:
 class Replay:
     """One policy under way through a trace.
 
-    Attributes:
-        schedule_mode: where missing experts are computed, as the policy or one of its rules has it. It needs costs to
-            decide by: without a machine, and on one without a GPU, every miss is fetched.
+    Where missing experts are computed needs costs to decide by: without a machine, and on one without a GPU, every miss
+    is fetched. What predictors guess is fetched beside the cache, as the engine does it: it makes misses shorter, and
+    no hits.
     """
 
     def __init__(
@@ -171,79 +163,81 @@ class Replay:
             ConfigError: the policy cannot be met.
         """
         self.policy, self.shape = policy, shape
-        size = {"num_layers": len(shape.layers), "num_experts": shape.num_experts}
-        self.cache = ExpertCache.of(policy, page_bytes=shape.page_bytes, **size) if cache is None else cache
-        self._slots, self._most = self.cache.capacity, 0
+        layers, experts = len(shape.layers), shape.num_experts
+        given = cache
+        if given is None:
+            given = ExpertCache.of(policy, num_layers=layers, num_experts=experts, page_bytes=shape.page_bytes)
+        self._slots, self._most = given.capacity, 0
+        self._residency = Residency(
+            policy,
+            num_layers=layers,
+            num_experts=experts,
+            active=shape.top_k,
+            page_bytes=shape.page_bytes,
+            most_slots=self._slots,
+        )
+        if cache is not None:
+            self._residency.cache = cache
         self._pages, self._tokens = 0, 0.0
         self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
-        self.schedule_mode = policy.schedule.mode
-        self._prefetcher = Prefetcher(policy.prefetch, **size)
-        self._adapting = None
-        if policy.adapt:
-            control = Control(self.cache, self._prefetcher, self, policy.cache, shape.page_bytes)
-            self._adapting = Adapting(policy.adapt, control, Monitor(policy.monitor))
-        warm = policy.cache.warm_pin
-        self._warm = None if warm is None else WarmPin(warm, active=shape.top_k)
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
-        if self._may_compute and self.schedule_mode == "cpu_fallback":
+        if self._may_compute and self._mode == "cpu_fallback":
             self._fill()
 
     @property
     def _may_compute(self) -> bool:
         return self._machine is not None and self._machine.discrete
 
+    @property
+    def _mode(self) -> str:
+        return self._residency.controls.schedule.mode
+
     def _fill(self) -> None:
         """Where no miss ever comes near, those stay that do at the start: the first of each layer, as many as fit."""
-        cache, budgets = self.cache, self.cache.budgets
-        for expert in range(cache.num_experts):
-            for row in range(cache.num_layers):
-                if len(cache) >= cache.capacity or cache.stats.evictions:
-                    break
-                if len(budgets) == 1 or expert < budgets[row]:
-                    cache.prefetch(row, [expert])
-        cache.stats.evictions = 0
+        layers, experts = len(self.shape.layers), self.shape.num_experts
+        first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
+        self._residency.cache.fill(first)
 
     def step(self, row: Row) -> None:
         """One batch; ``row.layer`` counts layers with experts."""
-        self._pin_if_warm()
         tokens = len(row.ids) / (self.shape.top_k or 1)
         self._tokens += tokens
         if self._clock is not None:
             self._clock.route(row.layer, tokens)
         ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
-        computed_s, elsewhere = 0.0, None
-        if self._may_compute and self.schedule_mode != "gpu_only":
+        computed_s = 0.0
+        if self._may_compute and self._mode != "gpu_only":
             leave, computed_s = self._leave(row, tokens)
             if leave.size:
                 away = np.isin(row.ids, leave)
-                elsewhere = self.cache.access(
-                    row.layer, ids[away], None if scores is None else scores[away], admit=False
-                )
+                self._pass_by(row.layer, ids[away], None if scores is None else scores[away])
                 ids, scores = ids[~away], None if scores is None else scores[~away]
-        found = self.cache.access(row.layer, ids, scores)
+        found = self._residency.access(row.layer, ids, scores)
         self._serve(found, computed_s)
-        self._learn(row, found, elsewhere)
+        self._guess(row.layer + 1)
         if len(found.misses):
-            self._most = max(self._most, len(self.cache))
+            self._most = max(self._most, len(self._residency.cache))
 
     def _leave(self, row: Row, tokens: float) -> tuple[IntArray, float]:
         """Missing experts of the batch that the CPU computes where they lie, and how long it takes."""
         if self._machine is None:
             return row.ids[:0], 0.0
         counts = np.bincount(row.ids, minlength=self.shape.num_experts)
-        missing = np.flatnonzero((counts > 0) & (self.cache.slot_table[row.layer] < 0))
-        rules = self.policy.schedule
-        placed = place_misses(
+        missing = np.flatnonzero((counts > 0) & (self._residency.cache.slot_table[row.layer] < 0))
+        placed = self._residency.place(
             counts[missing],
             fetch_s=self._machine.fetch_s,
             cpu_s=self._machine.cpu_s(counts[missing]),
             fixed_s=self._machine.crossing_s(tokens),
-            mode=self.schedule_mode,
-            offload_threshold_s=rules.offload_threshold_ms / 1e3,
-            priority_routing=rules.priority_routing,
         )
         return missing[placed.computed], placed.cpu_s
+
+    def _pass_by(self, layer: int, ids: IntArray, scores: FloatArray | None) -> None:
+        """Misses that are computed elsewhere: counted, and nobody comes."""
+        found = self._residency.cache.access(layer, ids, scores, admit=False)
+        if self._residency.adapting is not None:
+            self._residency.adapting.record(0, len(found.misses), 0)
 
     def _serve(self, found: Access, computed_s: float) -> None:
         missing = found.misses + found.layer * self.shape.num_experts
@@ -251,50 +245,25 @@ class Replay:
         if self._clock is not None:
             self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
-    def _learn(self, row: Row, found: Access, elsewhere: Access | None) -> None:
-        """Rules look at the metrics of the batch, predictors at what it chose; they say what to fetch ahead."""
-        if self._adapting is not None:
-            missed = len(found.misses) + (0 if elsewhere is None else len(elsewhere.misses))
-            self._adapting.record(len(found.hits), missed, len(found.evictions))
-        if self._prefetcher.rules.strategy == "none":
-            return
-        counts = found.counts if elsewhere is None else found.counts + elsewhere.counts
-        chosen = np.flatnonzero(counts)
-        mass: FloatArray | None = None
-        if row.scores is not None:
-            every: FloatArray = np.bincount(row.ids, row.scores, self.shape.num_experts).astype(float, copy=False)
-            mass = every[chosen]
-        self._prefetcher.observe(row.layer, chosen, counts[chosen], mass)
-        self._guess(row.layer + 1)
-
     def _guess(self, coming: int) -> None:
-        """Guesses lie beside the cache until the layer ``coming`` of this pass has chosen; they evict nobody."""
+        """What is fetched ahead for the layer ``coming`` of this pass; it waits there until that has chosen."""
+        predictor = self._residency.cache.predictor
+        if not predictor.is_on:
+            return
         self._guessed = self._guessed[:0]
         if coming == len(self.shape.layers):
             return
-        for target, wanted in self._prefetcher.ahead(coming - 1, self.cache.slot_table >= 0):
+        for target, wanted in predictor.ahead(coming - 1, self._residency.cache.slot_table >= 0):
             if target == coming:
                 self._guessed = wanted + target * self.shape.num_experts
         self._pages += len(self._guessed)
         if self._clock is not None:
             self._clock.guess(self._guessed.tolist())
 
-    def _pin_if_warm(self) -> None:
-        if self._warm is not None and self._warm.due(self.cache.clock):
-            stats, cache = self.cache.stats, self.cache
-            self._warm.fire(
-                stats.hits,
-                stats.misses,
-                cache.slot_table >= 0,
-                capacity=cache.capacity,
-                pinnable=cache.capacity,
-                pin=cache.pin,
-            )
-
     def outcome(self) -> Outcome:
         """Of everything so far."""
-        stats, clock, page = self.cache.stats, self._clock, self.shape.page_bytes
-        quality = self._prefetcher.quality
+        clock, page = self._clock, self.shape.page_bytes
+        stats = self._residency.cache.stats
         tokens = self._tokens / len(self.shape.layers)
         return Outcome(
             policy=self.policy.name,
@@ -302,11 +271,9 @@ class Replay:
             hits=int(stats.hits.sum()),
             misses=int(stats.misses.sum()),
             evictions=stats.evictions,
-            max_resident=self._most,
+            max_resident=max(self._most, len(self._residency.cache)),
             slots=self._slots,
             page_bytes=page,
-            guessed=quality.issued,
-            guessed_right=quality.useful,
             bytes=None if page is None else self._pages * page,
             stall_s=None if clock is None else clock.stall_s,
             total_s=None if clock is None else clock.now,

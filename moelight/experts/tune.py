@@ -138,7 +138,8 @@ class _Search:
 
     def _structures(self, count: int) -> Iterator[ExpertPolicy]:
         """Orders of leaving, alike for every layer or over all of them; where a GPU is, with and without its help."""
-        modes = ("gpu_only", "hybrid", "cpu_fallback") if self._machine.discrete else ("gpu_only",)
+        # hybrid never takes longer for a batch than either of the others.
+        modes = ("gpu_only", "hybrid") if self._machine.discrete else ("gpu_only",)
         layers, capacity = len(self._shape.layers), share_of(count, self._shape.num_experts)
         for mode in modes:
             for per_layer in (uniform_layers(count), None):
@@ -153,7 +154,7 @@ class _Search:
                         schedule=self._machine.schedule(mode),
                         per_layer=per_layer,
                     )
-                    if mode == "cpu_fallback" or count == self._shape.num_experts:  # nobody leaves
+                    if count == self._shape.num_experts:  # nobody leaves
                         break
 
     def _guessing(self, policy: ExpertPolicy) -> Iterator[ExpertPolicy]:
