@@ -58,9 +58,9 @@ class Policy:
         host_pages: how experts at home in host memory come to the link: ``pinned`` (from their home, which is locked),
             ``staged`` (copied into pinned memory first), or ``auto``: planned as staged, and pinned where the machine
             locks memory in place.
-        residents: whether the experts that are near stay so (``static``), or make way in small passes for those that are
-            asked for more (``learned``: any of a layer may be missing, so the ring holds a layer, and a device's have
-            copies in host memory); ``auto``: planned as static, and learned where there is room for that.
+        residents: whether the experts that are near stay so (``static``), or make way in small passes for those that
+            are asked for more (``learned``: any of a layer may be missing, so the ring holds a layer, and a device's
+            have copies in host memory); ``auto``: planned as static, and learned where there is room for that.
     """
 
     model: str

@@ -321,7 +321,7 @@ class Engine:
         """What is known of the experts' residency so far, for JSON; None where all are near and nobody asked."""
         if self._experts is None:
             return None
-        return self._experts.residency.stats(stalls=self._loaded.stalls)
+        return self._experts.near.stats(stalls=self._loaded.stalls)
 
     def save_expert_profile(self, path: Path) -> None:
         """Write how often each expert was chosen, to begin with another time.
@@ -332,7 +332,7 @@ class Engine:
         """
         if self._experts is None:
             raise ConfigError(f"{path}: nobody counted who was chosen; open the engine with ExpertOptions(record=True)")
-        save_profile(self._experts.residency.profile, path)
+        save_profile(self._experts.near.profile(), path)
 
     @property
     def adaptations(self) -> tuple[Adaptation, ...]:

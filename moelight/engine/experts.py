@@ -15,10 +15,9 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
 from moelight.core.schedule import Page
-from moelight.experts.placement import place_misses
+from moelight.experts.near import ModelFacts, NearExperts
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile_files import load_profile
-from moelight.experts.residency import ModelFacts, Residency
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
 from moelight.hrm.estimate import acts_of
@@ -58,7 +57,7 @@ class ExpertChoices:
 
     def __init__(
         self,
-        residency: Residency,
+        near: NearExperts,
         *,
         miss_s: Callable[[np.ndarray], np.ndarray] | None,
         fetch_s: float,
@@ -67,25 +66,18 @@ class ExpertChoices:
         computed: Collection[Page],
         trace: RoutingTrace | None,
     ) -> None:
-        self.residency, self._miss_s, self._fetch_s, self._cross_s = residency, miss_s, fetch_s, cross_s
+        self.near, self._miss_s, self._fetch_s, self._cross_s = near, miss_s, fetch_s, cross_s
         self._notes, self._computed, self.trace = notes, frozenset(computed), trace
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Which of the missing ``ids`` [n] of ``layer``, with ``tokens`` [n] each, the CPU computes where they lie: by
         the policy, or those that the placement left to it where nobody learns."""
-        if not self.residency.learns:
+        if not self.near.learns:
             return ids[[Page(layer=layer, expert=expert) in self._computed for expert in ids.tolist()]]
-        mode, rules = self.residency.schedule_mode, self.residency.policy.schedule
-        if self._miss_s is None or mode == "gpu_only":
+        if self._miss_s is None:
             return ids[:0]
-        placed = place_misses(
-            tokens,
-            fetch_s=self._fetch_s,
-            cpu_s=self._miss_s(tokens),
-            fixed_s=self._cross_s,
-            mode=mode,
-            offload_threshold_s=(rules.offload_threshold_ms or 0.0) / 1e3,
-            priority_routing=rules.priority_routing,
+        placed = self.near.residency.place(
+            tokens, fetch_s=self._fetch_s, cpu_s=self._miss_s(tokens), fixed_s=self._cross_s
         )
         return ids[placed.computed]
 
@@ -100,7 +92,7 @@ class ExpertChoices:
 
     def _seen(self, layer: int, routed: Routed) -> None:
         if self._notes:
-            self.residency.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
+            self.near.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
         self._write(layer, routed)
 
     def _write(self, layer: int, routed: Routed) -> None:
@@ -137,7 +129,7 @@ def choices_for(
     if path is not None:
         layers = sum(model.moe_layers)
         profile = load_profile(path, model=facts.facts, num_layers=layers, num_experts=model.experts.num_experts)
-    residency = Residency(
+    near = NearExperts(
         experts,
         facts,
         resident=placement.resident,
@@ -151,7 +143,7 @@ def choices_for(
         return np.asarray(acts.expert_s(speeds.cpu, tokens.astype(float)))
 
     return ExpertChoices(
-        residency,
+        near,
         miss_s=miss_s if policy.discrete else None,
         fetch_s=acts.page_bytes() / speeds.h2d if policy.discrete else 0.0,
         cross_s=2 * speeds.transfer_s,

@@ -125,7 +125,7 @@ class PassRunner:
         weights = load_dense(source.weight_map, profile, arenas["dense"], dtype)
         self._pages = PageStore(
             arenas,
-            near_table(self._placement, profile) if self._experts is None else self._experts.residency.table,
+            near_table(self._placement, profile) if self._experts is None else self._experts.near.table,
             near=self._placement.near,
             far=far_pages(self._placement) if self._placement.near == "device" else (),
             parts=self._layout.parts,
@@ -137,7 +137,7 @@ class PassRunner:
         self._pager: Pager | None = None
         if self._experts is not None and self._layout.streamed:
             leave = self._experts.leave if policy.ffn_device == "split" else None
-            self._pager = Pager(self._pages, self._experts.residency, self._reader.start, leave=leave)
+            self._pager = Pager(self._pages, self._experts.near, self._reader.start, leave=leave)
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
@@ -211,7 +211,7 @@ class PassRunner:
             if self._pager is not None:
                 self._pager.land()  # the ring is the stream's now
             self._follow_residents()
-        ahead = small is not None and self._policy.schedule != "serial" and small.residency.ahead
+        ahead = small is not None and self._policy.schedule != "serial" and small.near.ahead
         shape = PassShape(
             micro_batches=packed.shapes,
             carried=self._executor.carried,
@@ -219,7 +219,7 @@ class PassRunner:
             look_ahead=self._policy.look_ahead,
             routed_only=small is not None,
             ahead=ahead,
-            foresee=ahead and present(small).residency.foresees,
+            foresee=ahead and present(small).near.foresees,
         )
         completing = [[piece for piece in load.pieces if piece.completes] for load in packed.loads]
 
@@ -251,7 +251,7 @@ class PassRunner:
 
     def _follow_residents(self) -> None:
         """Lay the stream of pages out anew, if others are near than at the last pass that streamed them."""
-        found = None if self._experts is None else self._experts.residency
+        found = None if self._experts is None else self._experts.near
         if found is not None and found.version != self._residents:
             placement = moved(self._placement, found.pages())
             layout = layout_of(self._profile, self._policy, self.dtype, placement=placement)

@@ -284,6 +284,7 @@ class ExpertCache(Residents):
         if len(at) != len(which) or (weights is not None and len(weights) != len(at)):
             raise ValueError(f"{len(at)} layers, {len(which)} experts and their scores are not equally many")
         hit = np.zeros(len(at), np.bool_)
+        each_alone = self.pressure is not None or self._expiry is not None or self._selections is not None
         if each_alone or self.predictor.is_on or self._distinct[0].has_visit:
             for i in range(len(at)):
                 score = None if weights is None else weights[i : i + 1, None]

@@ -174,7 +174,7 @@ class ExpertPolicy:
 # What an engine goes by where nobody says otherwise; the reasons are in docs/guides/expert-policies.md.
 DEFAULT_POLICY = ExpertPolicy(
     name="default",
-    cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("lru",)),
+    cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("reuse",)),
     prefetch=PrefetchRules(strategy="next_router"),
     schedule=ScheduleRules(mode="hybrid", offload_threshold_ms=1e-3),
     per_layer=PerLayerRules(allocation="uniform", min_capacity=1, max_capacity=4096),

@@ -54,7 +54,7 @@ class Residency:
         Raises:
             ConfigError: the policy cannot be followed on this model, or says something that is not implemented.
         """
-        self.policy, self.counted, self._sizing = policy, counted, sizing
+        self.policy, self.counted, self._sizing, self._active = policy, counted, sizing, active
         self.cache = ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes)
         self.controls = Controls(policy, self.cache, page_bytes=page_bytes, most_slots=most_slots)
         self.monitor = Monitor(policy.monitor) if policy.monitor or policy.adapt else None
@@ -71,18 +71,30 @@ class Residency:
         layers = self.policy.per_layer
         wanted = known.residents(self.cache.capacity if layers is None else np.array(self.cache.budgets))
         self.begin_with = np.concatenate([self.begin_with, self.cache.fill(wanted)])
+        counts = known.counts
+        totals = counts.sum(axis=1, keepdims=True)
+        if self._active and totals.all():
+            self.cache.expect(counts / totals * self._active)
         if known.transitions is not None:
             self.cache.predictor.know(known.transitions)
 
-    def access(self, layer: int, ids: ArrayLike, scores: ArrayLike | None = None) -> Access:
-        """Serve one batch, as `ExpertCache.access`; then count it, and do what rules and warm-pinning call for."""
+    def access(
+        self,
+        layer: int,
+        ids: ArrayLike,
+        scores: ArrayLike | None = None,
+        *,
+        admit: bool = True,
+        rules: bool = True,
+    ) -> Access:
+        """Serve one batch, as `ExpertCache.access`; then count it, and do what ``rules`` and warm-pinning call for."""
         if self.warm is not None and self.warm.due(self.cache.clock):
             self._warm_pin(self.warm)
-        found = self.cache.access(layer, ids, scores)
+        found = self.cache.access(layer, ids, scores, admit=admit)
         if self.counted is not None:
             distinct = np.flatnonzero(found.counts)
             self.counted.record(layer, distinct, found.counts[distinct])
-        if self.adapting is not None:
+        if self.adapting is not None and rules:
             # Those who left for guesses since the last batch count with this one.
             self.adapting.record(len(found.hits), len(found.misses), self.cache.stats.evictions - self._evictions)
             self._evictions = self.cache.stats.evictions

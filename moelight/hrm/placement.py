@@ -41,7 +41,7 @@ class Placement:
 
     @property
     def host_copies(self) -> bool:
-        """Whether pages near on a device have a copy in host memory, from where others cross, so that they can leave."""
+        """Whether pages near on a device have a copy in host memory, whence they can come back."""
         return self.learned and self.near == "device" and "host" in self.homes.values()
 
     @property

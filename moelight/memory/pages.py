@@ -118,8 +118,8 @@ class PageStore:
 
     def swap(self, slot: int, ring: int) -> None:
         """Let the page that is in page ``ring`` of the ring be near, in ``slot``: the two exchange their memory."""
-        for near, passing in ((self.near_pages, self.ring_pages), (self.near_views, self.ring_views)):
-            near[slot], passing[ring] = passing[ring], near[slot]
+        self.near_pages[slot], self.ring_pages[ring] = self.ring_pages[ring], self.near_pages[slot]
+        self.near_views[slot], self.ring_views[ring] = self.ring_views[ring], self.near_views[slot]
         page, each = self.ring_pages[ring], len(self._parts)
         self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
 

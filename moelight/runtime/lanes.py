@@ -48,8 +48,8 @@ Work = Callable[[], Outcome]
 
 
 class Ticket(Protocol):
-    """One piece of work on its way. ``skipped``, once it is done: it found nothing to do. ``found_bytes``: what it moved,
-    if only its running could tell."""
+    """One piece of work on its way. Once it is done, ``skipped``: it found nothing to do; ``found_bytes``: what it
+    moved, if only its running could tell."""
 
     @property
     def skipped(self) -> bool: ...

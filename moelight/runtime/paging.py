@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Page, Task, TaskKind
-from moelight.experts.residency import Residency
+from moelight.experts.near import NearExperts
 from moelight.memory.pages import Arriving, ExpertWeights, PageStore, StartPage
 from moelight.models.decoder import Watch
 from moelight.models.moe import Experts
@@ -94,12 +94,12 @@ class Pager:
     def __init__(
         self,
         store: PageStore,
-        residency: Residency,
+        near: NearExperts,
         start_page: StartPage,
         *,
         leave: Leave | None = None,
     ) -> None:
-        self.store, self.residency = store, residency
+        self.store, self.near = store, near
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.guesses: list[_Guess] = []
         self.stall = Stall()
@@ -179,7 +179,7 @@ class SmallPass:
             if task.layer in self._choices:
                 return SKIPPED
             most = int((store.table[task.layer] < 0).sum())  # of which each may need a page of the ring in its turn
-            for expert in pager.residency.guess(task.layer).tolist():
+            for expert in pager.near.guess(task.layer).tolist():
                 if len(self._free) + len(self._passing) <= most:
                     break
                 page = Page(layer=task.layer, expert=expert)
@@ -199,20 +199,20 @@ class SmallPass:
     def foresee(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
         """Tell that ``layer`` may choose ``ids`` [T, k], with ``weights``."""
         with self._turn:
-            self._pager.residency.hint(layer, ids, weights)
+            self._pager.near.hint(layer, ids, weights)
 
     def _choose(self, layer: int) -> Choice:
-        pager, store, residency = self._pager, self._pager.store, self._pager.residency
+        pager, store, near = self._pager, self._pager.store, self._pager.near
         ids, weights = routed_of(self._micro_batches)
         past = [page for page in self._carried if page.layer != layer]
         self._free += [*self._passing, *pager.settle(keep=layer), *(self._carried.pop(page) for page in past)]
         self._passing = []
         if self._held is not None:
-            residency.release(*self._held)
+            near.release(*self._held)
         on_cpu = self._leave_to_cpu(layer, ids)
-        found = residency.choose(layer, ids, weights, leave=on_cpu)
+        found = near.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
-        residency.lease(layer, held)
+        near.lease(layer, held)
         self._held = (layer, held)
         choice = Choice(experts=Experts(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu))
         experts: list[ExpertWeights | None] = [None] * pager.num_experts

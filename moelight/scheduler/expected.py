@@ -235,7 +235,8 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
 
 def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict[Lane, int]:
     """What the ledger says must cross each lane: every streamed page once, less those carried in, plus those carried
-    out (where only routed pages move, at most every one); and for each layer and micro-batch what attention and the CPU's experts send down and up."""
+    out (where only routed pages move, at most every one); and for each layer and micro-batch what attention and the
+    CPU's experts send down and up."""
     layers, total = layout.model.num_layers, 0 if shape.routed_only else len(layout.streamed)
     moved = [k % total for k in range(shape.carried, total + len(schedule.carried_out))] if total else []
     from_disk = sum(layout.bytes_at(k) for k in moved if layout.from_disk[k])

@@ -1,4 +1,4 @@
-"""Small passes: a layer's pages move once all its routers have chosen, and only those that were chosen and are not near.
+"""Small passes: pages of a layer move once all its routers have chosen, and only chosen ones that are not near.
 
 What is lost is the overlap of links and compute; what is saved are the pages of experts that nobody routes to
 (`hrm.orders.routed_only` says when that pays). Which pages these are is known only when the pass runs, so one task for
