@@ -15,12 +15,13 @@ import numpy as np
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
-from moelight.experts.access import Access, FloatArray, IntArray
+from moelight.experts.access import Access, IntArray
 from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.residency import Residency
 from moelight.experts.timing import Clock, Machine
 from moelight.experts.trace import Row, read_rows
+from moelight.experts.trust import Trust
 from moelight.hrm import costs
 from moelight.profiles.model import ModelProfile
 
@@ -178,7 +179,7 @@ class Replay:
         )
         if cache is not None:
             self._residency.cache = cache
-        self._pages, self._tokens = 0, 0.0
+        self._pages, self._tokens, self._trust = 0, 0.0, Trust()
         self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
@@ -206,12 +207,14 @@ class Replay:
         if self._clock is not None:
             self._clock.route(row.layer, tokens)
         ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
+        self._trust.settle(row.layer, row.ids)
         computed_s = 0.0
         if self._may_compute and self._mode != "gpu_only":
             leave, computed_s = self._leave(row, tokens)
             if leave.size:
                 away = np.isin(row.ids, leave)
-                self._pass_by(row.layer, ids[away], None if scores is None else scores[away])
+                passed = None if scores is None else scores[away]
+                self._residency.access(row.layer, ids[away], passed, admit=False)
                 ids, scores = ids[~away], None if scores is None else scores[~away]
         found = self._residency.access(row.layer, ids, scores)
         self._serve(found, computed_s)
@@ -233,12 +236,6 @@ class Replay:
         )
         return missing[placed.computed], placed.cpu_s
 
-    def _pass_by(self, layer: int, ids: IntArray, scores: FloatArray | None) -> None:
-        """Misses that are computed elsewhere: counted, and nobody comes."""
-        found = self._residency.cache.access(layer, ids, scores, admit=False)
-        if self._residency.adapting is not None:
-            self._residency.adapting.record(0, len(found.misses), 0)
-
     def _serve(self, found: Access, computed_s: float) -> None:
         missing = found.misses + found.layer * self.shape.num_experts
         self._pages += len(missing) - (int(np.isin(missing, self._guessed).sum()) if self._guessed.size else 0)
@@ -246,7 +243,7 @@ class Replay:
             self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
     def _guess(self, coming: int) -> None:
-        """What is fetched ahead for the layer ``coming`` of this pass; it waits there until that has chosen."""
+        """What is fetched ahead for the layer ``coming`` of this pass: guesses of a kind that mostly comes true."""
         predictor = self._residency.cache.predictor
         if not predictor.is_on:
             return
@@ -255,7 +252,7 @@ class Replay:
             return
         for target, wanted in predictor.ahead(coming - 1, self._residency.cache.slot_table >= 0):
             if target == coming:
-                self._guessed = wanted + target * self.shape.num_experts
+                self._guessed = self._trust.likely(target, wanted) + target * self.shape.num_experts
         self._pages += len(self._guessed)
         if self._clock is not None:
             self._clock.guess(self._guessed.tolist())
