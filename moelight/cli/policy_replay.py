@@ -103,11 +103,14 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     numbers = ["room", "hits", "misses", "evictions"]
     numbers += ["memory", "moved"] if known else []
     numbers += ["stall", "tokens/s"] if timed else []
-    table = plain_table("policy", *numbers[:2], "", *numbers[2:], numbers=tuple(numbers))
+    # With everything that is known a bar would no longer fit 80 columns.
+    drawn = [] if timed else [""]
+    table = plain_table("policy", *numbers[:2], *drawn, *numbers[2:], numbers=tuple(numbers))
     best = max((each.tokens_per_s or 0.0 for each in outcomes), default=0.0)
     for each in outcomes:
         cells: list[Text | str] = [printable(each.policy), f"{each.slots:,}", share_text(each.hit_rate)]
-        cells += [bar(each.hit_rate, 12), f"{each.misses:,}", f"{each.evictions:,}"]
+        cells += [bar(each.hit_rate, 12)] * len(drawn)
+        cells += [f"{each.misses:,}", f"{each.evictions:,}"]
         if each.bytes is not None:
             cells += [format_bytes(each.memory_bytes or 0), format_bytes(each.bytes)]
         if each.stall_s is not None:

@@ -163,7 +163,7 @@ def test_guesses_that_come_true_shorten_the_wait_and_change_no_hit() -> None:
     plain = one(rows, policy(16, per_layer=UNIFORM, rules={}), shape, T4)
     few = policy(4, per_layer=UNIFORM)
     alone, ahead = (
-        one(rows, replace(few, prefetch=PrefetchRules(strategy=name, budget=4)), shape, T4)
+        one(rows, replace(few, prefetch=PrefetchRules(strategy=name, budget=8)), shape, T4)
         for name in ("none", "previous")
     )
     assert plain.hits > alone.hits and plain.stall_s is not None

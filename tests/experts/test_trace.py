@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import tracemalloc
 from pathlib import Path
@@ -114,5 +113,5 @@ def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="no space left") as refusal:
         for _ in range(9):
             full.write(0, [[1]], [[1.0]])
-    assert refusal.value.__suppress_context__ and errno.ENOSPC
+    assert refusal.value.__suppress_context__
     full.close()

@@ -31,6 +31,6 @@ def skewed(passes: int, *, layers: int, experts: int, top_k: int, tokens: int = 
     for _ in range(passes):
         for layer in range(layers):
             chances = weights[layer] / weights[layer].sum()
-            ids = [rng.choice(experts, top_k, replace=False, p=chances).tolist() for _ in range(tokens)]
-            found.append((layer, sum(ids, []), rng.random(tokens * top_k).round(3).tolist()))
+            ids = np.stack([rng.choice(experts, top_k, replace=False, p=chances) for _ in range(tokens)])
+            found.append((layer, ids.ravel().tolist(), rng.random(tokens * top_k).round(3).tolist()))
     return found
