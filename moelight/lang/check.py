@@ -9,11 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moelight.core.errors import did_you_mean
-from moelight.experts.policy import Action, AdaptRule, ExpertPolicy
+from moelight.experts.policy import METRICS, Action, AdaptRule, ExpertPolicy
 from moelight.lang import advice
 from moelight.lang.adapting import read_condition, read_rule
 from moelight.lang.findings import Complaint, Finding, located
-from moelight.lang.keys import BLOCKS, FOREIGN_BLOCKS, KEYS, UNSUPPORTED, VERSION, Key, WrongValueError, typed
+from moelight.lang.keys import (
+    BLOCKS,
+    FOREIGN_BLOCKS,
+    KEYS,
+    UNMEASURED,
+    UNSUPPORTED,
+    VERSION,
+    Key,
+    WrongValueError,
+    typed,
+)
 from moelight.lang.lower import lower
 from moelight.lang.parse import parse
 from moelight.lang.rules import Broken, Place, broken_rules, swapped
@@ -177,8 +187,12 @@ class _PolicyReading:
         given = entry.value
         name = entry.key.text
         if not isinstance(given, Conditional):
-            self.values[place] = typed(name, key, given)
+            self.values[place] = found = typed(name, key, given)
             self.spans[place] = given.span
+            if key.kind == "names" and isinstance(found, tuple) and UNMEASURED in found:
+                self.values[place] = tuple(word for word in found if word != UNMEASURED) or METRICS[:1]
+                message = f"{UNMEASURED} is left out: seconds are in the stats of a run, not in the monitor"
+                self._complain("pointless", message, given.span, warning=True)
             return
         if not key.swap:
             raise WrongValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from moelight.core.errors import ConfigError
 from moelight.core.units import GB, format_bytes
 from moelight.experts.policy import AdaptRule, ExpertPolicy
 from moelight.lang.format import condition_text, entries, rule_text, value_text
@@ -19,6 +20,7 @@ _EVICTIONS = {
     "lfu": "the expert used least often, older uses counting less",
     "slru": "on trial, the expert used least often; whoever is asked for twice is safe for longer",
     "score": "the expert that the router valued least of late",
+    "reuse": "the expert least likely to be asked for at its layer's next visit, as learned on the way",
     "frequency_threshold": "experts below their share of recent accesses",
 }
 _STRATEGIES = {
@@ -67,14 +69,12 @@ def _eviction(policy: ExpertPolicy) -> str:
 def _capacity(policy: ExpertPolicy) -> str:
     capacity = policy.cache.capacity
     layers = policy.per_layer
-    where = "" if layers is None else " of each layer" if capacity.unit == "slots" else ", shared out among the layers"
     if layers is not None and layers.total_budget is not None:
         return f"replaced by total_budget, {layers.total_budget} experts in all"
+    where = "" if layers is None else " of each layer"
     if capacity.unit == "percent":
         return f"room for {capacity} of all experts{where}"
-    return (
-        f"room for {capacity} experts{where}" if capacity.unit == "slots" else f"room for {capacity} of experts{where}"
-    )
+    return f"room for {capacity} {'experts' if capacity.unit == 'slots' else 'of experts'}{where}"
 
 
 def _threshold(policy: ExpertPolicy) -> str:
@@ -187,21 +187,24 @@ def cached_experts(policy: ExpertPolicy, experts: Experts) -> int:
     """How many experts of the model have room at once.
 
     Raises:
-        ConfigError: the capacity is a size in which not one has room.
+        ConfigError: the capacity is a size in which not one has room, or the layers' budgets cannot be met.
     """
     layers, capacity = policy.per_layer, policy.cache.capacity
     if layers is None:
         return capacity.slots(experts.count, experts.page_bytes)
-    if layers.total_budget is not None:
-        total = layers.total_budget
-    elif capacity.unit == "slots":
-        total = int(capacity.value) * experts.layers
+    if layers.total_budget is None:
+        total = experts.layers * capacity.slots(experts.per_layer, experts.page_bytes)
     else:
-        total = capacity.slots(experts.count, experts.page_bytes)
+        total = min(layers.total_budget, experts.count)
     least, most = (
         min(bound, experts.per_layer) * experts.layers for bound in (layers.min_capacity, layers.max_capacity)
     )
-    return max(least, min(total, most))
+    if not least <= total <= most:
+        raise ConfigError(
+            f"policy {policy.name}: room for {total:,} experts cannot be shared out to {experts.layers} layers, which "
+            f"take {least:,} to {most:,} together; change capacity, total_budget, min_capacity or max_capacity"
+        )
+    return total
 
 
 def memory_words(policy: ExpertPolicy, experts: Experts, model: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moelight.core.errors import ConfigError
+from moelight.experts.cache import ExpertCache
+from moelight.experts.policy import EVICTIONS, MODES, STRATEGIES
 from moelight.lang.check import read
 from moelight.lang.keys import BLOCKS, KEYS
 from moelight.lang.words import Experts, cached_experts, meanings, memory_words, spread
@@ -34,13 +37,29 @@ def policy(cache: str, rest: str = ""):  # type: ignore[no-untyped-def]
         ("capacity = 3", "per_layer { min_capacity = 1 }", 12),
         ("capacity = 50%", "per_layer { min_capacity = 1 }", 32),
         ("capacity = 3", "per_layer { total_budget = 20 }", 20),
-        ("capacity = 1", "per_layer { min_capacity = 2 }", 8),
-        ("capacity = 64", "per_layer { max_capacity = 4 }", 16),
-        ("capacity = 1", "per_layer { min_capacity = 40 max_capacity = 50 }", 64),
+        ("capacity = 2MiB", "per_layer { min_capacity = 1 }", 8),
+        ("capacity = 400", "per_layer { min_capacity = 40 max_capacity = 50 }", 64),
     ],
 )
 def test_experts_with_room(cache: str, rest: str, count: int) -> None:
     assert cached_experts(policy(cache, rest), MODEL) == count
+
+
+@pytest.mark.parametrize(
+    ("cache", "rest"),
+    [("capacity = 1", "per_layer { min_capacity = 2 }"), ("capacity = 64", "per_layer { max_capacity = 4 }")],
+)
+def test_budgets_that_cannot_be_met(cache: str, rest: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be shared out to 4 layers"):
+        cached_experts(policy(cache, rest), MODEL)
+
+
+def test_experts_with_room_are_those_of_the_cache() -> None:
+    for rest in ("", "per_layer { min_capacity = 1 }", "per_layer { total_budget = 30 }"):
+        for room in ("7", "25%", "6MiB"):
+            asked = policy(f"capacity = {room}", rest)
+            cache = ExpertCache.of(asked, num_layers=4, num_experts=16, page_bytes=1 << 20)
+            assert cache.capacity == cached_experts(asked, MODEL)
 
 
 def test_a_size_without_room_for_one_expert() -> None:
@@ -53,6 +72,17 @@ def test_experts_spread_over_the_memories() -> None:
     tiers = {"device": 1 << 30, "host": 30 << 20, "disk": 1 << 40}
     assert spread(some, MODEL, tiers) == {"device": 16, "host": 30, "disk": 18}
     assert spread(some, MODEL, {"host": 1 << 30, "disk": 1 << 40}) == {"host": 16, "disk": 48}
+
+
+def test_every_word_is_explained_and_in_the_reference() -> None:
+    for key, choices in (("eviction", EVICTIONS), ("strategy", STRATEGIES), ("mode", MODES)):
+        for word in choices:
+            assert f"`{word}`" in REFERENCE
+            told = replace(policy("capacity = 4"), name=key)
+            section = {"eviction": "cache", "strategy": "prefetch", "mode": "schedule"}[key]
+            value = (word,) if key == "eviction" else word
+            told = replace(told, **{section: replace(getattr(told, section), **{key: value})})
+            assert any(meaning.line.endswith(word) and meaning.words for meaning in meanings(told)), word
 
 
 def test_rules_are_told_in_words() -> None:
