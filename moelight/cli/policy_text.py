@@ -36,7 +36,7 @@ def _comment(words: str, indent: str) -> list[str]:
 
 
 def in_words(policy: ExpertPolicy) -> str:
-    """``lru, each layer its own; previous 4; hybrid``."""
+    """``lru per layer; previous 4; hybrid``."""
     rules = policy.cache
     parameter = {
         "lfu": f" {rules.frequency_decay:g}",
@@ -45,7 +45,7 @@ def in_words(policy: ExpertPolicy) -> str:
     }
     said = " | ".join(name + parameter.get(name, "") for name in rules.eviction)
     if policy.per_layer is not None:
-        said += {"uniform": ", each layer its own", "entropy": ", by entropy"}[policy.per_layer.allocation]
+        said += {"uniform": " per layer", "entropy": " by entropy"}[policy.per_layer.allocation]
     if policy.prefetch.strategy != "none":
         said += f"; {policy.prefetch.strategy} {policy.prefetch.budget}"
     if policy.schedule.mode != "gpu_only":

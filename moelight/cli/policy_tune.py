@@ -147,5 +147,7 @@ def _print(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
         )
     console.print(indented(table))
     console.print()
-    words = "bold: the fastest; dim: no faster than one with less memory"
+    words = "bold: the fastest"
+    if len(tuning.front) < len(tuning.found):
+        words += "; dim: no faster than one with less memory"
     console.print(Text(words, style="dim"))
