@@ -100,17 +100,17 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     from moelight.observe.figures import rate_or_count, seconds_text, share_text
 
     known, timed = outcomes[0].bytes is not None, outcomes[0].stall_s is not None
-    numbers = ["room", "hits", "misses", "evictions"]
+    # Eighty columns hold no more: bytes stand for misses, and seconds for the bar.
+    numbers = ["room", "hits", *([] if known else ["misses"]), "evictions"]
     numbers += ["memory", "moved"] if known else []
     numbers += ["stall", "tokens/s"] if timed else []
-    # With everything that is known a bar would no longer fit 80 columns.
     drawn = [] if timed else [""]
     table = plain_table("policy", *numbers[:2], *drawn, *numbers[2:], numbers=tuple(numbers))
     best = max((each.tokens_per_s or 0.0 for each in outcomes), default=0.0)
     for each in outcomes:
         cells: list[Text | str] = [printable(each.policy), f"{each.slots:,}", share_text(each.hit_rate)]
         cells += [bar(each.hit_rate, 12)] * len(drawn)
-        cells += [f"{each.misses:,}", f"{each.evictions:,}"]
+        cells += [f"{each.misses:,}"] * (not known) + [f"{each.evictions:,}"]
         if each.bytes is not None:
             cells += [format_bytes(each.memory_bytes or 0), format_bytes(each.bytes)]
         if each.stall_s is not None:

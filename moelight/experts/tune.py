@@ -1,9 +1,9 @@
 """The policy that is estimated to take the least time for a recorded trace, for each amount of memory.
 
-For each capacity a search by successive halving: all orders of leaving, with one cache or a budget a layer, on the
-first eighth of the trace; the better ones on twice as much; the best of them with each predictor and budget; and the
-last few on the whole trace. Nothing is drawn by chance, and of equally fast ones the first wins, so that the same
-question has the same answer.
+For each capacity a search in rounds: each eviction with its parameters, one cache or a budget a layer, on the first
+eighth of the trace; the best of each eviction on half of it, for some learn longer than others; the best of all with
+each predictor and budget; the last few on the whole trace. Nothing is drawn by chance, and of equally fast ones the
+first wins, so that the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 # A replay cannot hint next_router, and lookahead acts on the layer that comes next alone, as history does.
 PREDICTORS = ("previous", "frequency", "history", "affinity")
 BUDGETS = (2, 4, 8)
-# Of the trace that each round sees, and how many it leaves. 1,600 rows take some seconds in all.
-FIRST, SECOND = (1 / 8, 6), (1 / 4, 2)
-LAST = 2
+# Of the trace what the rounds see. 1,600 rows take some seconds in all.
+FIRST, SECOND, GUESSING = 1 / 8, 1 / 2, 1 / 4
 LEAST_PASSES = 8  # of what a round sees: caches are still cold before
 MOST_ROWS = 20_000  # of a longer trace the first ones; the last round takes a second for each candidate then
 
@@ -102,11 +101,12 @@ class _Search:
 
     def best(self, count: int, before: ExpertPolicy | None) -> tuple[ExpertPolicy, Outcome]:
         """With room for ``count`` experts of each layer; ``before``: the best with less room, which joins the last."""
-        left = self._fastest(list(self._structures(count)), *FIRST)
-        left = self._fastest(left, *SECOND)
+        kinds: dict[tuple[str, ...], list[ExpertPolicy]] = {}
+        for policy in self._structures(count):
+            kinds.setdefault(policy.cache.eviction, []).append(policy)
+        left = self._fastest([self._fastest(kind, FIRST, 1)[0] for kind in kinds.values()], SECOND, 2)
         if count < self._shape.num_experts:
-            left += [other for policy in left[:1] for other in self._guessing(policy)]
-        left = self._fastest(left, SECOND[0], LAST)
+            left += self._fastest(list(self._guessing(left[0])), GUESSING, 1)
         if before is not None:
             left.append(self._with_room(before, count))
         ran = [(policy, self._run(policy, 1.0)) for policy in left]
