@@ -5,8 +5,9 @@ to it. Refuses to know what makes an expert worth keeping, and in which order ta
 
 What is near and chosen in a layer is held (leased) until the experts of the next layer have chosen: until then nothing
 else is written to its slots. That covers every reader, for the routers of the next layer run behind the experts of this
-one. What is not to stay near, and what is fetched ahead on a guess, lies in slots of the ring, which small passes have
-to themselves; a guess that comes true and is to stay takes its buffer along (`PageStore.swap`).
+one. Everything that comes goes into the ring, which small passes have to themselves. What is to stay near exchanges
+its memory with what leaves (`PageStore.swap`), so the ring also holds what has left, and what only passed, until that
+memory is needed: whoever asks for it meanwhile finds it there.
 """
 
 from __future__ import annotations
