@@ -21,6 +21,9 @@ from moelight.cli.generate import generate
 from moelight.cli.inspect import inspect
 from moelight.cli.optimize import optimize
 from moelight.cli.policy import policy
+from moelight.cli.policy_auto import auto
+from moelight.cli.policy_replay import replay
+from moelight.cli.policy_tune import tune
 from moelight.cli.profile import profile
 from moelight.cli.report import report
 from moelight.cli.roofline import roofline
@@ -40,6 +43,9 @@ app.command()(report)
 app.command()(inspect)
 app.command()(profile)
 app.command()(doctor)
+policy.command()(replay)
+policy.command()(tune)
+policy.command()(auto)
 app.add_typer(policy)
 
 

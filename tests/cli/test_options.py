@@ -83,6 +83,9 @@ OPTIONS = {
     "policy check": {"FILE.moe", "--json"},
     "policy format": {"FILE.moe", "--write", "--check"},
     "policy explain": {"FILE.moe", "--model", "-m", "--hw"},
+    "policy replay": {"TRACE.jsonl", "--policy", "--model", "-m", "--hw", "--bound", "--json"},
+    "policy tune": {"TRACE.jsonl", "--model", "-m", "--hw", "--memory", "--output", "-o", "--json"},
+    "policy auto": {"--model", "-m", "--hw", "--output", "-o", "--batch-size"},
 }
 # Every command that plans can be asked for its help.
 PLANNING = ("optimize", "simulate", "roofline", "inspect")
