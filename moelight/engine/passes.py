@@ -96,6 +96,7 @@ class PassRunner:
         self._placement = place(profile, policy)
         self._experts = experts
         self._residents = 0
+        self._chooses = False  # the last pass was a small one
         self._build = SCHEDULES.get(policy.schedule)
         self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
         self._position = 0
@@ -208,9 +209,11 @@ class PassRunner:
         its first pages may be fetched now."""
         small = self._small(sum(load.tokens for load in packed.loads))
         if small is None:
-            if self._pager is not None:
+            if self._pager is not None and self._chooses:
+                self._executor.wait()  # until it is known who is near
                 self._pager.land()  # the ring is the stream's now
             self._follow_residents()
+        self._chooses = small is not None
         ahead = small is not None and self._policy.schedule != "serial" and small.near.ahead
         shape = PassShape(
             micro_batches=packed.shapes,

@@ -92,6 +92,9 @@ class Layered(Eviction):
         return self.second.admit(key, score, asked)
 
     def enter(self, key: int, score: float) -> None:
+        if len(self.first) >= self.first.capacity:
+            self.second.enter(key, score)
+            return
         self.first.enter(key, score)
         self._upper.add(key)
 

@@ -89,7 +89,16 @@ class _Guess:
 
 class Pager:
     """The pages of small passes. ``leave``: which missing experts are left to the CPU, where it may compute them where
-    they lie (None: none)."""
+    they lie (None: none).
+
+    Its state is that of the last choice made, whichever pass made it: one pass may be launched while the one before it
+    still chooses.
+
+    Attributes:
+        carried: pages that a pass of whole layers left in the ring, and where; ``guesses``: those fetched ahead.
+        free: pages of the ring that nobody needs; ``passing``: those that the last choice reads.
+        held: what the last choice leased.
+    """
 
     def __init__(
         self,
@@ -102,15 +111,28 @@ class Pager:
         self.store, self.near = store, near
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.guesses: list[_Guess] = []
+        self.carried: dict[Page, int] = {}
+        self.free, self.passing = list(range(len(store.ring_pages))), list[int]()
+        self.held: tuple[int, np.ndarray] | None = None
         self.stall = Stall()
+        self.turn = threading.Lock()
 
     def begin(self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int]) -> SmallPass:
-        """A pass of ``micro_batches``. ``carried``: pages that the pass before left in the ring, and where."""
-        return SmallPass(self, micro_batches, carried)
+        """A pass of ``micro_batches``. ``carried``: pages that the pass before left in the ring, and where; none if
+        that was a small one."""
+        with self.turn:
+            self.carried |= carried
+            self.free = [place for place in self.free if place not in carried.values()]
+        return SmallPass(self, micro_batches)
 
     def land(self) -> None:
-        """Wait for everything that is on its way, wanted or not."""
+        """Wait for everything that is on its way, wanted or not, once all passes have chosen: the ring is empty then,
+        and nobody reads what is near."""
         self.settle(keep=None)
+        self.carried, self.free, self.passing = {}, list(range(len(self.store.ring_pages))), []
+        if self.held is not None:
+            self.near.release(*self.held)
+            self.held = None
 
     def settle(self, keep: int | None) -> list[int]:
         """Wait for guesses of other layers than ``keep``, which nobody wants any more; the pages of the ring that are
@@ -150,18 +172,13 @@ class Stall:
 class SmallPass:
     """One pass on its way: each layer's choice, made once, by whoever asks first."""
 
-    def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int]) -> None:
-        self._pager, self._micro_batches, self._carried = pager, micro_batches, dict(carried)
+    def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch]) -> None:
+        self._pager, self._micro_batches = pager, micro_batches
         self._choices: dict[int, Choice] = {}
-        self._held: tuple[int, np.ndarray] | None = None
-        self._passing: list[int] = []  # pages of the ring that the last choice reads
-        taken = {*self._carried.values(), *(guess.ring for guess in pager.guesses)}
-        self._free = [place for place in range(len(pager.store.ring_pages)) if place not in taken]
-        self._turn = threading.Lock()
 
     def choice(self, layer: int) -> Choice:
         """What ``layer`` needs, whose routers were the last to run."""
-        with self._turn:
+        with self._pager.turn:
             if layer not in self._choices:
                 self._choices[layer] = self._choose(layer)
             return self._choices[layer]
@@ -175,18 +192,18 @@ class SmallPass:
         """Begin to bring what the layer of ``task`` may choose, the layer before having chosen; nobody waits for it but
         who turns out to need it."""
         pager, store, moved = self._pager, self._pager.store, 0
-        with self._turn:
+        with self._pager.turn:
             if task.layer in self._choices:
                 return SKIPPED
             most = int((store.table[task.layer] < 0).sum())  # of which each may need a page of the ring in its turn
             for expert in pager.near.guess(task.layer).tolist():
-                if len(self._free) + len(self._passing) <= most:
+                if len(pager.free) + len(pager.passing) <= most:
                     break
                 page = Page(layer=task.layer, expert=expert)
                 far = store.far_page(page)
-                if not self._free or page in self._carried or (store.near == "device" and far is None):
+                if not pager.free or page in pager.carried or (store.near == "device" and far is None):
                     continue
-                ring, arriving = self._free.pop(), None
+                ring, arriving = pager.free.pop(), None
                 if far is not None:
                     store.ring_pages[ring].copy_(far, non_blocking=True)
                 else:
@@ -198,22 +215,22 @@ class SmallPass:
 
     def foresee(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
         """Tell that ``layer`` may choose ``ids`` [T, k], with ``weights``."""
-        with self._turn:
+        with self._pager.turn:
             self._pager.near.hint(layer, ids, weights)
 
     def _choose(self, layer: int) -> Choice:
         pager, store, near = self._pager, self._pager.store, self._pager.near
         ids, weights = routed_of(self._micro_batches)
-        past = [page for page in self._carried if page.layer != layer]
-        self._free += [*self._passing, *pager.settle(keep=layer), *(self._carried.pop(page) for page in past)]
-        self._passing = []
-        if self._held is not None:
-            near.release(*self._held)
+        past = [page for page in pager.carried if page.layer != layer]
+        pager.free += [*pager.passing, *pager.settle(keep=layer), *(pager.carried.pop(page) for page in past)]
+        pager.passing = []
+        if pager.held is not None:
+            near.release(*pager.held)
         on_cpu = self._leave_to_cpu(layer, ids)
         found = near.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
         near.lease(layer, held)
-        self._held = (layer, held)
+        pager.held = (layer, held)
         choice = Choice(experts=Experts(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu))
         experts: list[ExpertWeights | None] = [None] * pager.num_experts
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
@@ -225,25 +242,25 @@ class SmallPass:
 
     def _bring(self, page: Page, slot: int, choice: Choice) -> ExpertWeights:
         """Where ``page`` is going to be: near, in ``slot``, or in the ring."""
-        store, ring = self._pager.store, self._in_ring(page, choice)
+        pager, store, ring = self._pager, self._pager.store, self._in_ring(page, choice)
         if ring is None and slot >= 0:
             choice.errands.append(Errand(page, store.near_pages[slot]))
             return store.near_views[slot]
         if ring is None:
-            ring = self._free.pop()
+            ring = pager.free.pop()
             choice.errands.append(Errand(page, store.ring_pages[ring]))
         if slot < 0:
-            self._passing.append(ring)
+            pager.passing.append(ring)
             return store.ring_views[ring]
         store.swap(slot, ring)
-        self._free.append(ring)
+        pager.free.append(ring)
         return store.near_views[slot]
 
     def _in_ring(self, page: Page, choice: Choice) -> int | None:
         """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
-        if page in self._carried:
-            return self._carried.pop(page)
         pager = self._pager
+        if page in pager.carried:
+            return pager.carried.pop(page)
         guess = next((each for each in pager.guesses if each.page == page), None)
         if guess is None:
             return None
