@@ -95,8 +95,10 @@ class Executor:
 
     def wait(self) -> None:
         """Wait for everything that was launched, but pages fetched for the next pass. Raises what a task raised."""
+        self._begin()
         for _, ticket in self._last.values():
             ticket.wait()
+        self.broken = False
 
     def _begin(self) -> None:
         if self.broken:

@@ -14,8 +14,8 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy
 from moelight.core.schedule import Buffer, Page
 from moelight.hrm import costs
-from moelight.hrm.footprint import footprint
-from moelight.hrm.placement import Placement, place
+from moelight.hrm.footprint import far_pages, footprint
+from moelight.hrm.placement import Placement, near_table, place
 from moelight.memory.arena import allocate
 from moelight.memory.pages import PageStore
 from moelight.profiles.model import ModelProfile
@@ -41,12 +41,15 @@ def open_store(
     placement = place(model, policy)
     arenas = allocate(footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32), CPU)
     store = PageStore(
-        placement,
         arenas,
+        near_table(placement, model),
+        near=placement.near,
+        far=far_pages(placement) if placement.near == "device" else (),
         parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
         slot_bytes=costs.page_slot_bytes(model, FLOAT32),
         view=lambda slot: page_views(slot, model, torch.float32),
     )
+    store.follow(placement.streamed, placement.computed)
     return store, placement, arenas
 
 
@@ -154,7 +157,15 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
         "host_experts": torch.empty(3 * slot, dtype=torch.uint8),
         "pinned_ring": torch.empty(0, dtype=torch.uint8),
     }
-    store = PageStore(placement, arenas, parts=[range(size)], slot_bytes=slot, view=lambda s: (s, s))
+    store = PageStore(
+        arenas,
+        near_table(placement, model),
+        near="device",
+        far=far_pages(placement),
+        parts=[range(size)],
+        slot_bytes=slot,
+        view=lambda s: (s, s),
+    )
     targets: list[int] = []
 
     def read(page: Page, into: Tensor, begin: int) -> None:
