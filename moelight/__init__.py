@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moelight.core.policy import Policy
     from moelight.core.request import Completion, SamplingParams
     from moelight.engine.engine import Engine
+    from moelight.integrations.transformers import attach, auto_attach
     from moelight.optimizer.face import optimize, simulate
     from moelight.optimizer.plan import Plan
     from moelight.profiles.policy_files import load_policy
@@ -25,6 +26,8 @@ __all__ = [
     "Policy",
     "SamplingParams",
     "Workload",
+    "attach",
+    "auto_attach",
     "load_policy",
     "optimize",
     "simulate",
@@ -37,6 +40,8 @@ _HOMES = {
     "Policy": "moelight.core.policy",
     "SamplingParams": "moelight.core.request",
     "Workload": "moelight.profiles.workload",
+    "attach": "moelight.integrations.transformers",
+    "auto_attach": "moelight.integrations.transformers",
     "load_policy": "moelight.profiles.policy_files",
     "optimize": "moelight.optimizer.face",
     "simulate": "moelight.optimizer.face",

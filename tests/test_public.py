@@ -20,6 +20,8 @@ NAMES = [
     "Policy",
     "SamplingParams",
     "Workload",
+    "attach",
+    "auto_attach",
     "load_policy",
     "optimize",
     "simulate",

@@ -11,6 +11,7 @@ import numpy as np
 from moelight.experts.cache import ExpertCache
 
 EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "lfu | lru", "reuse")
+PREDICTORS = ("none", "previous", "frequency", "history", "affinity")
 TOKENS, TOP_K, EXPERTS, LAYERS = 2048, 8, 64, 16
 SINGLES, KEYS, SLOTS = 200_000, 4096, 1000
 
@@ -25,16 +26,21 @@ def best_s(work: Callable[[], Any], rounds: int = 5) -> float:
     return min(found)
 
 
-def batch_us(eviction: str, *, capacity: int, scored: bool = False, dtype: type = np.int64) -> float:
+def batch_us(
+    eviction: str, *, capacity: int, scored: bool = False, dtype: type = np.int64, predictor: str = "none"
+) -> float:
     """Microseconds of one access of 2,048 tokens x top-8 over 64 experts, through the layers of a pass in turn."""
     rng = np.random.default_rng(0)
-    cache = ExpertCache(capacity=capacity, num_layers=LAYERS, num_experts=EXPERTS, eviction=eviction)
+    cache = ExpertCache(
+        capacity=capacity, num_layers=LAYERS, num_experts=EXPERTS, eviction=eviction, predictor=predictor
+    )
     batches = [np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K].astype(dtype) for _ in range(4)]
     weights = rng.random((TOKENS, TOP_K)) if scored else None
 
     def one_pass() -> None:
         for layer in range(LAYERS):
             cache.access(layer, batches[layer % 4], weights)
+            cache.prefetch_ahead(layer)
 
     for _ in range(3):
         one_pass()
@@ -55,7 +61,7 @@ def single_ns(eviction: str, scored: bool = False) -> tuple[float, float]:
 
 def measure() -> dict[str, Any]:
     """Figures of this section: per eviction, batches where all experts fit, where a quarter of them does, and single
-    accesses."""
+    accesses; and the default eviction with each predictor, guesses included."""
     rows = {}
     for eviction in EVICTIONS:
         scored = eviction == "score"
@@ -67,9 +73,25 @@ def measure() -> dict[str, Any]:
             "single_ns": ns,
             "single_hit_rate": rate,
         }
-    return {"evictions": rows, "tokens": TOKENS, "top_k": TOP_K, "experts": EXPERTS, "slots": SLOTS, "keys": KEYS}
+    predicted = {
+        predictor: {
+            "batch_all_fit_us": batch_us("slru", capacity=LAYERS * EXPERTS, scored=True, predictor=predictor),
+            "batch_quarter_us": batch_us("slru", capacity=LAYERS * EXPERTS // 4, scored=True, predictor=predictor),
+        }
+        for predictor in PREDICTORS
+    }
+    return {
+        "evictions": rows,
+        "slru_with_predictor": predicted,
+        "tokens": TOKENS,
+        "top_k": TOP_K,
+        "experts": EXPERTS,
+        "slots": SLOTS,
+        "keys": KEYS,
+    }
 
 
 if __name__ == "__main__":
-    for name, row in measure()["evictions"].items():
+    figures = measure()
+    for name, row in (figures["evictions"] | figures["slru_with_predictor"]).items():
         print(f"{name:22}", "  ".join(f"{figure} {value:.3g}" for figure, value in row.items()))

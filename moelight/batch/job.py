@@ -31,6 +31,7 @@ from moelight.core.errors import InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.tokenizer import Tokenizer
+from moelight.experts.options import ExpertOptions
 from moelight.observe.stats import Binding, Stats
 from moelight.observe.trace import About
 from moelight.optimizer.rehearse import Stage
@@ -69,6 +70,21 @@ class JobOptions:
     stats: Path | None = None
     trace: Path | None = None
     adapt: bool | None = None
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
+    expert_stats: Path | None = None
+    save_expert_profile: Path | None = None
+
+    @property
+    def written(self) -> dict[str, Path | None]:
+        """Every file that the job writes, by what is in it."""
+        return {
+            "output": self.output,
+            "stats": self.stats,
+            "trace": self.trace,
+            "routing trace": self.experts.trace,
+            "expert stats": self.expert_stats,
+            "expert profile": self.save_expert_profile,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,8 +196,11 @@ def open_engine(options: JobOptions, workload: Workload) -> Engine:
     """Plan and load. Torch is imported here and not before, so that refusals come at once."""
     from moelight.engine.engine import Engine
 
+    asked = options.expert_stats is not None or options.save_expert_profile is not None
+    experts = replace(options.experts, record=asked)
     if options.policy is not None:
-        return Engine(replace(options.policy, model=options.model), device=options.device, adapt=options.adapt)
+        policy = replace(options.policy, model=options.model)
+        return Engine(policy, device=options.device, adapt=options.adapt, experts=experts)
     return Engine.from_pretrained(
         options.model,
         hw=options.hw,
@@ -193,15 +212,15 @@ def open_engine(options: JobOptions, workload: Workload) -> Engine:
         schedule=options.schedule,
         workload=workload,
         adapt=options.adapt,
+        experts=experts,
     )
 
 
 def _check_paths(options: JobOptions) -> None:
-    paths = {"output": options.output, "stats": options.stats, "trace": options.trace}
     seen: dict[Path, str] = {}
     if options.prompts.is_file():
         seen[options.prompts.resolve()] = "prompts"
-    for what, path in paths.items():
+    for what, path in options.written.items():
         if path is None:
             continue
         check_writable(path, what=what)
@@ -273,10 +292,21 @@ def _answer(
             custom_id = batch.lines[asked.number].custom_id
             rows.put(asked.number, completion_row(completion, custom_id=custom_id, token_ids=options.token_ids))
         stats = engine.stats
+        _write_experts(engine, options)
         if trace is not None:
             trace.about = _predicted(engine, options, batch.workload())
     rows.check_complete()
     return stats
+
+
+def _write_experts(engine: Engine, options: JobOptions) -> None:
+    """What was learned of the experts."""
+    engine.end_routing_trace()
+    if options.expert_stats is not None:
+        with whole_file(options.expert_stats, what="expert stats") as write:
+            write(json.dumps(engine.expert_stats, indent=2).encode() + b"\n")
+    if options.save_expert_profile is not None:
+        engine.save_expert_profile(options.save_expert_profile)
 
 
 def _told(policy: Policy) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
 from moelight.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from moelight.experts.options import ExpertOptions
 
 _Prompts = Annotated[Path, typer.Argument(metavar="PROMPTS.jsonl", help="One JSON object a line; - reads stdin.")]
 _Model = Annotated[
@@ -57,6 +60,25 @@ _Adapt = Annotated[
         "default unless a policy is given.",
     ),
 ]
+_ExpertPolicy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.moe|static|default",
+        help="Which experts stay near and which are fetched ahead in small passes; static: those that the plan placed.",
+    ),
+]
+_ExpertProfile = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Begin with what an earlier run learned of the experts.")
+]
+_SaveExpertProfile = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write what this run learns of the experts.")
+]
+_RoutingTrace = Annotated[
+    Path | None, typer.Option(metavar="FILE.jsonl", help="Write who was routed where, for policy replay and tune.")
+]
+_ExpertStats = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write hits, misses, guesses and stalls, layer by layer.")
+]
 _PLANNED = ("--batch-size", "--micro-batch-size", "--schedule", "--host-memory", "--device-memory")
 
 
@@ -83,6 +105,11 @@ def generate(
     trace: _Trace = None,
     show: _Show = None,
     adapt: _Adapt = None,
+    expert_policy: _ExpertPolicy = None,
+    expert_profile: _ExpertProfile = None,
+    save_expert_profile: _SaveExpertProfile = None,
+    routing_trace: _RoutingTrace = None,
+    expert_stats: _ExpertStats = None,
 ) -> None:
     """Answer every prompt of PROMPTS.jsonl, in order.
 
@@ -118,9 +145,27 @@ def generate(
         stats=stats,
         trace=trace,
         adapt=adapt,
+        experts=read_experts(expert_policy, expert_profile, routing_trace),
+        expert_stats=expert_stats,
+        save_expert_profile=save_expert_profile,
     )
     if run_and_report(options, as_table=as_table):
         raise typer.Exit(1)
+
+
+def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -> ExpertOptions:
+    """What the options ask of the experts' residency.
+
+    Raises:
+        ConfigError: the file of the policy has errors, or a profile is given where nothing is learned.
+    """
+    from moelight.experts.options import ExpertOptions
+    from moelight.lang.files import load_expert_policy
+
+    if policy == "static" and profile is not None:
+        raise ConfigError(f"--expert-policy static and --expert-profile {profile} contradict each other")
+    found = None if policy in (None, "static", "default") else load_expert_policy(str(policy))
+    return ExpertOptions(policy=found, learn=policy != "static", profile=profile, trace=trace)
 
 
 def read_policy(path: Path, planned: Sequence[object]) -> Policy:

@@ -1,7 +1,7 @@
 """The ``moelight`` program: its commands, and the one place where every error becomes a line and an exit code.
 
-Exit codes: 0 all is well; 1 some lines of a job are error rows; 2 refused, one clear line says why; 70 a fault of
-moelight's own; 130 interrupted; 141 the reader of the output went away.
+Exit codes: 0 all is well; 1 some lines of a job, or a policy file, have errors; 2 refused, one clear line says why; 70
+a fault of moelight's own; 130 interrupted; 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from moelight.cli.doctor import doctor
 from moelight.cli.generate import generate
 from moelight.cli.inspect import inspect
 from moelight.cli.optimize import optimize
+from moelight.cli.policy import policy
+from moelight.cli.policy_auto import auto
+from moelight.cli.policy_replay import replay
+from moelight.cli.policy_tune import tune
 from moelight.cli.profile import profile
 from moelight.cli.report import report
 from moelight.cli.roofline import roofline
@@ -39,6 +43,10 @@ app.command()(report)
 app.command()(inspect)
 app.command()(profile)
 app.command()(doctor)
+policy.command()(replay)
+policy.command()(tune)
+policy.command()(auto)
+app.add_typer(policy)
 
 
 @app.callback(invoke_without_command=True)

@@ -23,7 +23,7 @@ from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
-from moelight.engine.experts import ExpertOptions, choices_for, with_room
+from moelight.engine.experts import choices_for, with_room
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
     Wishes,
@@ -37,6 +37,7 @@ from moelight.engine.planning import (
 from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
+from moelight.experts.options import ExpertOptions
 from moelight.experts.profile_files import save_profile
 from moelight.observe.stats import Binding, LaneTotals, Stats
 from moelight.optimizer.plan import Plan
@@ -323,6 +324,11 @@ class Engine:
             return None
         return self._experts.near.stats(stalls=self._loaded.stalls)
 
+    def end_routing_trace(self) -> None:
+        """Nothing more is written to the trace of `ExpertOptions`; raises what kept it from being written."""
+        if self._experts is not None and self._experts.trace is not None:
+            self._experts.trace.close()
+
     def save_expert_profile(self, path: Path) -> None:
         """Write how often each expert was chosen, to begin with another time.
 
@@ -351,12 +357,13 @@ class Engine:
         return self._passes
 
     def close(self) -> None:
-        """Stop the lanes and free the model. Closing twice is fine."""
+        """Stop the lanes, free the model and end the routing trace. Closing twice is fine."""
         if self._passes is not None:
             self._passes.close()
             self._passes = None
             if self._device_limit:
                 limit_device_memory(self._device, None)
+        self.end_routing_trace()
 
     def __enter__(self) -> Engine:
         return self

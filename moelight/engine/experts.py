@@ -6,7 +6,6 @@ Knows policies of experts, the model's and the machine's figures. Refuses to kno
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
 from moelight.core.schedule import Page
 from moelight.experts.near import ModelFacts, NearExperts
+from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile_files import load_profile
 from moelight.experts.trace import RoutingTrace
@@ -26,30 +26,6 @@ from moelight.hrm.speeds import Speeds
 from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
 from moelight.profiles.model import ModelProfile
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertOptions:
-    """What the user wants of the experts' residency.
-
-    Attributes:
-        policy: which experts stay; None: the default policy.
-        learn: False: those stay that the plan placed near, and nothing is fetched ahead.
-        profile: a file of counts to begin with, which must be of this model; wins over the policy's own.
-        record: count who is chosen in every pass, also where nobody needs to know.
-        trace: a file that gets a row for each choice.
-    """
-
-    policy: ExpertPolicy | None = None
-    learn: bool = True
-    profile: Path | None = None
-    record: bool = False
-    trace: Path | None = None
-
-    @property
-    def watches(self) -> bool:
-        """Whether choices must be looked at that no pass depends on."""
-        return self.record or self.trace is not None
 
 
 class ExpertChoices:

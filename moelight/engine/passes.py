@@ -96,7 +96,7 @@ class PassRunner:
         self._placement = place(profile, policy)
         self._experts = experts
         self._residents = 0
-        self._chooses = False  # the last pass was a small one
+        self._streaming = True
         self._build = SCHEDULES.get(policy.schedule)
         self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
         self._position = 0
@@ -209,11 +209,10 @@ class PassRunner:
         its first pages may be fetched now."""
         small = self._small(sum(load.tokens for load in packed.loads))
         if small is None:
-            if self._pager is not None and self._chooses:
+            if self._pager is not None and not self._streaming:
                 self._executor.wait()  # until it is known who is near
                 self._pager.land()  # the ring is the stream's now
             self._follow_residents()
-        self._chooses = small is not None
         ahead = small is not None and self._policy.schedule != "serial" and small.near.ahead
         shape = PassShape(
             micro_batches=packed.shapes,
@@ -233,11 +232,12 @@ class PassRunner:
         sweep = Sweep(
             micro_batches=packed.micro_batches,
             position=self._position,
-            small=None if small is None else small.begin(packed.micro_batches, self._in_ring(shape.carried)),
+            small=None if small is None else small.begin(packed.micro_batches, *self._in_ring(shape.carried)),
             watch=None if self._experts is None else self._experts.watch(small=small is not None),
             residents=self._residents,
         )
         self._position += schedule.stream_advance
+        self._streaming = small is None
         return Launched(packed=packed, flight=self._executor.launch(schedule, self._operations.bind(sweep, sample)))
 
     def _small(self, tokens: int) -> Pager | None:
@@ -246,11 +246,19 @@ class PassRunner:
         pays = routed.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens)
         return self._pager if pays else None
 
-    def _in_ring(self, carried: int) -> dict[Page, int]:
-        """The pages that the pass before left in the ring, in ``carried`` parts, and where."""
-        each = len(self._layout.parts)
-        pages = (self._layout.streamed[k * each] for k in range(carried // each))
-        return {page: self._pages.ring_page(k, self._position) for k, page in enumerate(pages)}
+    def _in_ring(self, carried: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
+        """What the pass before left in the ring, and where, if it streamed whole layers: the pages in ``carried`` parts
+        that it fetched for the next one, and of those that it used itself the last (none before any did)."""
+        if not self._streaming:
+            return {}, None
+        each, ring = len(self._layout.parts), len(self._pages.ring_pages)
+        pages, ahead = self._layout.streamed[::each], carried // each
+        used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
+        at = self._position - len(self._layout.streamed)
+        return (
+            {pages[k]: self._pages.ring_page(k, self._position) for k in range(ahead)},
+            {pages[k]: self._pages.ring_page(k, at) for k in used},
+        )
 
     def _follow_residents(self) -> None:
         """Lay the stream of pages out anew, if others are near than at the last pass that streamed them."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from heapq import heappop
-
-from moelight.experts.eviction import Ranked, Setting
+from moelight.experts.eviction import Setting
+from moelight.experts.ranked import Entry, Ranked
 
 _NEVER = 1 << 60
 
@@ -45,14 +44,13 @@ class Belady(Ranked):
             entry = self.lowest()
             if entry is None or -entry[0] <= self._next_use(key):
                 return False
-            heappop(self._heap)
-            del self.rank[entry[2]]
-            self.gone.append(entry[2])
-        self.enter(key, score)
+            self.replace(entry, self.entry_of(key, score))
+        else:
+            self.enter(key, score)
         return True
 
-    def enter(self, key: int, score: float) -> None:
-        self.push((-self._next_use(key), key, key))
+    def entry_of(self, key: int, score: float) -> Entry:
+        return (-self._next_use(key), key, key)
 
     def unpin(self, key: int) -> None:
         del self.pinned[key]

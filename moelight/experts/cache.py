@@ -7,7 +7,7 @@ The cache decides and counts; it holds no bytes and moves none. Whoever does is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise, repeat
+from itertools import compress, pairwise, repeat
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -67,14 +67,14 @@ class ExpertCache(Residents):
         few = flat.size <= _MANY * self.num_experts
         if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
-        distinct = np.flatnonzero(counts)
+        distinct = counts.nonzero()[0]
         if pool.has_begin:
             pool.begin()
             self._drain(pool)
         if pool.has_visit:
             pool.visit(base, counts > 0)
-        slots_before = self._table[layer, distinct]
-        found = slots_before >= 0
+        before = self._table[layer][distinct]
+        found = before >= 0
         hits, misses = distinct[found], distinct[~found]
         keys = (distinct + base).tolist()
         held = set(keys)
@@ -82,56 +82,54 @@ class ExpertCache(Residents):
         if pool.uses_frequency:
             for key in keys:
                 self._frequency[key] += 1
-        means = (mass[distinct] / counts[distinct]) if mass is not None and pool.uses_scores else None
-        self._touch(pool, (hits + base).tolist(), None if means is None else means[found].tolist())
-        slots = self._bring(pool, (misses + base).tolist(), None if means is None else means[~found].tolist(), admit)
+        means = mass[distinct] / counts[distinct] if mass is not None and pool.uses_scores else np.ones(len(distinct))
+        self._touch(pool, (hits + base).tolist(), means[found].tolist())
+        slots = self._bring(pool, (misses + base).tolist(), means[~found].tolist(), admit) if len(misses) else []
         self._count(layer, hits, misses, counts)
         self._last_batch = held
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
-        self._let_go([pool])
+        pool.hold(self._leases)
+        pool.settle()
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
             layer=layer,
             hits=hits,
-            hit_slots=slots_before[found].astype(np.int64),
+            hit_slots=before[found].astype(np.int64),
             misses=misses,
             slots=np.array(slots, np.int64),
             evictions=self._tell(),
             counts=counts,
         )
 
-    def _touch(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> None:
+    def _touch(self, pool: Eviction, keys: list[int], scores: list[float]) -> None:
         touch = pool.touch
-        if scores is None:
-            for key in keys:
-                touch(key, 1.0)
-        else:
-            for key, score in zip(keys, scores, strict=True):
-                touch(key, score)
+        for key, score in zip(keys, scores, strict=True):
+            touch(key, score)
         if pool.gone:
             self._drain(pool)
 
-    def _bring(self, pool: Eviction, keys: list[int], scores: list[float] | None, admit: bool) -> list[int]:
-        """The slot of each missing key, -1 for a bypass."""
-        slots: list[int] = []
-        for at, key in enumerate(keys):
-            if not admit:
+    def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
+        """The slot of each missing key, -1 for a bypass. Places are given once all who make room have left."""
+        if not admit:
+            for key in keys:
                 pool.note(key)
-                brought = False
-            else:
-                brought = pool.admit(key, 1.0 if scores is None else scores[at])
-            if pool.gone:
-                self._drain(pool)
-            slots.append(self._place(key) if brought else -1)
-        self.stats.bypasses += slots.count(-1)
-        return slots
+            self._drain(pool)
+            self.stats.bypasses += len(keys)
+            return [-1] * len(keys)
+        brought = list(map(pool.admit, keys, scores))
+        self._drain(pool)
+        if all(brought):
+            return self._place(keys)
+        placed = iter(self._place(list(compress(keys, brought))))
+        self.stats.bypasses += brought.count(False)
+        return [next(placed) if there else -1 for there in brought]
 
     def _count(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
         stats = self.stats
-        stats.hits[layer, hits] += 1
-        stats.misses[layer, misses] += 1
+        stats.hits[layer][hits] += 1
+        stats.misses[layer][misses] += 1
         stats.tokens[layer] += counts
         self.clock += len(hits) + len(misses)
 
@@ -143,7 +141,7 @@ class ExpertCache(Residents):
         if self._expiry is not None:
             base = layer * self.num_experts
             self._expiry.touch((k for k in (distinct + base).tolist() if self._slot_of[k] >= 0), self.clock)
-            self._expire()
+            self._expire(self._expiry)
         if self._selections is not None and self.per_layer is not None:
             self._selections.add(layer, distinct)
             waited = self.clock - self._rebalanced
@@ -172,35 +170,34 @@ class ExpertCache(Residents):
             if brought:
                 held.add(key)
                 found.append(int(expert))
-                slots.append(self._place(key))
+                slots += self._place([key])
         self._let_go([pool])
         if self._expiry is not None:
             self._expiry.touch((layer * self.num_experts + expert for expert in found), self.clock)
         self.stats.prefetched += len(found)
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
 
-    def fill(self, keys: IntArray) -> IntArray:
-        """Fill a cache in which are only pins with ``keys`` [n, 2] (layer, expert), the most wanted first, as far as
-        there is room; no access, and no guess. Returns who found room with their slots, int64 [m, 3].
+    def fill(self, keys: ArrayLike) -> IntArray:
+        """Bring in ``keys``, (layer, expert) int [n, 2], the most wanted first, where places are free; nobody leaves
+        for it, and it is no access. They enter as the last to leave, the first of them last of all. Returns
+        who found room with their slots, int64 [m, 3].
 
         Raises:
-            ValueError: an expert that there is not, or experts that came in otherwise than as pins.
+            ValueError: an expert out of range.
         """
-        if len(self) > len(self._pinned):
-            raise ValueError(f"{len(self)} experts are resident; only an empty cache is filled")
-        chosen: dict[int, list[int]] = {}
-        room = {id(pool): pool.capacity - len(pool) for pool in self._distinct}
         found = []
-        for layer, expert in keys.tolist():
+        chosen: dict[int, list[int]] = {id(pool): [] for pool in self._distinct}
+        for layer, expert in np.asarray(keys, np.int64).reshape(-1, 2).tolist():
             key, pool = self._key(layer, expert), self._pools[layer]
-            if self._slot_of[key] < 0 and room[id(pool)] > 0:
-                room[id(pool)] -= 1
-                chosen.setdefault(id(pool), []).append(key)
-                found.append((layer, expert, self._place(key)))
+            wanted = chosen[id(pool)]
+            if self._slot_of[key] < 0 and len(pool) + len(wanted) < pool.capacity:
+                wanted.append(key)
+                found.append((layer, expert, self._place([key])[0]))
         for pool in self._distinct:
-            pool.adopt(chosen.get(id(pool), [])[::-1])
-        if self._expiry is not None:
-            self._expiry.touch((key for keys_of in chosen.values() for key in keys_of), self.clock)
+            wanted = chosen[id(pool)]
+            pool.adopt(wanted[::-1])
+            if self._expiry is not None:
+                self._expiry.touch(wanted, self.clock)
         return np.array(found, np.int64).reshape(-1, 3)
 
     def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
@@ -305,6 +302,7 @@ class ExpertCache(Residents):
         """The accesses of `access_each` in one pool: which were hits. Counters are left to the caller."""
         touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
         counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
+        left, left_slots = self._left.append, self._left_slots.append
         found: list[bool] = []
         answer = found.append
         for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
@@ -321,13 +319,20 @@ class ExpertCache(Residents):
                     self._drain(pool)
                 continue
             answer(False)
-            brought = admit(key, score)
+            if not admit(key, score):
+                self.stats.bypasses += 1
+            elif len(gone) == 1:  # the usual case of `_drain` and `_place`
+                old = gone.pop()
+                slot_of[key] = slot = slot_of[old]
+                slot_of[old] = -1
+                left(old)
+                left_slots(slot)
+                continue
+            else:
+                self._drain(pool)
+                slot_of[key] = free.pop()
             if gone:
                 self._drain(pool)
-            if brought:
-                slot_of[key] = free.pop()
-            else:
-                self.stats.bypasses += 1
         return found
 
     def _count_each(self, layers: IntArray, keys: IntArray, hit: NDArray[np.bool_]) -> None:

@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moelight.core.errors import ConfigError
 from moelight.core.registry import Registry
-
-DECAY_EVERY = 100  # accesses, the reference's
+from moelight.experts.policy import FALLBACK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +57,11 @@ class Eviction(ABC):
     uses_scores = False
     # It reads `Setting.frequency`, which the cache must then keep.
     uses_frequency = False
-    # `begin` does something.
+    # `begin` and `note` do something.
     has_begin = False
     # `visit` does something.
     has_visit = False
+    has_note = False
 
     def __init__(self, setting: Setting) -> None:
         self.capacity = setting.capacity
@@ -73,6 +73,11 @@ class Eviction(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Residents, pinned ones included."""
+
+    @property
+    def pinnable(self) -> int:
+        """How many keys may be pinned."""
+        return self.capacity
 
     def begin(self) -> None:  # noqa: B027
         """An access begins, nothing has been looked up yet."""
@@ -164,9 +169,10 @@ class Lru(Eviction):
             self._order.move_to_end(key)
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if len(self._order) + len(self._pinned) >= self.capacity and not self.drop():
+        order = self._order
+        if len(order) + len(self._pinned) >= self.capacity and not self.drop():
             return False
-        self._order[key] = None
+        order[key] = None
         return True
 
     def enter(self, key: int, score: float) -> None:
@@ -200,172 +206,33 @@ class Lru(Eviction):
         return list(self._order)
 
 
-Entry = tuple[float, int, int]
-
-
-class Ranked(Eviction):
-    """Residents by rank ``(value, number, key)``, the lowest leaves; a lazy heap finds it.
-
-    Invariant: the heap holds, for each key of `rank`, an entry not above its rank, unless that entry is parked. So a
-    rank may rise without touching the heap; who lowers one pushes it. Entries of keys that left are dropped at the top.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.rank: dict[int, Entry] = {}
-        self.pinned: dict[int, Entry] = {}
-        self.number = 0
-        self._heap: list[Entry] = []
-        # Entries of held keys that came to the top: back in the heap once those are no longer held.
-        self._parked: list[Entry] = []
-
-    def __len__(self) -> int:
-        return len(self.rank) + len(self.pinned)
-
-    def push(self, entry: Entry) -> None:
-        """The rank of ``entry``'s key is new, or lower than it was."""
-        self.rank[entry[2]] = entry
-        if len(self._heap) > 2 * len(self.rank) + 64:  # mostly entries of the past
-            self._heap = list(self.rank.values())
-            heapify(self._heap)
-        else:
-            heappush(self._heap, entry)
-
-    def lowest(self) -> Entry | None:
-        """The top of the heap: the entry of the next to leave."""
-        heap, rank, held = self._heap, self.rank, self.held
-        while heap:
-            top = heap[0]
-            now = rank.get(top[2])
-            if now is None:
-                heappop(heap)
-            elif now != top:
-                heapreplace(heap, now)
-            elif top[2] in held:
-                self._parked.append(heappop(heap))
-            else:
-                return top
-        return None
-
-    def drop(self) -> bool:
-        entry = self.lowest()
-        if entry is None:
-            return False
-        heappop(self._heap)
-        del self.rank[entry[2]]
-        self.gone.append(entry[2])
-        return True
-
-    def remove(self, key: int) -> None:
-        if self.rank.pop(key, None) is None:
-            del self.pinned[key]
-
-    def pin(self, key: int) -> bool:
-        self.pinned[key] = self.rank.pop(key)
-        return True
-
-    def unpin(self, key: int) -> None:
-        self.push(self.pinned.pop(key))
-
-    def order(self) -> list[int]:
-        return [key for _, _, key in sorted(self.rank.values())]
-
-    def settle(self) -> None:
-        if self._parked:
-            parked, self._parked = self._parked, []
-            for entry in parked:
-                if entry[2] in self.held:
-                    self._parked.append(entry)
-                else:
-                    heappush(self._heap, entry)
-
-
-class Lfu(Ranked):
-    """The fewest accesses since it came leave, of equals the oldest; every 100th access all counts but those of pinned
-    keys shrink by ``decay``.
-
-    Instead of shrinking counts, what one access adds grows (by powers of two it is brought back before it overflows).
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._one = 1.0  # what an access adds now
-        self._until_decay = DECAY_EVERY
-
-    def note(self, key: int) -> None:
-        self._until_decay -= 1
-        if not self._until_decay:
-            self._decay()
-
-    def _decay(self) -> None:
-        self._until_decay = DECAY_EVERY
-        self._one /= self.rules.decay
-        if self._one > 2.0**256:
-            self._one *= 2.0**-256
-            self.rank = {key: (count * 2.0**-256, born, key) for key, (count, born, _) in self.rank.items()}
-            self._heap = list(self.rank.values())
-            heapify(self._heap)
-            self._parked = []
-
-    def touch(self, key: int, score: float) -> None:
-        self._until_decay -= 1
-        if not self._until_decay:
-            self._decay()
-        entry = self.rank.get(key)
-        if entry is None:
-            count, born, _ = self.pinned[key]
-            self.pinned[key] = (count + 1.0, born, key)
-        else:
-            self.rank[key] = (entry[0] + self._one, entry[1], key)
-
-    def enter(self, key: int, score: float) -> None:
-        self.number += 1
-        self.push((self._one, self.number, key))
-
-    def pin(self, key: int) -> bool:
-        count, born, _ = self.rank.pop(key)
-        self.pinned[key] = (count / self._one, born, key)
-        return True
-
-    def unpin(self, key: int) -> None:
-        count, born, _ = self.pinned.pop(key)
-        self.push((count * self._one, born, key))
-
-
-class Score(Ranked):
-    """The lowest router score leaves, of equals the oldest: the score it came with, then a moving average of those of
-    its accesses. A pinned key's stands still."""
-
-    uses_scores = True
-
-    def touch(self, key: int, score: float) -> None:
-        entry = self.rank.get(key)
-        if entry is None:
-            return
-        alpha, old = self.rules.alpha, entry[0]
-        value = alpha * score + (1.0 - alpha) * old
-        if value < old:
-            self.push((value, entry[1], key))
-        else:
-            self.rank[key] = (value, entry[1], key)
-
-    def enter(self, key: int, score: float) -> None:
-        self.number += 1
-        self.push((score, self.number, key))
-
-
 EVICTIONS: Registry[type[Eviction]] = Registry(
     "eviction",
     {
         "lru": "moelight.experts.eviction:Lru",
-        "lfu": "moelight.experts.eviction:Lfu",
+        "lfu": "moelight.experts.ranked:Lfu",
         "slru": "moelight.experts.slru:Slru",
-        "score": "moelight.experts.eviction:Score",
+        "score": "moelight.experts.ranked:Score",
         "frequency_threshold": "moelight.experts.frequency:FrequencyThreshold",
         "reuse": "moelight.experts.reuse:Reuse",
         "belady": "moelight.experts.belady:Belady",
     },
 )
+
+
+def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
+    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
+
+    Raises:
+        ConfigError: an unknown one, or more than two.
+    """
+    names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
+    names = FALLBACK if names == ("fallback",) else names
+    for name in names:
+        EVICTIONS.get(name)
+    if not 1 <= len(names) <= 2:
+        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
+    return names
 
 
 def make_eviction(names: Sequence[str], setting: Setting) -> Eviction:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from moelight.experts.eviction import EvictionRules, Ranked, Setting
+from moelight.experts.eviction import EvictionRules, Setting
+from moelight.experts.ranked import Entry, Ranked
 
 
 class FrequencyThreshold(Ranked):
@@ -17,6 +18,7 @@ class FrequencyThreshold(Ranked):
     """
 
     has_begin = True
+    has_note = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -81,12 +83,13 @@ class FrequencyThreshold(Ranked):
             entry = self.lowest()
             if entry is None or entry[0] > count:
                 return False
-            self.drop()
-        self.enter(key, score)
+            self.replace(entry, (count, self.number, key))
+        else:
+            self.push((count, self.number, key))
         return True
 
-    def enter(self, key: int, score: float) -> None:
-        self.push((self._counts.get(key, 0), self.number, key))
+    def entry_of(self, key: int, score: float) -> Entry:
+        return (self._counts.get(key, 0), self.number, key)
 
     def unpin(self, key: int) -> None:
         _, moment, _ = self.pinned.pop(key)

@@ -28,12 +28,17 @@ class Layered(Eviction):
         self.uses_frequency = first.uses_frequency or second.uses_frequency
         self.has_begin = first.has_begin or second.has_begin
         self.has_visit = first.has_visit or second.has_visit
+        self.has_note = first.has_note or second.has_note
         # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
         second.gone = self.gone
         self._upper: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
+
+    @property
+    def pinnable(self) -> int:
+        return self.first.pinnable
 
     def hold(self, keys: Container[int]) -> None:
         self.first.hold(keys)
@@ -65,16 +70,21 @@ class Layered(Eviction):
         demoted.clear()
 
     def touch(self, key: int, score: float) -> None:
+        first, second = self.first, self.second
         if key in self._upper:
-            self.first.touch(key, score)
-            self.second.note(key)
-        elif self.first.admit(key, score):
-            self.second.remove(key)
+            first.touch(key, score)
+        elif first.admit(key, score):
+            second.remove(key)
             self._upper.add(key)
-            self.second.note(key)
         else:
-            self.second.touch(key, score)
-        self._demote()
+            second.touch(key, score)
+            if first.gone:
+                self._demote()
+            return
+        if self.second.has_note:
+            second.note(key)
+        if first.gone:
+            self._demote()
 
     def note(self, key: int) -> None:
         self.first.note(key)
@@ -82,14 +92,22 @@ class Layered(Eviction):
         self._demote()
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if self._is_crowded() and not self.drop():
+            return False
         if self.first.admit(key, score, asked):
             self._upper.add(key)
-            if asked:
+            if asked and self.second.has_note:
                 self.second.note(key)
-            self._demote()
+            if self.first.gone:
+                self._demote()
             return True
         self._demote()
         return self.second.admit(key, score, asked)
+
+    def _is_crowded(self) -> bool:
+        """All is full though one level is not: the other had to keep more than its share when places were taken."""
+        first, second = len(self.first), len(self.second)
+        return first + second >= self.capacity and (first < self.first.capacity or second < self.second.capacity)
 
     def enter(self, key: int, score: float) -> None:
         if len(self.first) >= self.first.capacity:
@@ -143,6 +161,7 @@ class Layered(Eviction):
         self.first.resize(first)
         self.second.resize(second)
         self._demote()
+        super().resize(capacity)
 
     def retune(self, rules: EvictionRules) -> None:
         super().retune(rules)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
-from moelight.experts.access import Access, FloatArray, IntArray
+from moelight.experts.access import Access, IntArray
 from moelight.experts.policy import Capacity, ExpertPolicy
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
-from moelight.experts.trust import Trust
+from moelight.experts.trust import Foresight, Trust
 
 _NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -76,7 +76,7 @@ class NearExperts:
             counted=counted,
             most_slots=slots,
         )
-        self._trust = Trust()
+        self._trust, self._foresight = Trust(), Foresight(model.num_experts)
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
         if profile is None or not learns:
@@ -107,6 +107,7 @@ class NearExperts:
         comes, and where to. ``leave``: missing ones that are computed where they lie, and do not come."""
         row = self._row[layer]
         self._trust.settle(row, ids)
+        self._foresight.settle(row, ids)
         if leave:
             away = np.isin(ids, list(leave))
             self.residency.access(row, ids[away].reshape(-1, 1), admit=False)
@@ -123,16 +124,17 @@ class NearExperts:
         """Experts of ``layer`` to fetch ahead, the one before having chosen: not near, and likely enough, the likeliest
         first."""
         row, resident = self._row[layer], self.residency.cache.slot_table >= 0
+        if self.foresees:
+            self.residency.hint(row, *self._foresight.likely(row))
         for target, wanted in self.residency.cache.predictor.ahead(row - 1, resident):
             if target == row:
-                return self._trust.likely(row, wanted)
+                return wanted if self.foresees else self._trust.likely(row, wanted)
         return _NOTHING
 
     def hint(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
-        """The router of ``layer`` was asked ahead of time, and would choose ``ids`` [T, k] with ``weights``."""
-        mass: FloatArray = np.bincount(ids.ravel(), weights.ravel(), self.model.num_experts).astype(np.float64)
-        chosen = np.flatnonzero(mass)
-        self.residency.hint(self._row[layer], chosen, mass[chosen])
+        """The router of ``layer`` was asked ahead of time, and would choose ``ids`` [T, k] with ``weights`` [T, k] for
+        the next tokens of the pass."""
+        self._foresight.add(self._row[layer], ids, weights)
 
     def lease(self, layer: int, ids: IntArray) -> None:
         """Keep ``ids`` of ``layer``, who are near, until `release`."""

@@ -7,35 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.core.errors import ConfigError
 from moelight.experts.access import IntArray, Stats
 from moelight.experts.budgets import Selections, share_out
-from moelight.experts.eviction import EVICTIONS, Eviction, EvictionRules, Setting, make_eviction
-from moelight.experts.policy import FALLBACK, PerLayerRules, PrefetchRules
+from moelight.experts.eviction import Eviction, EvictionRules, Setting, eviction_names, make_eviction
+from moelight.experts.policy import PerLayerRules, PrefetchRules
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.triggers import Expiry, MemoryPressure
 
-
-def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
-
-    Raises:
-        ConfigError: an unknown one, or more than two.
-    """
-    names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
-    names = FALLBACK if names == ("fallback",) else names
-    for name in names:
-        EVICTIONS.get(name)
-    if not 1 <= len(names) <= 2:
-        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
-    return names
+_FEW = 12  # keys up to which a loop over them is faster than numpy
 
 
 class Residents:
     """What `ExpertCache` knows about places; see there for the arguments.
 
     Invariants: `slot_table` and the pools name the same keys; a slot is one key's or free; whoever leaves goes through
-    `_leave`, once, and `_tell` reports it when the public call that made it leave ends.
+    `_drain`, once, and `_tell` reports it when the public call that made it leave ends.
     """
 
     def __init__(
@@ -67,8 +53,9 @@ class Residents:
         self.clock = 0
         self._future = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._table = np.full((num_layers, num_experts), -1, np.int32)
-        # The same memory, one item for each key: a tenth of the cost where items are read one by one.
-        self._slot_of = self._table.reshape(-1).data
+        # The same memory by key, and once more as what is faster where items are met one by one.
+        self._flat_table = self._table.reshape(-1)
+        self._slot_of = self._flat_table.data
         self._free: list[int] = list(range(self.capacity))[::-1]
         self._made = self.capacity  # slots that there are or have been
         self._leases: dict[int, int] = {}
@@ -131,7 +118,7 @@ class Residents:
                 pool.enter(key, 1.0)
                 if pool.pin(key):
                     self._pinned[key] = None
-                    found.append((layer, expert, self._place(key)))
+                    found.append((layer, expert, self._place([key])[0]))
                 else:
                     pool.remove(key)
         return tuple(found)
@@ -155,11 +142,14 @@ class Residents:
         return [divmod(key, self.num_experts) for key in self._pinned]
 
     @property
+    def pinnable(self) -> int:
+        """How many experts may be pinned, all layers together."""
+        return sum(pool.pinnable for pool in self._distinct)
+
+    @property
     def budgets(self) -> list[int]:
         """Places of each layer, or one number for all of them."""
         return [pool.capacity for pool in self._distinct]
-
-    # ---- who must stay
 
     def lease(self, layer: int, ids: Iterable[int]) -> None:
         """None of ``ids``, resident or still to come, may leave until `release`; leases add up."""
@@ -189,14 +179,13 @@ class Residents:
         key = self._key(layer, expert)
         if key in self._pinned:
             return True
-        if self._slot_of[key] < 0 or not self._pools[layer].pin(key):
-            self._drain(self._pools[layer])
-            self._tell()
-            return False
-        self._drain(self._pools[layer])
-        self._pinned[key] = None
+        pool = self._pools[layer]
+        pinned = bool(self._slot_of[key] >= 0 and pool.pin(key))
+        if pinned:
+            self._pinned[key] = None
+        self._drain(pool)
         self._tell()
-        return True
+        return pinned
 
     def unpin(self, layer: int, expert: int) -> bool:
         """Make a pinned expert an ordinary one again; False: it was not pinned."""
@@ -217,27 +206,47 @@ class Residents:
     def _is_guarded(self, key: int) -> bool:
         return key in self._pinned or key in self._leases or key in self._last_batch
 
-    # ---- leaving
-
-    def _place(self, key: int) -> int:
-        slot = self._free.pop()
-        self._slot_of[key] = slot
-        return slot
+    def _place(self, keys: list[int]) -> list[int]:
+        """Free slots for ``keys``, which are resident from now on."""
+        if not keys:
+            return []
+        slots = self._free[: -len(keys) - 1 : -1]
+        del self._free[-len(keys) :]
+        if len(keys) < _FEW:
+            for key, slot in zip(keys, slots, strict=True):
+                self._slot_of[key] = slot
+        else:
+            self._flat_table[keys] = slots
+        return slots
 
     def _drain(self, pool: Eviction) -> None:
         """Empty the places of all who left ``pool``."""
-        for key in pool.gone:
-            self._leave(key)
-        pool.gone.clear()
-
-    def _leave(self, key: int) -> None:
-        slot = self._slot_of[key]
-        self._slot_of[key] = -1
-        self._free.append(slot)
-        self._left.append(key)
-        self._left_slots.append(slot)
+        gone, slot_of = pool.gone, self._slot_of
+        if not gone:
+            return
+        if len(gone) < _FEW:
+            for key in gone:
+                slot = slot_of[key]
+                slot_of[key] = -1
+                self._free.append(slot)
+                self._left_slots.append(slot)
+        else:
+            slots = self._flat_table[gone].tolist()
+            self._flat_table[gone] = -1
+            self._free += slots
+            self._left_slots += slots
+        self._left += gone
         if self._expiry is not None:
-            self._expiry.forget(key)
+            for key in gone:
+                self._expiry.forget(key)
+        gone.clear()
+
+    def _remove(self, key: int) -> None:
+        """It leaves for a reason that its pool knows nothing of."""
+        pool = self._pools[key // self.num_experts]
+        pool.remove(key)
+        pool.gone.append(key)
+        self._drain(pool)
 
     def _tell(self) -> IntArray:
         """(layer, expert) of all who left, int64 [e, 2], once `on_evict` has heard of them."""
@@ -247,7 +256,10 @@ class Residents:
         if self.on_evict is not None:
             for key, slot in zip(left, slots, strict=True):
                 self.on_evict(*divmod(key, self.num_experts), slot)
-        return np.stack(np.divmod(np.array(left, np.int64), self.num_experts), axis=1)
+        pairs = np.empty((len(left), 2), np.int64)
+        if left:
+            np.divmod(left, self.num_experts, pairs[:, 0], pairs[:, 1])
+        return pairs
 
     def relieve(self) -> IntArray:
         """Memory is short, whatever its threshold says: experts leave until only its headroom is used. Without
@@ -277,12 +289,9 @@ class Residents:
             pool.hold(self._leases)
             pool.settle()
 
-    def _expire(self) -> None:
-        if self._expiry is None:
-            return
-        for key in self._expiry.due(self.clock, self._is_guarded):
-            self._pools[key // self.num_experts].remove(key)
-            self._leave(key)
+    def _expire(self, expiry: Expiry) -> None:
+        for key in expiry.due(self.clock, self._is_guarded):
+            self._remove(key)
             self.stats.expired += 1
 
     def clear(self) -> IntArray:
@@ -296,15 +305,11 @@ class Residents:
             raise ValueError(f"{len(leased)} experts are leased; release them before clear()")
         for pool in self._distinct:
             for key in pool.order():
-                pool.remove(key)
-                self._leave(key)
+                self._remove(key)
         for key in self._pinned:
-            self._pools[key // self.num_experts].remove(key)
-            self._leave(key)
+            self._remove(key)
         self._pinned.clear()
         return self._tell()
-
-    # ---- other rules, the same contents
 
     def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
         """Another order of leaving, or other numbers; residents, pins, leases and counters stay. The residents enter
@@ -319,7 +324,7 @@ class Residents:
             for pool in self._distinct:
                 pool.retune(self.rules)
             return
-        old, self.eviction, self.rules = self._pools, names, rules or self.rules
+        old, self.eviction, self.rules = list(self._pools), names, rules or self.rules
         counts = self.stats.hits + self.stats.misses
         self._frequency[:] = counts.reshape(-1).tolist()
         made: dict[int, Eviction] = {}
@@ -328,10 +333,13 @@ class Residents:
                 layers = self.num_layers if self.per_layer is None else 1
                 fresh = self._make_pool(pool.capacity, layer, layers, ())
                 pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
-                fresh.adopt([*pool.order(), *pins])
+                residents = [*pool.order(), *pins]
+                fresh.adopt(residents)
+                fresh.hold(residents)  # nobody makes room for a pin
                 for key in pins:
                     if not fresh.pin(key):
                         del self._pinned[key]
+                self._let_go([fresh])
                 made[id(pool)] = fresh
             self._pools[layer] = made[id(pool)]
         self._distinct = list(made.values())
@@ -343,15 +351,15 @@ class Residents:
         Raises:
             ValueError: no room for the leased ones. ConfigError: budgets of layers that cannot be met.
         """
-        leased = sum(self._slot_of[key] >= 0 for key in self._leases)
-        if capacity < max(1, leased):
-            raise ValueError(f"{capacity=}: {leased} experts are leased")
+        leased = {key for key in self._leases if self._slot_of[key] >= 0}
+        if capacity < max(1, len(leased)):
+            raise ValueError(f"{capacity=}: {len(leased)} experts are leased")
         capacity = min(capacity, self._table.size)
         self._free[:0] = range(capacity - 1, self._made - 1, -1)
         self._made = max(self._made, capacity)
         if self.per_layer is None:
             for layer, expert in self.pinned[::-1]:
-                if len(self._pinned.keys() | {k for k in self._leases if self._slot_of[k] >= 0}) <= capacity:
+                if len(leased | self._pinned.keys()) <= capacity:
                     break
                 self.unpin(layer, expert)
             self._pools[0].resize(capacity)
@@ -376,11 +384,9 @@ class Residents:
         layers, experts = self.num_layers, self.num_experts
         least = np.full(layers, min(rules.min_capacity, experts))
         most = np.full(layers, min(rules.max_capacity, experts))
-        if self._pools:
-            for layer, pool in enumerate(self._pools):
-                kept = sum(map(self._is_kept, range(layer * experts, (layer + 1) * experts)))
-                # slru protects three of four.
-                least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))
+        for layer, pool in enumerate(self._pools):
+            kept = sum(map(self._is_kept, range(layer * experts, (layer + 1) * experts)))
+            least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))  # slru protects three of four
         weights = np.ones(layers) if self._selections is None else self._selections.entropies()
         return share_out(total, weights, least, most)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from moelight.experts.eviction import Ranked, Setting
+from moelight.experts.eviction import Setting
+from moelight.experts.ranked import Entry, Ranked
 
 
 class Slru(Ranked):
@@ -35,6 +36,10 @@ class Slru(Ranked):
 
     def __len__(self) -> int:
         return len(self.rank) + len(self._protected) + len(self.pinned)
+
+    @property
+    def pinnable(self) -> int:
+        return self.protected_cap
 
     @property
     def probation(self) -> list[int]:
@@ -70,15 +75,19 @@ class Slru(Ranked):
         self.push((self._frequency[key], self.number, key))
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        full = len(self.rank) >= self.probation_cap or len(self) >= self.capacity
-        if full and not Ranked.drop(self):
+        on_probation = len(self.rank)
+        if on_probation < self.probation_cap and on_probation + len(self._protected) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        top = self.lowest()
+        if top is None:
             return False
-        self.enter(key, score)
+        self.replace(top, self.entry_of(key, score))
         return True
 
-    def enter(self, key: int, score: float) -> None:
+    def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
-        self.push((self._frequency[key], self.number, key))
+        return (self._frequency[key], self.number, key)
 
     def drop(self) -> bool:
         """For shrinking: probation but for its newest, then the least recent of the protected, then that newest."""
@@ -123,7 +132,7 @@ class Slru(Ranked):
     def adopt(self, keys: Iterable[int]) -> None:
         """The last to leave become protected, as many as have room there."""
         keys = list(keys)
-        cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned)))
+        cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned) - len(self._protected)))
         for key in keys[:cut]:
             self.enter(key, 1.0)
         for key in keys[cut:]:

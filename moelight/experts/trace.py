@@ -1,5 +1,191 @@
-"""Placeholder until the replay branch lands."""
+"""Routing traces: which experts each batch of a layer chose, one JSON object a line, written and read back strictly.
+
+A row is ``{"l": layer, "e": [ids], "s": [scores]}``: the ids of all tokens one after the other, repeats kept, and the
+router weight of each; ``s`` may be missing. Files may be gzipped. Knows the file; what a row means is the reader's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.experts.access import FloatArray, IntArray
+
+KEYS = ("l", "e", "s")
+# Bounds of what a reader allocates tables for; the largest published model has 61 layers of 384 experts.
+MOST_LAYERS, MOST_EXPERTS = 1024, 4096
+MOST_LINE_BYTES = 16 << 20  # a pass of 100,000 tokens with eight experts each takes 10 MB
+MOST_SCORE = 1e9  # weights are about 1; what is summed up must stay finite
+SCORE_DIGITS = 4
+_GZIP = b"\x1f\x8b"
+_BUFFER_BYTES = 1 << 20
+
+Refuse = Callable[[str], NoReturn]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One batch of one layer, from ``line`` of its file: ``ids`` int64 [n] and ``scores`` float64 [n], if there are."""
+
+    line: int
+    layer: int
+    ids: IntArray
+    scores: FloatArray | None = None
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of ``path`` in order, one at a time; empty lines are passed over.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no row; names the line and what is wrong with it.
+    """
+    try:
+        with path.open("rb") as raw:
+            if raw.peek(2)[:2] == _GZIP:
+                with gzip.open(raw) as unzipped:
+                    yield from _rows(path, unzipped)
+            else:
+                yield from _rows(path, raw)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
+
+
+def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[Row]:
+    number = 0
+    while data := file.readline(MOST_LINE_BYTES + 1):
+        number += 1
+        if len(data) > MOST_LINE_BYTES:
+            _refuse(path, number, f"is longer than {MOST_LINE_BYTES >> 20} MiB; a row is one batch of one layer")
+        if number == 1:
+            data = data.removeprefix(b"\xef\xbb\xbf")
+        if data.strip():
+            yield _row(path, number, data)
+
+
+def _row(path: Path, number: int, data: bytes) -> Row:
+    def refuse(complaint: str) -> NoReturn:
+        _refuse(path, number, complaint)
+
+    row = _object(data, refuse)
+    layer, ids = row["l"], row["e"]
+    if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
+        refuse(f"key 'l': expected a layer from 0 to {MOST_LAYERS - 1}, not {_shown(layer)}")
+    if not isinstance(ids, list):
+        refuse(f"key 'e': expected a list of expert ids, not {_shown(ids)}")
+    for each in ids:
+        if type(each) is not int or not 0 <= each < MOST_EXPERTS:
+            refuse(f"key 'e': expected expert ids from 0 to {MOST_EXPERTS - 1}, not {_shown(each)}")
+    scores = _scores(row["s"], len(ids), refuse) if row.get("s") is not None else None
+    return Row(line=number, layer=layer, ids=np.array(ids, np.int64), scores=scores)
+
+
+def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
+    """The object of a line, with the keys of a row and no others."""
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=list, parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        refuse(f"is not UTF-8 (byte {error.start + 1})")
+    except RecursionError:
+        refuse("is nested too deeply for a row")
+    except json.JSONDecodeError as error:
+        refuse(f"is not JSON ({error.msg}, column {error.colno})")
+    except ValueError:
+        refuse("is not JSON (NaN, Infinity or a number of thousands of digits)")
+    # Objects come as lists of pairs, so that a key given twice is seen; other lists never hold tuples.
+    if not isinstance(found, list) or not all(isinstance(pair, tuple) for pair in found):
+        refuse('is not an object; write {"l": LAYER, "e": [IDS], "s": [SCORES]}')
+    keys = [key for key, _ in found]
+    for key in keys:
+        if key not in KEYS:
+            refuse(f"has an unknown key {key[:40]!r}{did_you_mean(key[:40], KEYS)}; known: {', '.join(KEYS)}")
+        if keys.count(key) > 1:
+            refuse(f"has key {key!r} twice")
+    for key in KEYS[:2]:
+        if key not in keys:
+            refuse(f"lacks key {key!r} ({'layer' if key == 'l' else 'expert ids'})")
+    return dict(found)
+
+
+def _scores(given: Any, count: int, refuse: Refuse) -> FloatArray:
+    if not isinstance(given, list) or len(given) != count:
+        said = f"{len(given)}" if isinstance(given, list) else _shown(given)
+        refuse(f"key 's': expected one score for each of the {count} ids, not {said}")
+    for each in given:
+        if type(each) not in (int, float) or not abs(each) <= MOST_SCORE:
+            refuse(f"key 's': expected finite numbers, not {_shown(each)}")
+    return np.array(given, np.float64)
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "a list or an object"
+    return json.dumps(value)[:40] if not isinstance(value, int) or abs(value) < 1 << 64 else "a number of many digits"
+
+
+def _refuse(path: Path, number: int, complaint: str) -> NoReturn:
+    raise ConfigError(f"trace {path}:{number}: {complaint}")
 
 
 class RoutingTrace:
-    def __init__(self, path): ...
+    """A trace being written. An earlier file of that name is replaced at once; `close` ends it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError: no file can be written there."""
+        self._path = path
+        try:
+            self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        except (OSError, ValueError) as error:
+            raise self._fault(error) from None
+
+    def write(self, layer: int, ids: ArrayLike, weights: ArrayLike) -> None:
+        """One batch of ``layer``: its ``ids`` int [T, k] and router ``weights`` float [T, k]; on a disk in time.
+
+        Raises:
+            ConfigError: it cannot be written; the disk is full, say.
+        """
+        chosen, shares = np.asarray(ids).ravel(), np.asarray(weights, np.float64).ravel()
+        row: dict[str, Any] = {"l": int(layer), "e": chosen.tolist()}
+        if math.isfinite(float(shares.sum())):  # else no reader would take the row
+            row["s"] = shares.round(SCORE_DIGITS).tolist()
+        try:
+            self._file.write(json.dumps(row).encode() + b"\n")
+        except (OSError, ValueError) as error:
+            self._give_up()
+            raise self._fault(error) from None
+
+    def close(self) -> None:
+        """What is buffered goes to the file. Closing twice is once.
+
+        Raises:
+            ConfigError: as `write`.
+        """
+        try:
+            self._file.close()
+        except OSError as error:
+            self._give_up()
+            raise self._fault(error) from None
+
+    def _give_up(self) -> None:
+        """After a failed write, closing fails once more, and the first failure is the one to report."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _fault(self, error: OSError | ValueError) -> ConfigError:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return ConfigError(f"routing trace {self._path}: cannot be written ({reason.lower()})")

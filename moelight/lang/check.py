@@ -9,11 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moelight.core.errors import did_you_mean
-from moelight.experts.policy import Action, AdaptRule, ExpertPolicy
+from moelight.experts.policy import METRICS, Action, AdaptRule, ExpertPolicy
 from moelight.lang import advice
 from moelight.lang.adapting import read_condition, read_rule
 from moelight.lang.findings import Complaint, Finding, located
-from moelight.lang.keys import BLOCKS, FOREIGN_BLOCKS, KEYS, UNSUPPORTED, VERSION, Key, WrongValueError, typed
+from moelight.lang.keys import (
+    BLOCKS,
+    FOREIGN_BLOCKS,
+    KEYS,
+    UNMEASURED,
+    UNSUPPORTED,
+    VERSION,
+    Key,
+    WrongValueError,
+    typed,
+)
 from moelight.lang.lower import lower
 from moelight.lang.parse import parse
 from moelight.lang.rules import Broken, Place, broken_rules, swapped
@@ -31,6 +41,11 @@ class Reading:
     policies: tuple[ExpertPolicy, ...]
     errors: tuple[Finding, ...]
     warnings: tuple[Finding, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the text, as findings count them."""
+        return self.text.split("\n")
 
 
 def read(text: str) -> Reading:
@@ -172,8 +187,12 @@ class _PolicyReading:
         given = entry.value
         name = entry.key.text
         if not isinstance(given, Conditional):
-            self.values[place] = typed(name, key, given)
+            self.values[place] = found = typed(name, key, given)
             self.spans[place] = given.span
+            if key.kind == "names" and isinstance(found, tuple) and UNMEASURED in found:
+                self.values[place] = tuple(word for word in found if word != UNMEASURED) or METRICS[:1]
+                message = f"{UNMEASURED} is left out: seconds are in the stats of a run, not in the monitor"
+                self._complain("pointless", message, given.span, warning=True)
             return
         if not key.swap:
             raise WrongValueError(
@@ -201,10 +220,14 @@ class _PolicyReading:
         for found in broken:
             if not self.spoiled.intersection(found.places):
                 self._complain(found.code, found.message, self._span(found, name))
+        unread = list(advice.unread_keys(policy))
         for rule, span in rules:
             self._judge_rule(policy, rule, span, broken)
+            for found in unread:
+                if not rule.conditional and _changes(rule.action, found.places[0]):
+                    self._complain(found.code, found.message, span, warning=True)
         written = self.written.keys()
-        for found in (*advice.unread_keys(policy), *advice.pointless(policy)):
+        for found in (*unread, *advice.pointless(policy)):
             if found.places[0] in written and found.places[0] not in self.spoiled:
                 span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
                 self._complain(found.code, found.message, span, warning=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,8 @@ def located(complaints: list[Complaint], text: str) -> list[Finding]:
     return sorted(findings, key=lambda finding: (finding.line, finding.column, finding.warning))
 
 
-def shown(finding: Finding, file: str, text: str) -> str:
-    """Three lines: what is wrong where, the line of the text, and a caret under the place."""
-    lines = text.split("\n")
+def shown(finding: Finding, file: str, lines: Sequence[str]) -> str:
+    """What is wrong where, the line of it among ``lines`` of the text, and a caret under the place: three lines."""
     line = lines[finding.line - 1] if finding.line <= len(lines) else ""
     at = finding.column - 1
     first, last = max(0, at - _SHOWN), at + _SHOWN

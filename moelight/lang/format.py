@@ -25,6 +25,8 @@ from moelight.lang.syntax import Entry, File, Rule
 INDENT = "    "
 COOLDOWN = 50  # accesses; the language has no other
 _UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB))
+# Strategies that the reference does not have are written as predictors.
+OWN_STRATEGIES = ("previous", "frequency", "next_router")
 # Blocks that mean something by being there at all are never left out; this key then stands for them.
 _STANDS_FOR_BLOCK = {"monitor": "metrics", "per_layer": "allocation"}
 _COMMENT = re.compile(r'"(?:\\["\\]|[^"\\\n])*"|#[^\n]*')
@@ -80,8 +82,9 @@ def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterato
             second = seconds.get(key.swap) if key.swap else None
             needed = value != plain[name] or plain[name] is MISSING or _STANDS_FOR_BLOCK.get(block) == name
             if needed or second is not None or ((block, name) in written and value is not None):
+                shown = "predictor" if name == "strategy" and value in OWN_STRATEGIES else name
                 words = value_text(value, quoted=key.kind == "text", listed=key.kind in ("ids", "names"))
-                yield block, name, words if second is None else f"{words} : {_second(second)}"
+                yield block, shown, words if second is None else f"{words} : {_second(second)}"
 
 
 def rule_text(rule: AdaptRule) -> str:
@@ -144,7 +147,8 @@ def _lines(policy: ExpertPolicy, number: int, written: Collection[Place]) -> Ite
                 yield (number, f"{last} end", ""), f"{INDENT}}}"
             yield (number, block, ""), f"{INDENT}{block} {{"
         last = block
-        yield (number, block, key), f"{INDENT * 2}{key} = {words}"
+        anchor = "strategy" if key == "predictor" else key
+        yield (number, block, anchor), f"{INDENT * 2}{key} = {words}"
     yield (number, f"{last} end", ""), f"{INDENT}}}"
     rules = [rule for rule in policy.adapt if not rule.conditional]
     if rules:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 BLOCKS = ("cache", "prefetch", "schedule", "monitor", "per_layer", "adapt", "hierarchy", "per_layer_hierarchy")
 _HIDDEN = re.compile(r'#[^\n]*|"[^"\n]*"')
-_STATEMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
+_STATEMENT = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
 _POLICY = re.compile(r"\bpolicy\s+[A-Za-z_][A-Za-z0-9_]*\s*\{")
 _HEAD = re.compile(r"\bpolicy\b(\s+[A-Za-z_][A-Za-z0-9_]*)?\s*\Z")
 _BRACE = re.compile(r"[{}]")
@@ -39,9 +39,9 @@ def mend(text: str, at: int) -> Mended | None:
     depth = len(opened)
     if at >= len(text):
         return Mended(text + "}" * depth, len(text), len(text) + depth) if depth else None
+    if clear[at] == "," or (depth == 0 and clear[at] == "}"):
+        return _blanked(text, at, at + 1)
     if depth == 0:
-        if clear[at] == "}":
-            return _blanked(text, at, at + 1)
         begun = _HEAD.search(clear, 0, at)
         following = _POLICY.search(clear, at if begun else at + 1)
         return _blanked(text, begun.start() if begun else at, following.start() if following else len(text))

@@ -177,7 +177,10 @@ def _number(token: Token) -> Value:
 def _size(token: Token) -> Value:
     """A size of no bytes is 0; that it must be more is a rule, not syntax."""
     if token.endswith("%"):
-        return Value("percent", float(token[:-1]), _span(token))
+        share = float(token[:-1])
+        return (
+            Value("percent", share, _span(token)) if math.isfinite(share) else Value("huge", str(token), _span(token))
+        )
     try:
         return Value("size", parse_bytes(str(token)), _span(token))
     except ConfigError:
@@ -189,9 +192,9 @@ def _size(token: Token) -> Value:
 
 
 def _place(error: UnexpectedInput, text: str) -> int:
-    if isinstance(error, UnexpectedToken) and error.token.type == "$END":
-        return len(text)
-    return min(error.pos_in_stream or 0, len(text))
+    if isinstance(error, UnexpectedToken):
+        return len(text) if error.token.type == "$END" else _span(error.token)[0]
+    return int(getattr(error, "pos_in_stream", None) or 0)
 
 
 def _complaint(error: UnexpectedInput, text: str, at: int) -> Complaint:
@@ -214,7 +217,7 @@ def _last_word(text: str) -> tuple[int, int]:
 def _hint(error: UnexpectedInput, text: str, at: int, word: str) -> str:
     wanted = _wanted(error)
     before = text[:at].rstrip()
-    if word == ",":
+    if word == "," and not wanted.startswith("a value"):
         return "',' stands only inside [ ]; between keys write a line break or nothing"
     if text.startswith(("//", "/*"), at):
         return "a comment begins with '#'"

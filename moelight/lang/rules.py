@@ -70,7 +70,7 @@ def _capacity(policy: ExpertPolicy) -> Iterator[Broken]:
         message = f"capacity is {capacity.value:g}%; a share must be above 0% and at most 100%"
         yield Broken(code="V1", message=message, places=place)
     if capacity.unit == "bytes" and not capacity.value > 0:
-        yield Broken(code="V1", message="a capacity must be above 0 bytes, and a size that can be", places=place)
+        yield Broken(code="V1", message="capacity is no size above 0 bytes that a machine could have", places=place)
     far = [expert for expert in pins if not 0 <= expert <= MOST_ID]
     if far:
         message = f"pin holds {', '.join(map(str, far[:4]))}; expert ids lie within 0 and {MOST_ID}"

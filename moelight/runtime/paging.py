@@ -5,8 +5,9 @@ to it. Refuses to know what makes an expert worth keeping, and in which order ta
 
 What is near and chosen in a layer is held (leased) until the experts of the next layer have chosen: until then nothing
 else is written to its slots. That covers every reader, for the routers of the next layer run behind the experts of this
-one. What is not to stay near, and what is fetched ahead on a guess, lies in slots of the ring, which small passes have
-to themselves; a guess that comes true and is to stay takes its buffer along (`PageStore.swap`).
+one. Everything that comes goes into the ring, which small passes have to themselves. What is to stay near exchanges
+its memory with what leaves (`PageStore.swap`), so the ring also holds what has left, and what only passed, until that
+memory is needed: whoever asks for it meanwhile finds it there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,13 +91,8 @@ class Pager:
     """The pages of small passes. ``leave``: which missing experts are left to the CPU, where it may compute them where
     they lie (None: none).
 
-    Its state is that of the last choice made, whichever pass made it: one pass may be launched while the one before it
+    What it knows is that of the last choice made, whichever pass made it: one pass may be launched while the one before
     still chooses.
-
-    Attributes:
-        carried: pages that a pass of whole layers left in the ring, and where; ``guesses``: those fetched ahead.
-        free: pages of the ring that nobody needs; ``passing``: those that the last choice reads.
-        held: what the last choice leased.
     """
 
     def __init__(
@@ -112,43 +107,120 @@ class Pager:
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.guesses: list[_Guess] = []
         self.carried: dict[Page, int] = {}
-        self.free, self.passing = list(range(len(store.ring_pages))), list[int]()
-        self.held: tuple[int, np.ndarray] | None = None
         self.stall = Stall()
-        self.turn = threading.Lock()
+        self.spare = Spare()
+        self._held: tuple[int, np.ndarray] | None = None
+        self._passing: list[tuple[int, Page]] = []  # pages of the ring that the last choice reads
+        self._near_pages: dict[int, Page] = {}
+        for layer, expert in np.argwhere(store.table >= 0).tolist():
+            self._near_pages[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
 
-    def begin(self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int]) -> SmallPass:
-        """A pass of ``micro_batches``. ``carried``: pages that the pass before left in the ring, and where; none if
-        that was a small one."""
-        with self.turn:
-            self.carried |= carried
-            self.free = [place for place in self.free if place not in carried.values()]
+    def begin(
+        self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int], left: Mapping[Page, int] | None
+    ) -> SmallPass:
+        """A pass of ``micro_batches``. After one that streamed whole layers: ``carried`` are pages of the ring that it
+        fetched for this one, which may be on their way, ``left`` those that it used last; None after another."""
+        if left is not None:
+            there = {ring: page for page, ring in left.items()}
+            free = set(range(len(self.store.ring_pages))) - set(carried.values())
+            self.spare, self.carried = Spare(), dict(carried)
+            for ring in sorted(free, key=lambda ring: ring in there):
+                self.spare.give(ring, there.get(ring))
         return SmallPass(self, micro_batches)
 
     def land(self) -> None:
-        """Wait for everything that is on its way, wanted or not, once all passes have chosen: the ring is empty then,
-        and nobody reads what is near."""
+        """Wait for everything that is on its way, wanted or not; all passes have chosen, and their experts are done."""
         self.settle(keep=None)
-        self.carried, self.free, self.passing = {}, list(range(len(self.store.ring_pages))), []
-        if self.held is not None:
-            self.near.release(*self.held)
-            self.held = None
+        self.let_go()
 
-    def settle(self, keep: int | None) -> list[int]:
-        """Wait for guesses of other layers than ``keep``, which nobody wants any more; the pages of the ring that are
-        free then. Whether one could be read is no matter: who needs its page reads it again."""
-        gone = [guess for guess in self.guesses if guess.page.layer != keep]
-        for guess in gone:
-            if guess.arriving is not None:
-                with suppress(MoelightError):
+    def settle(self, keep: int | None) -> None:
+        """Wait for guesses of other layers than ``keep``, which nobody wants any more. Whether one could be read is no
+        matter: who needs its page reads it again."""
+        for guess in [guess for guess in self.guesses if guess.page.layer != keep]:
+            self.guesses.remove(guess)
+            try:
+                if guess.arriving is not None:
                     guess.arriving.wait()
-        self.guesses = [guess for guess in self.guesses if guess.page.layer == keep]
-        return [guess.ring for guess in gone]
+                self.spare.give(guess.ring, guess.page)
+            except MoelightError:
+                self.spare.give(guess.ring, None)
+
+    def hold(self, layer: int, experts: np.ndarray) -> None:
+        """The experts of ``layer`` read ``experts``, which are near, until the next layer lets go of them."""
+        self.near.lease(layer, experts)
+        self._held = layer, experts
+
+    def let_go(self) -> None:
+        """The experts of the layer before are done."""
+        for ring, page in self._passing:
+            self.spare.give(ring, page)
+        self._passing = []
+        if self._held is not None:
+            self.near.release(*self._held)
+            self._held = None
+
+    def room_for_guesses(self, layer: int) -> int:
+        """How many pages of the ring may be taken for experts that ``layer`` may choose: each of those that are not
+        near may need one in its turn."""
+        most = int((self.store.table[layer] < 0).sum())
+        return min(len(self.spare), len(self.spare) + len(self._passing) - most)
+
+    def passes(self, page: Page, ring: int) -> ExpertWeights:
+        """``page``, in page ``ring`` of the ring, is read there by this layer alone."""
+        self._passing.append((ring, page))
+        return self.store.ring_views[ring]
+
+    def stay(self, page: Page, slot: int, ring: int) -> ExpertWeights:
+        """``page``, which is or will be in page ``ring`` of the ring, is near from now on; whoever it takes ``slot``
+        from is in the ring, for as long as that place is not needed."""
+        self.store.swap(slot, ring)
+        self.spare.give(ring, self._near_pages.get(slot))
+        self._near_pages[slot] = page
+        return self.store.near_views[slot]
+
+
+class Spare:
+    """Pages of the ring that nobody uses, the longest unused first, and what is still in them."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, Page | None] = {}
+        self._where: dict[Page, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def give(self, ring: int, page: Page | None) -> None:
+        """Nobody uses ``ring`` any more, in which ``page`` is."""
+        self._pages[ring] = page
+        if page is not None:
+            self._where[page] = ring
+
+    def take(self) -> int:
+        """The longest unused one; what was in it is lost."""
+        ring = next(iter(self._pages))
+        self._forget(ring)
+        return ring
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._where
+
+    def find(self, page: Page) -> int | None:
+        """Take the one that still holds ``page``; None: none does."""
+        ring = self._where.get(page)
+        if ring is not None:
+            self._forget(ring)
+        return ring
+
+    def _forget(self, ring: int) -> None:
+        page = self._pages.pop(ring)
+        if page is not None and self._where.get(page) == ring:
+            del self._where[page]
 
 
 @dataclass(slots=True)
 class Stall:
-    """What fetching took: ``pages`` and their seconds on the way, one after the other; what guesses spared."""
+    """What fetching took: ``pages`` and their seconds on the way, one after the other; what guesses spared. ``found``
+    were still in the ring."""
 
     pages: int = 0
     seconds: float = 0.0
@@ -156,6 +228,7 @@ class Stall:
     ahead_useful: int = 0
     ahead_late: int = 0
     spared_s: float = 0.0
+    found: int = 0
 
     @property
     def page_s(self) -> float:
@@ -175,10 +248,11 @@ class SmallPass:
     def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
         self._choices: dict[int, Choice] = {}
+        self._turn = threading.Lock()
 
     def choice(self, layer: int) -> Choice:
         """What ``layer`` needs, whose routers were the last to run."""
-        with self._pager.turn:
+        with self._turn:
             if layer not in self._choices:
                 self._choices[layer] = self._choose(layer)
             return self._choices[layer]
@@ -192,18 +266,17 @@ class SmallPass:
         """Begin to bring what the layer of ``task`` may choose, the layer before having chosen; nobody waits for it but
         who turns out to need it."""
         pager, store, moved = self._pager, self._pager.store, 0
-        with self._pager.turn:
+        with self._turn:
             if task.layer in self._choices:
                 return SKIPPED
-            most = int((store.table[task.layer] < 0).sum())  # of which each may need a page of the ring in its turn
             for expert in pager.near.guess(task.layer).tolist():
-                if len(pager.free) + len(pager.passing) <= most:
+                if pager.room_for_guesses(task.layer) < 1:
                     break
                 page = Page(layer=task.layer, expert=expert)
                 far = store.far_page(page)
-                if not pager.free or page in pager.carried or (store.near == "device" and far is None):
+                if page in pager.carried or page in pager.spare or (store.near == "device" and far is None):
                     continue
-                ring, arriving = pager.free.pop(), None
+                ring, arriving = pager.spare.take(), None
                 if far is not None:
                     store.ring_pages[ring].copy_(far, non_blocking=True)
                 else:
@@ -215,22 +288,20 @@ class SmallPass:
 
     def foresee(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
         """Tell that ``layer`` may choose ``ids`` [T, k], with ``weights``."""
-        with self._pager.turn:
+        with self._turn:
             self._pager.near.hint(layer, ids, weights)
 
     def _choose(self, layer: int) -> Choice:
         pager, store, near = self._pager, self._pager.store, self._pager.near
         ids, weights = routed_of(self._micro_batches)
-        past = [page for page in pager.carried if page.layer != layer]
-        pager.free += [*pager.passing, *pager.settle(keep=layer), *(pager.carried.pop(page) for page in past)]
-        pager.passing = []
-        if pager.held is not None:
-            near.release(*pager.held)
+        pager.settle(keep=layer)
+        pager.let_go()
+        for page in [page for page in pager.carried if page.layer != layer]:
+            pager.spare.give(pager.carried.pop(page), page)
         on_cpu = self._leave_to_cpu(layer, ids)
         found = near.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
-        near.lease(layer, held)
-        pager.held = (layer, held)
+        pager.hold(layer, held)
         choice = Choice(experts=Experts(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu))
         experts: list[ExpertWeights | None] = [None] * pager.num_experts
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
@@ -242,19 +313,13 @@ class SmallPass:
 
     def _bring(self, page: Page, slot: int, choice: Choice) -> ExpertWeights:
         """Where ``page`` is going to be: near, in ``slot``, or in the ring."""
-        pager, store, ring = self._pager, self._pager.store, self._in_ring(page, choice)
-        if ring is None and slot >= 0:
-            choice.errands.append(Errand(page, store.near_pages[slot]))
-            return store.near_views[slot]
+        pager, ring = self._pager, self._in_ring(page, choice)
         if ring is None:
-            ring = pager.free.pop()
-            choice.errands.append(Errand(page, store.ring_pages[ring]))
-        if slot < 0:
-            pager.passing.append(ring)
-            return store.ring_views[ring]
-        store.swap(slot, ring)
-        pager.free.append(ring)
-        return store.near_views[slot]
+            ring = pager.spare.take()
+            choice.errands.append(Errand(page, pager.store.ring_pages[ring]))
+        if slot >= 0:
+            return pager.stay(page, slot, ring)
+        return pager.passes(page, ring)
 
     def _in_ring(self, page: Page, choice: Choice) -> int | None:
         """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
@@ -263,7 +328,9 @@ class SmallPass:
             return pager.carried.pop(page)
         guess = next((each for each in pager.guesses if each.page == page), None)
         if guess is None:
-            return None
+            found = pager.spare.find(page)
+            pager.stall.found += found is not None
+            return found
         pager.guesses.remove(guess)
         there = guess.arriving is None or guess.arriving.done()
         pager.stall.came_true(time.perf_counter() - guess.since_s, there=there)

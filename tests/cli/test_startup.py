@@ -15,7 +15,7 @@ from tests.observe.traces import write_passes
 START_S = 0.3
 
 
-COMMANDS = ("generate", "optimize", "simulate", "roofline", "report", "inspect", "profile", "doctor")
+COMMANDS = ("generate", "optimize", "simulate", "roofline", "report", "inspect", "profile", "doctor", "policy")
 PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
 
 

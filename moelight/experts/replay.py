@@ -1,0 +1,326 @@
+"""What a policy would have done with a recorded trace: hits and misses, and the seconds they are estimated to take.
+
+A row of the trace is one batch of one layer, an access one distinct expert of it, as in `ExpertCache.access`. A replay
+begins with no expert near but those that the policy pins. Knows rows and counters; reads nothing but the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moelight.core.dtypes import dtype_named
+from moelight.core.errors import ConfigError
+from moelight.experts.access import Access, IntArray
+from moelight.experts.cache import ExpertCache
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
+from moelight.experts.residency import Residency
+from moelight.experts.timing import Clock, Machine
+from moelight.experts.trace import Row, read_rows
+from moelight.experts.trust import Trust
+from moelight.hrm import costs
+from moelight.profiles.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a trace is of: ``layers`` with experts, by their numbers in the model, each with ``num_experts``.
+
+    ``page_bytes`` of an expert and ``top_k`` of a token are None where nobody named the model.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    page_bytes: int | None = None
+    top_k: int | None = None
+
+    @property
+    def experts(self) -> int:
+        """Of all layers."""
+        return len(self.layers) * self.num_experts
+
+    @classmethod
+    def of(cls, model: ModelProfile) -> Shape:
+        """Of all layers of ``model`` that have experts."""
+        return cls(
+            layers=tuple(np.flatnonzero(model.moe_layers).tolist()),
+            num_experts=model.experts.num_experts,
+            page_bytes=costs.page_bytes(model, dtype_named(model.dtype)),
+            top_k=model.router.top_k,
+        )
+
+
+class Trace:
+    """The rows of a file, as often as they are asked for, with layers counted from 0 among those with experts.
+
+    A file is read anew each time, so that memory does not depend on its length; what can be read but once, a pipe, is
+    kept. Without a model the layers are those that occur, with as many experts as the largest id asks for.
+    """
+
+    def __init__(self, path: Path, model: ModelProfile | None = None) -> None:
+        """Raises ConfigError: the trace cannot be read, or is not of ``model``; or it has no rows."""
+        self.path = path
+        self._name = "" if model is None else model.name
+        self._kept = None if path.is_file() else list(read_rows(path))
+        self.shape = self._seen() if model is None else Shape.of(model)
+        self._row_of = {layer: row for row, layer in enumerate(self.shape.layers)}
+
+    def _seen(self) -> Shape:
+        layers: set[int] = set()
+        most = -1
+        for row in self._read():
+            layers.add(row.layer)
+            if row.ids.size:
+                most = max(most, int(row.ids.max()))
+        if most < 0:
+            raise ConfigError(f"trace {self.path} has no rows with experts; record one with generate --routing-trace")
+        return Shape(layers=tuple(sorted(layers)), num_experts=most + 1)
+
+    def _read(self) -> Iterable[Row]:
+        return read_rows(self.path) if self._kept is None else self._kept
+
+    def __iter__(self) -> Iterator[Row]:
+        """Raises ConfigError: a row is not of the model."""
+        for row in self._read():
+            at = self._row_of.get(row.layer)
+            if at is None:
+                known = f"layers with experts are {_ranges(self.shape.layers)}"
+                self._refuse(row, f"layer {row.layer} is none of {self._name}'s; {known}")
+            if row.ids.size and int(row.ids.max()) >= self.shape.num_experts:
+                self._refuse(row, f"expert {int(row.ids.max())}: {self._name} has {self.shape.num_experts} a layer")
+            yield replace(row, layer=at)
+
+    def _refuse(self, row: Row, complaint: str) -> NoReturn:
+        raise ConfigError(f"trace {self.path}:{row.line}: {complaint}; give the model that the trace is of")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0 to 15``, or all of them where some are left out."""
+    if len(numbers) == numbers[-1] - numbers[0] + 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one policy did with one trace.
+
+    Attributes:
+        slots: experts that had room, as the run began. page_bytes: of one (None: unknown model).
+        bytes: pages that moved, misses and guesses, each once; None without a model.
+        stall_s: seconds in which nothing could be computed for want of a page; ``total_s`` of all. ``tokens_per_s``:
+            tokens of the trace, prompts included, in a second. None without a machine.
+        notes: what the replay could not do as the policy says.
+    """
+
+    policy: str
+    accesses: int
+    hits: int
+    misses: int
+    evictions: int
+    max_resident: int
+    slots: int
+    page_bytes: int | None = None
+    bytes: int | None = None
+    stall_s: float | None = None
+    total_s: float | None = None
+    tokens_per_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per access; 0 without any."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What the room for experts takes."""
+        return None if self.page_bytes is None else self.slots * self.page_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("policy", "accesses", "hits", "misses", "hit_rate", "evictions", "max_resident", "bytes", "stall_s")
+        return {name: getattr(self, name) for name in (*names, "tokens_per_s")}
+
+
+class Replay:
+    """One policy under way through a trace.
+
+    Where missing experts are computed needs costs to decide by: without a machine, and on one without a GPU, every miss
+    is fetched. What predictors guess is fetched beside the cache, as the engine does it: it makes misses shorter, and
+    no hits.
+    """
+
+    def __init__(
+        self, policy: ExpertPolicy, shape: Shape, machine: Machine | None = None, *, cache: ExpertCache | None = None
+    ) -> None:
+        """``cache``: in the place of the one that ``policy`` describes.
+
+        Raises:
+            ConfigError: the policy cannot be met.
+        """
+        self.policy, self.shape = policy, shape
+        layers, experts = len(shape.layers), shape.num_experts
+        given = cache
+        if given is None:
+            given = ExpertCache.of(policy, num_layers=layers, num_experts=experts, page_bytes=shape.page_bytes)
+        self._slots, self._most = given.capacity, 0
+        self._residency = Residency(
+            policy,
+            num_layers=layers,
+            num_experts=experts,
+            active=shape.top_k,
+            page_bytes=shape.page_bytes,
+            most_slots=self._slots,
+        )
+        if cache is not None:
+            self._residency.cache = cache
+        self._pages, self._tokens, self._trust = 0, 0.0, Trust()
+        self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
+        self._machine = machine
+        self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
+        if self._may_compute and self._mode == "cpu_fallback":
+            self._fill()
+
+    @property
+    def _may_compute(self) -> bool:
+        return self._machine is not None and self._machine.discrete
+
+    @property
+    def _mode(self) -> str:
+        return self._residency.controls.schedule.mode
+
+    def _fill(self) -> None:
+        """Where no miss ever comes near, those stay that do at the start: the first of each layer, as many as fit."""
+        layers, experts = len(self.shape.layers), self.shape.num_experts
+        first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
+        self._residency.cache.fill(first)
+
+    def step(self, row: Row) -> None:
+        """One batch; ``row.layer`` counts layers with experts."""
+        tokens = len(row.ids) / (self.shape.top_k or 1)
+        self._tokens += tokens
+        if self._clock is not None:
+            self._clock.route(row.layer, tokens)
+        ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
+        self._trust.settle(row.layer, row.ids)
+        computed_s = 0.0
+        if self._may_compute and self._mode != "gpu_only":
+            leave, computed_s = self._leave(row, tokens)
+            if leave.size:
+                away = np.isin(row.ids, leave)
+                passed = None if scores is None else scores[away]
+                self._residency.access(row.layer, ids[away], passed, admit=False)
+                ids, scores = ids[~away], None if scores is None else scores[~away]
+        found = self._residency.access(row.layer, ids, scores)
+        self._serve(found, computed_s)
+        self._guess(row.layer + 1)
+        if len(found.misses):
+            self._most = max(self._most, len(self._residency.cache))
+
+    def _leave(self, row: Row, tokens: float) -> tuple[IntArray, float]:
+        """Missing experts of the batch that the CPU computes where they lie, and how long it takes."""
+        if self._machine is None:
+            return row.ids[:0], 0.0
+        counts = np.bincount(row.ids, minlength=self.shape.num_experts)
+        missing = np.flatnonzero((counts > 0) & (self._residency.cache.slot_table[row.layer] < 0))
+        placed = self._residency.place(
+            counts[missing],
+            fetch_s=self._machine.fetch_s,
+            cpu_s=self._machine.cpu_s(counts[missing]),
+            fixed_s=self._machine.crossing_s(tokens),
+        )
+        return missing[placed.computed], placed.cpu_s
+
+    def _serve(self, found: Access, computed_s: float) -> None:
+        missing = found.misses + found.layer * self.shape.num_experts
+        self._pages += len(missing) - (int(np.isin(missing, self._guessed).sum()) if self._guessed.size else 0)
+        if self._clock is not None:
+            self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
+
+    def _guess(self, coming: int) -> None:
+        """What is fetched ahead for the layer ``coming`` of this pass: guesses of a kind that mostly comes true."""
+        predictor = self._residency.cache.predictor
+        if not predictor.is_on:
+            return
+        self._guessed = self._guessed[:0]
+        if coming == len(self.shape.layers):
+            return
+        for target, wanted in predictor.ahead(coming - 1, self._residency.cache.slot_table >= 0):
+            if target == coming:
+                self._guessed = self._trust.likely(target, wanted) + target * self.shape.num_experts
+        self._pages += len(self._guessed)
+        if self._clock is not None:
+            self._clock.guess(self._guessed.tolist())
+
+    def outcome(self) -> Outcome:
+        """Of everything so far."""
+        clock, page = self._clock, self.shape.page_bytes
+        stats = self._residency.cache.stats
+        tokens = self._tokens / len(self.shape.layers)
+        return Outcome(
+            policy=self.policy.name,
+            accesses=stats.accesses,
+            hits=int(stats.hits.sum()),
+            misses=int(stats.misses.sum()),
+            evictions=stats.evictions,
+            max_resident=max(self._most, len(self._residency.cache)),
+            slots=self._slots,
+            page_bytes=page,
+            bytes=None if page is None else self._pages * page,
+            stall_s=None if clock is None else clock.stall_s,
+            total_s=None if clock is None else clock.now,
+            tokens_per_s=None if clock is None else tokens / clock.now if clock.now else 0.0,
+            notes=tuple(_notes(self.policy, self._may_compute)),
+        )
+
+
+def _notes(policy: ExpertPolicy, may_compute: bool) -> Iterator[str]:
+    if policy.prefetch.strategy == "next_router":
+        yield "next_router guesses from hidden states, which a trace does not hold; here it guesses nothing"
+    if policy.cache.profile is not None:
+        yield f"profile {policy.cache.profile!r} is not read; every replay begins with no expert near"
+    if policy.schedule.mode != "gpu_only" and not may_compute:
+        yield f"{policy.schedule.mode} needs a GPU's --hw (and --model) to decide by; here every miss is fetched"
+
+
+def replay(
+    rows: Iterable[Row], shape: Shape, policies: Sequence[ExpertPolicy], machine: Machine | None = None
+) -> list[Outcome]:
+    """Each of ``policies`` over the same ``rows``, which are read once and not kept.
+
+    Raises:
+        ConfigError: a policy cannot be met, or the rows end in an error.
+    """
+    replays = []
+    for policy in policies:
+        try:
+            replays.append(Replay(policy, shape, machine))
+        except ConfigError as error:
+            raise ConfigError(f"policy {policy.name}: {error}") from None
+    for row in rows:
+        for each in replays:
+            each.step(row)
+    return [each.outcome() for each in replays]
+
+
+def bound(rows: Iterable[Row], shape: Shape, slots: int, machine: Machine | None = None) -> Outcome:
+    """Belady's eviction with room for ``slots`` experts, which all layers share: of rows with one expert each, nobody
+    who fetches only what is missing finds more. The rows are kept, because it looks at those to come."""
+    rows = list(rows)
+    policy = ExpertPolicy(name=f"belady@{slots}", cache=CacheRules(capacity=Capacity(value=slots)))
+    cache = ExpertCache(
+        capacity=slots,
+        num_layers=len(shape.layers),
+        num_experts=shape.num_experts,
+        eviction="belady",
+        future=[(row.layer, np.unique(row.ids).tolist()) for row in rows],
+    )
+    found = Replay(policy, shape, machine, cache=cache)
+    for row in rows:
+        found.step(row)
+    return found.outcome()

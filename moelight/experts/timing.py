@@ -1,0 +1,170 @@
+"""Seconds of a routing trace on a machine: what computing takes by the ledger, and what waits for pages.
+
+Knows the ledger (``hrm``) and one clock for one link. Refuses to know who is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy
+from moelight.experts.access import FloatArray, IntArray
+from moelight.experts.policy import ScheduleRules
+from moelight.hrm import costs
+from moelight.hrm.acts import Acts
+from moelight.hrm.estimate import acts_of
+from moelight.hrm.speeds import Unit, speeds_of
+from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.model import ModelProfile
+
+# A trace does not say how long its sequences are. Attention over so many tokens is what they are taken to cost.
+CONTEXT = 512
+HOST_SHARE = 0.8  # of host memory that experts may take beside a GPU; what has no room there comes from disk
+
+
+class Machine:
+    """What the tokens of a trace cost on one machine with one model.
+
+    Attributes:
+        page_bytes: of one expert. top_k: experts of a token.
+        fetch_s: seconds of one page, over the link or from the disk, whichever binds.
+        discrete: whether there is a GPU, so that a missing expert may be computed where it lies.
+    """
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
+        """Raises ConfigError: the model has no experts, or the machine nothing that they could come from."""
+        if not model.num_moe_layers:
+            raise ConfigError(f"the model {model.name} has no experts")
+        speeds, self.discrete = speeds_of(hardware), hardware.tier("device") is not None
+        near = "gpu" if self.discrete else "cpu"
+        self._acts = acts_of(model, Policy(model=model.name, attention_device=near, ffn_device=near), speeds)
+        self.model, self.layers = model, tuple(np.flatnonzero(model.moe_layers).tolist())
+        self.page_bytes, self.top_k = self._acts.page_bytes(), model.router.top_k
+        self.fetch_s = _fetch_s(self._acts, hardware)
+        self._near, self._cpu = np.zeros(1), np.zeros(1)
+        self.lead_s = lru_cache(maxsize=1 << 14)(self._lead_s)
+
+    def _lead_s(self, row: int, tokens: float) -> float:
+        """Seconds between the experts of the layer with experts before and the choice of layer number ``row`` of those
+        with experts, for ``tokens``: attention and router, layers without experts, and the head between two passes."""
+        acts, layer = self._acts, self.layers[row]
+        first = 0 if row == 0 else self.layers[row - 1] + 1
+        passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
+        seconds = float(acts.head_s(tokens)) if row == 0 else 0.0
+        for each in (*passed, *range(first, layer + 1)):
+            elements = costs.layer_elements(self.model)[each]
+            seconds += float(acts.before_s(elements, tokens))
+            seconds += float(acts.decode_attention_s(acts.near, tokens, CONTEXT))
+            seconds += float(acts.after_s(elements, tokens, moe=self.model.moe_layers[each]))
+        return seconds
+
+    def schedule(self, mode: str) -> ScheduleRules:
+        """``mode`` with a threshold that lets ``hybrid`` choose freely here: half of what a fetch takes."""
+        rules = ScheduleRules(mode=mode)
+        if mode != "hybrid":
+            return rules
+        return replace(rules, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
+
+    def crossing_s(self, tokens: float) -> float:
+        """Seconds that the hidden states of ``tokens`` take from a GPU to the CPU and back."""
+        size = tokens * costs.residual_bytes(self.model, self._acts.dtype, 1)
+        return float(self._acts.down_s(size) + self._acts.up_s(size))
+
+    def near_s(self, counts: IntArray) -> FloatArray:
+        """Seconds of experts that are near, [n], for ``counts`` tokens [n] each."""
+        if counts.size and int(counts.max()) >= len(self._near):
+            self._near = self._table(self._acts.near, int(counts.max()))
+        return self._near[counts]
+
+    def cpu_s(self, counts: IntArray) -> FloatArray:
+        """The same where the CPU computes them in host memory."""
+        if counts.size and int(counts.max()) >= len(self._cpu):
+            self._cpu = self._table(self._acts.speeds.cpu, int(counts.max()))
+        return self._cpu[counts]
+
+    def _table(self, unit: Unit, most: int) -> FloatArray:
+        """Seconds of one expert by its number of tokens, [> most]."""
+        rows = np.arange(2 * most + 1, dtype=np.float64)
+        found: FloatArray = np.where(rows > 0, self._acts.expert_s(unit, rows), 0.0)
+        return found
+
+
+def _fetch_s(acts: Acts, hardware: HardwareProfile) -> float:
+    """Seconds of a page that is not near: from the disk; or over the link, with the share that host memory has no room
+    for as slow as the disk."""
+    size, disk, host = acts.page_bytes(), acts.speeds.disk, hardware.tier("host")
+    if not acts.discrete:
+        if not disk:
+            raise ConfigError(f"the machine {hardware.name} has no tier 'disk' for experts to come from; describe it")
+        return size / disk
+    pages = acts.model.num_moe_layers * acts.model.experts.num_experts
+    room = HOST_SHARE * (host.capacity_bytes if host is not None else 0) / (pages * size)
+    link = float(acts.up_s(size))
+    away = max(0.0, 1.0 - room)
+    if away and not disk:
+        raise ConfigError(f"the experts of {acts.model.name} fit neither {hardware.name}'s host memory nor a disk")
+    return link if not away else (1.0 - away) * link + away * max(link, size / disk)
+
+
+class Clock:
+    """The time of one run: a unit that computes, and a link that brings one page after the other, in the order asked.
+
+    Experts that are near are computed while the missing ones come, and those when all of them are there. What was
+    guessed is for the layer visited next; a wrong page is not broken off, and dropped when that layer has chosen.
+
+    Attributes:
+        now: seconds since the run began. stall_s: of those, the ones in which nothing could be computed.
+        pages: that crossed the link.
+    """
+
+    def __init__(self, machine: Machine, *, overlap: bool) -> None:
+        self._machine, self._overlap = machine, overlap
+        self.now, self.stall_s, self.pages = 0.0, 0.0, 0
+        self._link_free, self._routed = 0.0, 0.0
+        self._arrivals: dict[int, float] = {}  # of what was guessed, by key
+
+    def route(self, row: int, tokens: float) -> None:
+        """Until the router of layer number ``row`` has chosen for ``tokens``."""
+        self.now += self._machine.lead_s(row, tokens)
+        self._routed = self.now
+
+    def serve(self, hits: IntArray, misses: IntArray, missing: Iterable[int], computed_s: float = 0.0) -> None:
+        """The experts of one batch: ``hits`` [n] and ``misses`` [m] tokens each, the latter with the keys ``missing``;
+        for all others, the CPU takes ``computed_s``."""
+        begun = there = self.now
+        fetched = len(misses)
+        if self._arrivals:
+            arrivals = [self._arrivals[key] for key in missing if key in self._arrivals]
+            fetched -= len(arrivals)
+            there = max(arrivals, default=there)
+            self._arrivals.clear()
+        if fetched:
+            there = self._fetch(fetched, self.now)
+        if not self._overlap:
+            self._wait(there)
+            begun = self.now
+        self.now += float(self._machine.near_s(hits).sum())
+        self._wait(max(there, begun + computed_s))
+        self.now += float(self._machine.near_s(misses).sum())
+
+    def guess(self, keys: Iterable[int]) -> None:
+        """Fetch ``keys`` behind what the last batch misses; they were asked for when its router had chosen."""
+        for key in keys:
+            self._arrivals[key] = self._fetch(1, self._routed)
+        if not self._overlap:
+            self._wait(self._link_free)
+
+    def _fetch(self, pages: int, at: float) -> float:
+        self.pages += pages
+        self._link_free = max(self._link_free, at) + pages * self._machine.fetch_s
+        return self._link_free
+
+    def _wait(self, until: float) -> None:
+        if until > self.now:
+            self.stall_s += until - self.now
+            self.now = until

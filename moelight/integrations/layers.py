@@ -1,0 +1,227 @@
+"""Which modules of a transformers model hold experts, and how an expert's tensors lie in a page.
+
+Knows two forms: `fused`, where an experts module holds one tensor over all experts of a layer (transformers 5), and
+`listed`, a `ModuleList` of alike modules beside a router (transformers 4, and code that comes with checkpoints). Both
+are told by their structure, never by a class's name. Refuses to know where pages lie and when they move.
+
+Shapes: E experts of a layer, H hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moelight.core.errors import ConfigError
+from moelight.core.units import align_up
+
+# Of a page in memory and in a file: what direct reads want.
+PAGE_ALIGNMENT = 4096
+# Of a tensor in a page: what vectors of every processor want.
+_TENSOR_ALIGNMENT = 64
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One tensor of an expert: ``shape`` of ``dtype`` from byte ``offset`` of its page on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def of(self, page: Tensor) -> Tensor:
+        """The piece as a view of ``page``, uint8 [at least a page]."""
+        return page[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+    def over(self, slots: Tensor) -> Tensor:
+        """The piece of every slot at once, ``[slots, *shape]``: a view of ``slots``, uint8 [slots, slot bytes]."""
+        flat, item = slots.view(-1).view(self.dtype), self.dtype.itemsize
+        inner = torch.empty(self.shape, device="meta").stride()
+        begin = flat.storage_offset() + self.offset // item
+        return flat.as_strided((slots.shape[0], *self.shape), (slots.shape[1] // item, *inner), begin)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class MoeLayer:
+    """The experts of one layer of the model.
+
+    Attributes:
+        name: of the experts' module in the model.
+        experts: that module; ``fused`` says which form it has.
+        block: the module it lies in.
+        router: the module beside it with one row of weights an expert, if there is one.
+        pieces: an expert's tensors, in the order in which they lie in its page.
+    """
+
+    name: str
+    experts: nn.Module
+    fused: bool
+    block: nn.Module
+    router: nn.Module | None
+    num_experts: int
+    pieces: tuple[Piece, ...]
+    parameters: list[Held] = field(default_factory=list)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of an expert, its tensors aligned."""
+        return self.pieces[-1].offset + self.pieces[-1].nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return self.parameters[0].parameter.device
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Held:
+    """A parameter of experts: entry ``key`` of the module ``owner``. ``expert`` None: of all, along the first axis."""
+
+    owner: nn.Module
+    key: str
+    parameter: nn.Parameter
+    piece: Piece
+    expert: int | None
+
+    def parts(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """``(expert, its tensor)`` of ``whole``, which is shaped like the parameter."""
+        yield from enumerate(whole) if self.expert is None else ((self.expert, whole),)
+
+
+def moe_layers(model: nn.Module) -> list[MoeLayer]:
+    """The layers of ``model`` that have experts, in the order of its modules.
+
+    Raises:
+        ConfigError: there are none, or some that cannot be moved: quantised, offloaded, shared between modules, on
+            several devices.
+    """
+    found = []
+    for name, block in model.named_modules():
+        for key, child in block.named_children():
+            layer = _fused(name, key, block, child) or _listed(name, key, block, child)
+            if layer is not None:
+                found.append(layer)
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no experts that moelight knows: neither transformers' fused experts nor a "
+            "ModuleList of them beside a router"
+        )
+    _refuse(model, found)
+    return found
+
+
+def _fused(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
+    # What transformers' decorator of experts classes leaves on every instance.
+    if not (hasattr(child, "has_gate") and hasattr(child, "is_transposed") and hasattr(child, "num_experts")):
+        return None
+    count = int(child.num_experts)  # type: ignore[arg-type]
+    own = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
+    pieces = _lay_out({key: value[0] for key, value in own.items()})
+    layer = MoeLayer(
+        name=f"{name}.{key}".lstrip("."),
+        experts=child,
+        fused=True,
+        block=block,
+        router=_router(block, child, count),
+        num_experts=count,
+        pieces=pieces,
+    )
+    layer.parameters = [
+        Held(owner=child, key=piece.name, parameter=own[piece.name], piece=piece, expert=None) for piece in pieces
+    ]
+    return layer
+
+
+def _listed(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
+    if not isinstance(child, nn.ModuleList) or len(child) < 2:
+        return None
+    router = _router(block, child, len(child))
+    shapes = [[(key, value.shape, value.dtype) for key, value in each.named_parameters()] for each in child]
+    if router is None or not shapes[0] or any(other != shapes[0] for other in shapes):
+        return None
+    pieces = _lay_out(dict(child[0].named_parameters()))
+    layer = MoeLayer(
+        name=f"{name}.{key}".lstrip("."),
+        experts=child,
+        fused=False,
+        block=block,
+        router=router,
+        num_experts=len(child),
+        pieces=pieces,
+    )
+    for expert, module in enumerate(child):
+        for piece in pieces:
+            path, _, last = piece.name.rpartition(".")
+            owner = module.get_submodule(path)
+            parameter = owner._parameters[last]
+            assert parameter is not None  # named_parameters() has just told its name
+            layer.parameters.append(Held(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert))
+    return layer
+
+
+def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | None:
+    for child in block.children():
+        weight = child._parameters.get("weight")
+        if child is not experts and weight is not None and weight.dim() == 2 and weight.shape[0] == count:
+            return child
+    return None
+
+
+def _lay_out(tensors: dict[str, Tensor]) -> tuple[Piece, ...]:
+    pieces, offset = [], 0
+    for name, tensor in tensors.items():
+        piece = Piece(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset)
+        pieces.append(piece)
+        offset = align_up(offset + piece.nbytes, _TENSOR_ALIGNMENT)
+    return tuple(pieces)
+
+
+def _refuse(model: nn.Module, layers: list[MoeLayer]) -> None:
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise ConfigError(f"{type(model).__name__} is quantised; attach wants experts in {_names(_FLOATING)}")
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for key, value in module._parameters.items():
+            if value is None:
+                continue
+            place = f"{name}.{key}".lstrip(".")
+            cell = value.untyped_storage().data_ptr() or id(value)
+            if cell in owners and any(value is held.parameter for layer in layers for held in layer.parameters):
+                raise ConfigError(f"{place} shares its memory with {owners[cell]}; attach moves experts of their own")
+            owners.setdefault(cell, place)
+    for layer in layers:
+        _refuse_layer(layer)
+    devices = sorted({str(layer.device) for layer in layers})
+    if len(devices) > 1:
+        raise ConfigError(f"the experts are on {', '.join(devices)}; attach wants them on one device")
+
+
+def _refuse_layer(layer: MoeLayer) -> None:
+    if not layer.pieces:
+        raise ConfigError(f"{layer.name} holds no tensor over its {layer.num_experts} experts; attach cannot move it")
+    if any(hasattr(module, "_hf_hook") for module in (layer.block, *layer.experts.modules())):
+        raise ConfigError(f"{layer.name} is dispatched by accelerate; load the model without device_map")
+    if getattr(layer.experts, "_is_expert_parallel", False):
+        raise ConfigError(f"{layer.name} is spread over processes; attach serves models of one process")
+    for held in layer.parameters:
+        if held.parameter.is_meta:
+            raise ConfigError(f"{layer.name}: {held.piece.name} has no values (offloaded, or attached already)")
+        if held.parameter.dtype not in _FLOATING or type(held.parameter) is not nn.Parameter:
+            raise ConfigError(
+                f"{layer.name}: {held.piece.name} is {held.parameter.dtype} ({type(held.parameter).__name__}); "
+                f"attach wants plain parameters in {_names(_FLOATING)}"
+            )
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

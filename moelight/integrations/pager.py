@@ -1,0 +1,272 @@
+"""Experts of a model that computes elsewhere, in a few slots beside it: what a layer needs is there when it computes.
+
+A `Residency` decides who stays and who comes early; the pager carries it out. Every slot is tagged with the
+(layer, expert) whose bytes are in it or on their way to it, and is only given out under that name. Knows slots, flights
+and turns; refuses to know what an expert computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moelight.core.errors import MoelightError
+from moelight.experts.residency import Residency
+from moelight.integrations.homes import Home
+from moelight.integrations.links import Flight, Link
+
+# Pages of experts that got no slot, on their way at once.
+STAGED = 4
+
+Ids = NDArray[np.int64]
+Slots = dict[int, int]  # expert -> slot
+
+
+@dataclass(slots=True)
+class Moved:
+    """Counts so far: of visits of layers (``turns``), of pages that crossed the link and how long
+    the computation waited for them. ``streamed``: misses that got no slot. ``issued`` pages were fetched ahead;
+    ``useful``: those that were in their slot, or on the way, when their layer wanted them."""
+
+    turns: int = 0
+    streamed: int = 0
+    transfers: int = 0
+    bytes: int = 0
+    transfer_s: float = 0.0
+    stall_s: float = 0.0
+    issued: int = 0
+    useful: int = 0
+
+
+class ExpertPager:
+    """Slots of one size for the experts of all layers: uint8 ``slots`` [largest capacity + `STAGED`, slot bytes].
+
+    One thread at a time has a turn; others wait for its end.
+    """
+
+    def __init__(self, residency: Residency, home: Home, link: Link, slots: Tensor) -> None:
+        self.residency, self.cache, self.home, self.slots = residency, residency.cache, home, slots
+        self.moved = Moved()
+        self.link = link
+        self._turn = threading.RLock()
+        self._resident = slots.shape[0] - STAGED
+        self._tags: list[tuple[int, int] | None] = [None] * slots.shape[0]
+        self._flights: dict[int, Flight] = {}
+        self._guessed: set[int] = set()
+        self._ahead: list[tuple[int, Ids, list[Flight]]] = []
+
+    def turn(self, layer: int) -> Turn:
+        """The pager's attention for one layer, until its ``with`` block ends."""
+        return Turn(self, layer)
+
+    def held(self) -> threading.RLock:
+        """For a ``with`` block during which nobody has a turn."""
+        return self._turn
+
+    def begin(self) -> None:
+        """Fetch those who are to be there before the first turn."""
+        with self._turn:
+            for layer, expert, slot in self.residency.begin_with.tolist():
+                self._fetch_ahead(layer, np.array([expert]), np.array([slot]))
+
+    def hint(self, layer: int, ids: Ids, scores: NDArray[np.float32]) -> None:
+        """The router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
+        distinct, places = np.unique(ids, return_inverse=True)
+        mass = np.asarray(np.bincount(places.ravel(), scores.ravel(), minlength=len(distinct)), np.float64)
+        self.residency.hint(layer, distinct, mass)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether guesses need routers to be asked about layers to come."""
+        return self.cache.predictor.rules.strategy == "next_router"
+
+    def end(self) -> None:
+        """Wait for what is in flight; nobody has a turn after this."""
+        with self._turn:
+            self.link.close()
+
+    def _start(self, layer: int, expert: int, slot: int) -> Flight:
+        before = self._flights.get(slot)
+        if before is not None and not before.arrived:
+            before.wait()  # nobody wants what comes any more, but two must not write into one slot
+        flight = self.link.start(self.home, layer, expert, [(0, self.slots[slot])])
+        self._tags[slot], self._flights[slot] = (layer, expert), flight
+        self._guessed.discard(slot)
+        self.moved.transfers += 1
+        self.moved.bytes += self.slots.shape[1]
+        return flight
+
+    def _await(self, layer: int, expert: int, slot: int) -> None:
+        """Return when the slot holds the expert."""
+        if self._tags[slot] != (layer, expert):
+            raise MoelightError(f"slot {slot} holds {self._tags[slot]}, expert {expert} of layer {layer} was expected")
+        flight = self._flights.get(slot)
+        if flight is None:
+            return
+        began = time.perf_counter()
+        flight.wait()  # also of one that has arrived: its times are only good behind it
+        self.moved.stall_s += time.perf_counter() - began
+        del self._flights[slot]
+        if self.link.held:
+            self.moved.transfer_s += flight.seconds()
+
+    def _there(self, slot: int) -> bool:
+        flight = self._flights.get(slot)
+        return flight is None or flight.arrived
+
+    def _settle(self) -> None:
+        """Give up the leases of guessed pages that have arrived; a slot in flight is nobody's victim until then."""
+        going = []
+        for layer, ids, flights in self._ahead:
+            if self.link.held and not all(flight.arrived for flight in flights):
+                going.append((layer, ids, flights))
+            else:
+                self.cache.release(layer, ids.tolist())
+        self._ahead = going
+
+    def _fetch_ahead(self, layer: int, ids: Ids, slots: Ids) -> None:
+        """Have experts of a later layer on their way into slots that the cache gave them."""
+        self.cache.lease(layer, ids.tolist())
+        flights = [self._start(layer, expert, slot) for expert, slot in zip(ids.tolist(), slots.tolist(), strict=True)]
+        self._ahead.append((layer, ids, flights))
+
+
+class Turn:
+    """What one layer needs, while it computes. `need` says it; then `arriving` or `slot` hand it out."""
+
+    def __init__(self, pager: ExpertPager, layer: int) -> None:
+        self.layer = layer
+        self._pager = pager
+        self._slots: Slots = {}
+        self._asked = 0
+        self._leases: list[Ids] = []
+        self._waiting: deque[int] = deque()  # streamed experts whose reads have not begun
+        self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of those that have, in their order
+        self._free = deque(range(pager._resident, pager._resident + STAGED))
+
+    def __enter__(self) -> Turn:
+        self._pager._turn.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            for ids in self._leases:
+                self._pager.cache.release(self.layer, ids.tolist())
+            self._leases, self._slots = [], {}
+            self._waiting.clear()
+            self._staged.clear()
+        finally:
+            self._pager._turn.release()
+
+    def need(self, ids: Ids, scores: NDArray[np.float32]) -> None:
+        """``ids`` [tokens, k] of experts the layer is about to compute, and the router's weights of them."""
+        pager = self._pager
+        pager._settle()
+        access = pager.residency.access(self.layer, ids, scores)
+        self._asked += len(access.hits) + len(access.misses)
+        pager.moved.turns += 1
+        table = pager.cache.slot_table[self.layer]  # a rule may have taken slots of this turn away
+        self._slots = {expert: slot for expert, slot in self._slots.items() if table[expert] == slot}
+        here = np.concatenate([access.hits, access.misses[access.slots >= 0]])
+        pager.cache.lease(self.layer, here.tolist())
+        self._leases.append(here)
+        for expert, slot in zip(access.hits.tolist(), access.hit_slots.tolist(), strict=True):
+            self._slots[expert] = slot
+            if slot in pager._guessed:
+                pager._guessed.discard(slot)
+                pager.moved.useful += 1
+        for expert, slot in zip(access.misses.tolist(), access.slots.tolist(), strict=True):
+            if slot >= 0:
+                self._slots[expert] = slot
+                pager._start(self.layer, expert, slot)
+            else:
+                self._waiting.append(expert)
+        pager.moved.streamed += len(self._waiting)
+        self._stage()
+
+    def __len__(self) -> int:
+        """Experts that were asked for, each once."""
+        return self._asked
+
+    def has(self, expert: int) -> bool:
+        """Whether it was asked for in this turn."""
+        return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
+
+    def look_ahead(self) -> None:
+        """Fetch ahead what later layers are expected to need: behind everything this one needs."""
+        pager = self._pager
+        if not self._all_resident():
+            return
+        for layer, found in pager.residency.ahead(self.layer):
+            pager._fetch_ahead(layer, found.ids, found.slots)
+            pager._guessed.update(found.slots.tolist())
+            pager.moved.issued += len(found.ids)
+
+    def _all_resident(self) -> bool:
+        """A rule of the policy may have taken slots of this very turn away: they stay good until its end if nobody gets
+        them meanwhile."""
+        table = self._pager.cache.slot_table[self.layer]
+        return all(table[expert] == slot for expert, slot in self._slots.items())
+
+    def slot(self, expert: int) -> int:
+        """The slot that holds ``expert``, waited for. A streamed one's is good until the next call for another."""
+        found = self._slots.get(expert)
+        if found is None:
+            found = self._staged_slot(expert)
+        self._pager._await(self.layer, expert, found)
+        return found
+
+    def arriving(self, *, together: bool) -> Iterator[Slots]:
+        """Everything that is needed, some experts at a time, those that are there first; with ``together`` all that
+        have slots of their own at once. What was handed out is good until the next is asked for."""
+        pager = self._pager
+        left = dict(self._slots)
+        while left:
+            ready = left if together else {expert: slot for expert, slot in left.items() if pager._there(slot)}
+            if not ready:
+                expert = next(iter(left))
+                ready = {expert: left[expert]}
+            for expert, slot in ready.items():
+                pager._await(self.layer, expert, slot)
+            yield ready
+            left = {expert: slot for expert, slot in left.items() if expert not in ready}
+        while self._staged:
+            count = len(self._staged) if together else 1
+            ready = dict(list(self._staged)[:count])
+            for expert, slot in ready.items():
+                pager._await(self.layer, expert, slot)
+            yield ready
+            for _ in ready:
+                self._free.append(self._staged.popleft()[1])
+            self._stage()
+
+    def _staged_slot(self, expert: int) -> int:
+        """Streamed experts are asked for in their order; those before it have been used. One out of turn is read
+        again."""
+        if all(each != expert for each, _ in self._staged):
+            if expert in self._waiting:
+                self._waiting.remove(expert)
+            self._waiting.appendleft(expert)
+            self._drop(len(self._staged))
+        while self._staged[0][0] != expert:
+            self._drop(1)
+        return self._staged[0][1]
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            self._free.append(self._staged.popleft()[1])
+        self._stage()
+
+    def _stage(self) -> None:
+        while self._waiting and self._free:
+            expert, slot = self._waiting.popleft(), self._free.popleft()
+            self._pager._start(self.layer, expert, slot)
+            self._staged.append((expert, slot))

@@ -1,0 +1,150 @@
+"""Policies for `attach`: read as they were given, made for a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from moelight.core.errors import BudgetError, ConfigError
+from moelight.core.units import format_bytes
+from moelight.experts.cache import ExpertCache
+from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
+from moelight.experts.profile_files import load_profile
+from moelight.experts.residency import Residency
+from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
+from moelight.integrations.layers import MoeLayer
+from moelight.lang.check import read
+from moelight.lang.files import load_expert_policy
+
+
+def residency_of(
+    policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int | None
+) -> tuple[Residency, int]:
+    """``policy`` at work on ``model``, and the most slots that it or one of its rules asks for.
+
+    Raises:
+        ConfigError: the policy does not fit the model, or its profile is of another one.
+    """
+    count, experts = len(layers), max(layer.num_experts for layer in layers)
+    known = None
+    if policy.cache.profile is not None:
+        facts = _facts(model, layers)
+        known = load_profile(Path(policy.cache.profile), model=facts, num_layers=count, num_experts=experts)
+    most = max(_capacities(policy, num_layers=count, num_experts=experts, page_bytes=page_bytes))
+    residency = Residency(
+        policy,
+        num_layers=count,
+        num_experts=experts,
+        active=active,
+        page_bytes=page_bytes,
+        known=known,
+        most_slots=most,
+    )
+    return residency, most
+
+
+def _capacities(policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int) -> Iterator[int]:
+    """What the policy begins with, then what its rules may set; with budgets of layers, that is one layer's."""
+    yield ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes).capacity
+    for rule in policy.adapt:
+        value = rule.action.value
+        if isinstance(value, Capacity) and policy.per_layer is None:
+            yield value.slots(num_layers * num_experts, page_bytes)
+        elif isinstance(value, Capacity):
+            yield num_layers * value.slots(num_experts, page_bytes)
+
+
+def _facts(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str | int | float | bool | None]:
+    """What profiles of this model are told by."""
+    config = getattr(model, "config", None)
+    return {
+        "model_type": str(getattr(config, "model_type", type(model).__name__)),
+        "num_layers": len(layers),
+        "num_experts": max(layer.num_experts for layer in layers),
+        "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
+    }
+
+
+def policy_for(
+    experts: Sequence[int],
+    active: Sequence[int | None],
+    *,
+    page_bytes: int,
+    spare_bytes: int,
+    free_bytes: int,
+    batch: int,
+) -> tuple[ExpertPolicy, str]:
+    """A policy for layers with so many ``experts`` each, of which a token has ``active`` (None: nobody says), and why.
+
+    Room is for twice a token's experts, or for what ``batch`` tokens are expected to meet (`experts.sizing`), as far as
+    there are ``free_bytes`` besides ``spare_bytes``. Everything else is as in
+    `DEFAULT_POLICY`.
+
+    Raises:
+        BudgetError: there is no room for a single one.
+    """
+    layers, most, each = len(experts), max(experts), max((k or 1 for k in active), default=1)
+    plan = plan_slots(
+        layers=layers,
+        num_experts=most,
+        active=each,
+        free_bytes=free_bytes,
+        per_expert_bytes=page_bytes,
+        reserve_bytes=RESERVE_BYTES + spare_bytes,
+        batch=batch,
+    )
+    if plan.status is Status.BUDGET_EXHAUSTED:
+        needed = RESERVE_BYTES + spare_bytes + page_bytes
+        raise BudgetError(
+            f"{format_bytes(free_bytes)} are free, {format_bytes(needed, round_up=True)} is the least to attach with",
+            tier="host",
+            needed_bytes=needed,
+        )
+    slots = min(plan.slots, plan.recommended, sum(experts))
+    everything = slots >= sum(experts)
+    rules = DEFAULT_POLICY
+    strategy = "none" if everything else "previous" if None in active else rules.prefetch.strategy
+    if plan.status is not Status.OK:
+        why = "as many as there is memory for"
+    elif everything:
+        why = "all of them"
+    elif batch == 1:
+        why = f"twice the {each} of a token in each of {layers} layers"
+    else:
+        why = f"what {batch} tokens of {each} experts are expected to meet in each of {layers} layers"
+    policy = replace(
+        rules,
+        name="auto",
+        cache=replace(rules.cache, capacity=Capacity(value=slots)),
+        prefetch=replace(rules.prefetch, strategy=strategy, budget=each),
+        per_layer=None if rules.per_layer is None or slots < layers else replace(rules.per_layer, total_budget=slots),
+    )
+    reason = (
+        f"room for {slots} of {sum(experts)} experts ({format_bytes(slots * page_bytes)}): {why}, with "
+        f"{format_bytes(free_bytes)} free; {' | '.join(rules.cache.eviction)}, prefetch {strategy}"
+    )
+    return policy, reason
+
+
+def read_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
+    """A policy as it is, from the text of a ``.moe`` file (which has braces), or from the path of one.
+
+    Raises:
+        ConfigError: there is no such file, it has errors, or another number of policies than one.
+    """
+    if isinstance(policy, ExpertPolicy):
+        return policy
+    if not isinstance(policy, (str, os.PathLike)):
+        raise ConfigError(f"policy: an ExpertPolicy, .moe text or a path, not {type(policy).__name__}")
+    if not isinstance(policy, str) or "{" not in policy:
+        return load_expert_policy(policy)
+    reading = read(policy)
+    if reading.errors:
+        raise ConfigError("policy: " + "; ".join(f"{e.line}:{e.column}: {e.message}" for e in reading.errors))
+    if len(reading.policies) != 1:
+        raise ConfigError(f"policy: the text has {len(reading.policies)} policies, attach takes one")
+    return reading.policies[0]

@@ -1,0 +1,255 @@
+"""How a layer's experts compute while a pager has their weights: with the model's own code, over slots.
+
+Every form gives the numbers of the untouched model, bit for bit where the library's products are: each expert sees the
+same rows in the same order, and a token's experts are added up in the order in which the model adds them.
+
+Shapes: T tokens, k experts of a token, H hidden, S slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moelight.core.errors import ConfigError, UserError
+from moelight.integrations.layers import MoeLayer, Piece
+from moelight.integrations.pager import ExpertPager, Slots, Turn
+
+# A call of transformers' experts over all slots costs as much as one for a single expert and a twenty-fifth of it for
+# each slot that no token goes to (3 us of 80; docs/log.md).
+_EMPTY_SLOTS_A_CALL = 25
+# CUDA's grouped product takes fewer than 1024 groups.
+_SLOTS_A_CALL = 1000
+_ARGUMENTS = 3
+_KNOWN = ("grouped_mm", "batched_mm", "eager", None)
+
+Asked = Callable[[Tensor], tuple[np.ndarray, np.ndarray] | None]
+
+
+class NotTrainable(torch.autograd.Function):
+    """Passes hidden states on, and says why no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, inputs: Tensor) -> Tensor:  # noqa: ARG004
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ARG004
+        raise UserError("experts under moelight.attach have no gradients; call detach() before training")
+
+
+class Served:
+    """One layer's experts under a pager, from `install` to `remove`. ``ahead`` is told the hidden states that the
+    layer's experts get, before anything is fetched ahead."""
+
+    def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
+        self.layer, self.number, self.pager, self.ahead = layer, number, pager, ahead
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Take over."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Leave the modules as they were found."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _check(self) -> None:
+        held = self.layer.parameters[0]
+        placeholder = held.owner._parameters[held.key]
+        if placeholder is None or placeholder.dtype != held.piece.dtype:
+            raise UserError(f"{self.layer.name} was changed while it was attached; detach() before .to() and the like")
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = module.__dict__.get("forward")
+        module.forward = forward
+        if before is None:
+            self._undo.append(lambda: module.__dict__.pop("forward"))
+        else:
+            self._undo.append(lambda: module.__dict__.update(forward=before))
+
+
+class ServedFused(Served):
+    """Experts of one module, called once a layer with (hidden states [T, H], ids [T, k], weights [T, k])."""
+
+    def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
+        super().__init__(layer, number, pager, ahead)
+        self._signature = inspect.signature(type(layer.experts).forward)
+        if len(self._signature.parameters) != 1 + _ARGUMENTS:
+            raise ConfigError(
+                f"{layer.name} ({type(layer.experts).__name__}) wants other arguments than hidden states, experts and "
+                "their weights; attach does not know them"
+            )
+        self._over = {piece.name: piece.over(pager.slots) for piece in layer.pieces}
+
+    def install(self) -> None:
+        self._replace_forward(self.layer.experts, self._forward)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check()
+        experts = self.layer.experts
+        bound = self._signature.bind(experts, *args, **kwargs).arguments
+        _, states, ids, weights = bound.values()
+        way = getattr(experts.config, "_experts_implementation", None)  # generate() may change it between calls
+        if way not in _KNOWN:
+            raise ConfigError(
+                f"experts_implementation {way!r} cannot be paged; set one of {', '.join(map(str, _KNOWN))}"
+            )
+        with torch.no_grad(), self.pager.turn(self.number) as turn:
+            turn.need(_array(ids, np.int64), _array(weights, np.float32))
+            self.ahead(states)
+            turn.look_ahead()
+            if way in ("eager", None):
+                found = self._one_by_one(turn, states, ids, weights)
+            else:
+                found = self._together(turn, states, ids, weights)
+        return NotTrainable.apply(found, states) if torch.is_grad_enabled() and states.requires_grad else found
+
+    def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The class's own loop, which asks for one expert after the other."""
+        stand_in = self._stand_in({piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces})
+        return type(self.layer.experts).forward(stand_in, states, ids, weights)
+
+    def _together(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Grouped or batched products over those experts that are there, then over those that have come meanwhile."""
+        tokens, k = ids.shape
+        outputs: Tensor | None = None
+        flat = ids.reshape(-1)
+        together = states.device.type != "cpu"
+        for ready in turn.arriving(together=together):
+            for first, last, slots in self._calls(ready, together=together):
+                table = torch.full((self.layer.num_experts,), -1, dtype=torch.int64)
+                table[list(slots)] = torch.tensor(list(slots.values())) - first
+                where = table.to(ids.device)[flat]
+                stand_in = self._stand_in({name: over[first:last] for name, over in self._over.items()}, last - first)
+                forward = type(self.layer.experts).forward
+                if len(slots) == len(turn):  # everything in one call: the model's own
+                    return forward(stand_in, states, where.view(tokens, k), weights)
+                pairs = (where >= 0).nonzero().view(-1)
+                rows = states[pairs // k]
+                part = forward(stand_in, rows, where[pairs].view(-1, 1), rows.new_ones(pairs.numel(), 1))
+                if outputs is None:
+                    outputs = part.new_empty(tokens * k, part.shape[-1])
+                outputs[pairs] = part
+        if outputs is None:  # no token
+            return torch.zeros_like(states)
+        weighted = outputs * weights.reshape(-1, 1)
+        return weighted.view(tokens, k, -1).sum(dim=1).to(states.dtype)
+
+    def _calls(self, ready: Slots, *, together: bool) -> list[tuple[int, int, Slots]]:
+        """``(first slot, behind the last slot, experts)`` of the products to make."""
+        low, high = min(ready.values()), max(ready.values()) + 1
+        if high - low <= _SLOTS_A_CALL and (together or high - low <= _EMPTY_SLOTS_A_CALL * len(ready)):
+            return [(low, high, ready)]
+        if not together:
+            return [(slot, slot + 1, {expert: slot}) for expert, slot in ready.items()]
+        windows: dict[int, Slots] = {}
+        for expert, slot in ready.items():
+            windows.setdefault(slot // _SLOTS_A_CALL, {})[expert] = slot
+        return [(min(part.values()), max(part.values()) + 1, part) for part in windows.values()]
+
+    def _stand_in(self, tensors: dict[str, Any], num_experts: int | None = None) -> nn.Module:
+        """The experts' module, but for its tensors and how many experts it has."""
+        stand_in = copy.copy(self.layer.experts)
+        stand_in.__dict__["_parameters"] = {
+            name: value for name, value in self.layer.experts._parameters.items() if name not in tensors
+        }
+        stand_in.__dict__.update(tensors)
+        if num_experts is not None:
+            stand_in.__dict__["num_experts"] = num_experts
+        return stand_in
+
+
+class _Lookup:
+    """A tensor over experts, of which only those that are looked up are there."""
+
+    def __init__(self, turn: Turn, piece: Piece, slots: Tensor) -> None:
+        self._turn, self._piece, self._slots = turn, piece, slots
+        self.dtype, self.device = piece.dtype, slots.device
+
+    def __getitem__(self, expert: Tensor | int) -> Tensor:
+        return self._piece.of(self._slots[self._turn.slot(int(expert))])
+
+
+class ServedList(Served):
+    """Experts that are modules of a list. Their block asks for one after the other; which ones, its router has said
+    before where ``asked`` understands what that returns."""
+
+    def __init__(
+        self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None], asked: Asked
+    ) -> None:
+        super().__init__(layer, number, pager, ahead)
+        self._asked = asked
+        self._turn: Turn | None = None
+
+    def install(self) -> None:
+        self._replace_forward(self.layer.block, self._block_forward(self.layer.block.forward))
+        assert self.layer.router is not None  # a list without one is no MoE layer
+        hook = self.layer.router.register_forward_hook(self._routed)
+        self._undo.append(hook.remove)
+        for expert, module in enumerate(self.layer.experts.children()):
+            owned = [held for held in self.layer.parameters if held.expert == expert]
+            self._replace_forward(module, self._expert_forward(expert, module.forward, owned))
+
+    def _block_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def served(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            inputs = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            with torch.no_grad(), self.pager.turn(self.number) as turn:
+                self._turn = turn
+                try:
+                    found = forward(*args, **kwargs)
+                finally:
+                    self._turn = None
+            if inputs is None or not (torch.is_grad_enabled() and inputs.requires_grad):
+                return found
+            if isinstance(found, tuple):
+                return NotTrainable.apply(found[0], inputs), *found[1:]
+            return NotTrainable.apply(found, inputs)
+
+        return served
+
+    def _routed(self, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        turn = self._turn
+        found = None if turn is None else self._asked(output)
+        if turn is not None and found is not None:
+            turn.need(*found)
+            self.ahead(inputs[0].reshape(-1, inputs[0].shape[-1]))
+            turn.look_ahead()
+
+    def _expert_forward(self, expert: int, forward: Callable[..., Any], owned: list[Any]) -> Callable[..., Any]:
+        def served(states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            turn = self._turn
+            if turn is None:
+                raise UserError(
+                    f"{self.layer.name}: expert {expert} was called outside of its block, which has the pager"
+                )
+            if not states.numel():
+                return states  # some blocks call every expert, also for no token
+            if not turn.has(expert):
+                turn.need(
+                    np.full((len(states), 1), expert, dtype=np.int64), np.ones((len(states), 1), dtype=np.float32)
+                )
+            page = self.pager.slots[turn.slot(expert)]
+            away = [held.owner._parameters[held.key] for held in owned]
+            for held in owned:
+                held.owner._parameters[held.key] = held.piece.of(page)
+            try:
+                return forward(states, *args, **kwargs)
+            finally:
+                for held, placeholder in zip(owned, away, strict=True):
+                    held.owner._parameters[held.key] = placeholder
+
+        return served
+
+
+def _array(tensor: Tensor, dtype: Any) -> np.ndarray:
+    wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+    return wide.cpu().numpy().astype(dtype, copy=False)

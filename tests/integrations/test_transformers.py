@@ -1,0 +1,398 @@
+"""A model whose experts are under a pager gives the tokens of the model as it was, from less memory, and comes back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import moelight
+from moelight.core.errors import CheckpointError, ConfigError, MoelightError, UserError
+from moelight.core.units import MiB
+from moelight.experts.policy import (
+    EVICTIONS,
+    STRATEGIES,
+    CacheRules,
+    Capacity,
+    ExpertPolicy,
+    PerLayerRules,
+    PrefetchRules,
+)
+from moelight.integrations import transformers as attaching
+from moelight.integrations.homes import DiskHome
+from moelight.integrations.layers import moe_layers
+from moelight.integrations.links import StreamLink
+from moelight.integrations.transformers import Attachment
+from moelight.runtime.lanes import StreamLane
+from moelight.runtime.twin import TwinEvent, TwinStream
+from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
+
+POLICIES = sorted((Path(__file__).parents[2] / "examples" / "policies").glob("*.moe"))
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def policy(
+    capacity: int | Capacity = 5,
+    *,
+    eviction: tuple[str, ...] = ("slru",),
+    strategy: str = "next_router",
+    per_layer: PerLayerRules | None = None,
+) -> ExpertPolicy:
+    room = capacity if isinstance(capacity, Capacity) else Capacity(value=capacity)
+    return ExpertPolicy(
+        name="small",
+        cache=CacheRules(capacity=room, eviction=eviction),
+        prefetch=PrefetchRules(strategy=strategy, budget=3),
+        per_layer=per_layer,
+    )
+
+
+@functools.cache
+def untouched(family: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Tensor, Tensor, Tensor]:
+    """A model, which tests leave as they find it, and its tokens: greedy, sampled; and logits."""
+    model = build_listed(dtype) if family == "listed" else build(family, dtype)
+    return model, tokens(model), tokens(model, seed=7), logits(model)
+
+
+@pytest.fixture
+def qwen() -> PreTrainedModel:
+    return untouched("qwen3_moe")[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES, "listed"])
+def test_a_small_budget_gives_the_same_tokens_and_logits(family: str, dtype: torch.dtype) -> None:
+    model, greedy, sampled, last = untouched(family, dtype)
+    with moelight.attach(model, policy(4)) as attachment:
+        assert torch.equal(tokens(model), greedy)
+        assert torch.equal(tokens(model, seed=7), sampled)
+        assert torch.equal(logits(model), last)
+        assert attachment.get_stats()["placement"]["streamed"] > 0  # prompts want more than there is room for
+    assert torch.equal(logits(model), last)
+
+
+@pytest.mark.parametrize("way", ["eager", "batched_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_model_s_own_way_of_computing_experts_is_kept(family: str, way: str) -> None:
+    model = build(family)
+    model.set_experts_implementation(way)
+    greedy, last = tokens(model), logits(model)
+    with moelight.attach(model, policy(7)):
+        assert torch.equal(tokens(model), greedy)
+        assert torch.equal(logits(model), last)
+
+
+@pytest.mark.parametrize("eviction", [*((name,) for name in EVICTIONS), ("lfu", "lru")], ids="|".join)
+@pytest.mark.parametrize("capacity", [3, 20])
+def test_no_eviction_changes_a_token(qwen: PreTrainedModel, eviction: tuple[str, ...], capacity: int) -> None:
+    with moelight.attach(qwen, policy(capacity, eviction=eviction), home="memory"):
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_prediction_changes_a_token_and_none_is_read_twice(qwen: PreTrainedModel, strategy: str) -> None:
+    alone = tokens(qwen, count=1, new=16)
+    with moelight.attach(qwen, policy(14, eviction=("lru",), strategy=strategy)) as attachment:
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+        assert torch.equal(tokens(qwen, count=1, new=16), alone)
+        found = attachment.get_stats()
+        assert found["placement"]["transfers"] == (
+            found["policy"]["cache"]["misses"] + found["policy"]["prefetch"]["issued"]
+        )
+        if strategy in ("history", "affinity", "next_router"):  # others have nothing to say of so little
+            assert found["policy"]["prefetch"]["useful"] > 0
+
+
+@pytest.mark.parametrize("file", POLICIES, ids=lambda path: path.stem)
+def test_each_policy_of_the_examples_gives_the_same_tokens(file: Path) -> None:
+    model, greedy, _, last = untouched("qwen3_moe")
+    with moelight.attach(model, file):
+        assert torch.equal(tokens(model), greedy)
+        assert torch.equal(logits(model), last)
+
+
+def test_beams_and_budgets_of_layers(qwen: PreTrainedModel) -> None:
+    beams = tokens(qwen, new=4, num_beams=3)
+    rules = PerLayerRules(
+        allocation="entropy", entropy_window=16, min_capacity=2, max_capacity=12, rebalance_interval=16
+    )
+    with moelight.attach(qwen, policy(6, per_layer=rules)):
+        assert torch.equal(tokens(qwen, new=4, num_beams=3), beams)
+
+
+ADAPTING = """
+policy restless {
+  cache { capacity = 6  eviction = lru  warm_pin = 20  pin = [1, 3]  ttl = 40 }
+  prefetch { strategy = history  budget = 2 }
+  monitor { window = 20 }
+  adapt {
+    when hit_rate < 0.9 for 10 accesses { eviction = lfu }
+    when hit_rate < 0.9 for 30 accesses { capacity = 14 }
+    when hit_rate < 0.95 for 60 accesses { trigger memory_pressure }
+    when hit_rate < 0.95 for 90 accesses { capacity = 6 }
+  }
+}
+"""
+
+
+def test_a_policy_that_changes_while_it_runs_changes_no_token(qwen: PreTrainedModel) -> None:
+    alone = tokens(qwen, count=2, new=16)
+    with moelight.attach(qwen, ADAPTING) as attachment:
+        assert attachment.near_bytes == (14 + 4) * attachment.away_bytes // 32  # room for what a rule may ask for
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+        assert torch.equal(tokens(qwen, count=2, new=16), alone)
+        found = attachment.get_stats()["experts"]
+    assert found["adaptations"]["changes"] >= 3
+    assert found["warm_pin"]["fired"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "listed"])
+def test_detach_leaves_the_model_as_it_was(family: str) -> None:
+    model = untouched(family)[0]
+    before = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in before.items()}
+    keys, modules = list(model.state_dict()), {name: dict(vars(each)) for name, each in model.named_modules()}
+    attachment = moelight.attach(model, policy())
+    tokens(model, new=2)
+    attachment.detach()
+    attachment.detach()
+    assert list(model.state_dict()) == keys
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+        assert torch.equal(parameter, values[name])
+    for name, each in model.named_modules():
+        assert vars(each).keys() == modules[name].keys()
+
+
+def test_what_a_slot_is_said_to_hold_is_in_it() -> None:
+    model = untouched("mixtral")[0]
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    weights = [(each.gate_up_proj.detach().clone(), each.down_proj.detach().clone()) for each in experts]
+    with moelight.attach(model, policy(9, eviction=("lru",))) as attachment:
+        tokens(model)
+        pager, seen = attachment.pager, 0
+        with pager.turn(0) as turn:
+            for layer, experts_of in enumerate(pager.cache.slot_table.tolist()):
+                for expert, slot in enumerate(experts_of):
+                    if slot >= 0:
+                        pager._await(layer, expert, slot)
+                        gate_up, down = (piece.of(pager.slots[slot]) for piece in moe_pieces(attachment))
+                        assert torch.equal(gate_up, weights[layer][0][expert])
+                        assert torch.equal(down, weights[layer][1][expert])
+                        seen += 1
+            assert len(pager.cache) == seen == 9
+            slot = int(pager.cache.slot_table.max())
+            with pytest.raises(MoelightError, match="was expected"):
+                pager._await(*wrong(pager._tags[slot]), slot)
+            assert len(turn) == 0
+
+
+def moe_pieces(attachment: Attachment) -> Any:
+    return attachment._layers[0].pieces
+
+
+def wrong(tag: tuple[int, int] | None) -> tuple[int, int]:
+    assert tag is not None
+    return tag[0], tag[1] + 1
+
+
+def test_the_memory_of_the_experts_is_really_given_back(tmp_path: Path) -> None:
+    model = build("mixtral", hidden_size=256, intermediate_size=1024, num_local_experts=8)
+    taken = sum(layer.page_bytes * layer.num_experts for layer in moe_layers(model))
+    assert taken >= 72 * MiB
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    attachment = moelight.attach(model, policy(Capacity(value=12.5, unit="percent")), directory=tmp_path)
+    tokens(model, new=2)
+    gc.collect()
+    fallen = before - psutil.Process().memory_info().rss
+    assert attachment.near_bytes < 0.3 * taken
+    assert fallen > 0.5 * taken
+    assert not list(tmp_path.iterdir())  # the file has no name
+    attachment.detach()
+    assert sum(each.numel() * each.element_size() for each in model.parameters()) > taken
+
+
+def test_a_model_that_is_dropped_takes_its_pages_with_it(tmp_path: Path) -> None:
+    model = build("mixtral")
+    moelight.attach(model, policy(), directory=tmp_path)
+    tokens(model, new=1)
+    assert pager_threads()
+    del model
+    gc.collect()
+    assert not pager_threads()
+    held = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [name for name in held if name.startswith(str(tmp_path))]
+
+
+def test_two_threads_may_generate_at_once() -> None:
+    model, greedy, _, _ = untouched("mixtral")
+    found: list[Tensor] = []
+    with moelight.attach(model, policy(7)):
+        threads = [threading.Thread(target=lambda: found.append(tokens(model))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [torch.equal(each, greedy) for each in found] == [True, True]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "listed"])
+def test_streams_of_a_device_do_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, greedy, _, _ = untouched(family)
+    compute = StreamLane(TwinStream(), TwinEvent)
+    monkeypatch.setattr(attaching, "_link", lambda _: StreamLink(StreamLane(TwinStream(), TwinEvent), lambda: compute))
+    with moelight.attach(model, policy(12, eviction=("lru",)), home="memory") as attachment:
+        assert torch.equal(tokens(model), greedy)
+        tokens(model, count=1)
+        assert attachment.get_stats()["policy"]["prefetch"]["useful"] > 0
+
+
+def test_a_disk_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, qwen: PreTrainedModel) -> None:
+    attachment = moelight.attach(qwen, policy())
+    with monkeypatch.context() as failing:
+        failing.setattr(DiskHome, "_at", lambda *_: 1 << 50)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                tokens(qwen, new=1)
+    attachment.detach()
+    assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+
+
+def test_gradients_are_refused_where_they_would_be_wrong(qwen: PreTrainedModel) -> None:
+    ids, mask = ragged_prompts(2)
+    with moelight.attach(qwen, policy()):
+        loss = qwen(ids, attention_mask=mask).logits.sum()
+        with pytest.raises(UserError, match="detach"):
+            loss.backward()
+    qwen.zero_grad()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "listed"])
+def test_a_model_that_is_changed_meanwhile_is_an_error_not_other_tokens(family: str) -> None:
+    model = build_listed() if family == "listed" else build(family)
+    with moelight.attach(model, policy()):
+        model.half()
+        with pytest.raises(UserError, match="changed while it was attached"):
+            tokens(model, new=1)
+
+
+def test_stats_are_plain_and_add_up(qwen: PreTrainedModel) -> None:
+    with moelight.attach(qwen, policy(16)) as attachment:
+        tokens(qwen)
+        found = json.loads(json.dumps(attachment.get_stats()))
+    cache, placement = found["policy"]["cache"], found["placement"]
+    assert found["policy"]["name"] == "small"
+    assert cache["hit_rate"] == cache["hits"] / (cache["hits"] + cache["misses"])
+    assert placement["bytes"] == placement["transfers"] * found["near_bytes"] // (16 + 4)
+    assert placement["transfer_s"] > 0
+    assert found["experts"]["cache"]["residents"] <= found["experts"]["cache"]["capacity"] == 16
+
+
+def test_auto_attach_chooses_and_says_why(qwen: PreTrainedModel) -> None:
+    with moelight.auto_attach(qwen) as attachment:
+        assert attachment.policy.cache.capacity.value == 2 * 3 * 2  # twice a token's experts, two sparse layers
+        assert "12 of 32 experts" in attachment.reason
+        assert "\n" not in attachment.reason
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+    with moelight.auto_attach(qwen, batch=64) as attachment:
+        assert attachment.policy.cache.capacity.value == 32
+
+
+def _meta(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.experts.to("meta")
+
+
+def _tied(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.experts.gate_up_proj = model.model.layers[0].mlp.experts.gate_up_proj
+
+
+def _whole_numbers(model: PreTrainedModel) -> None:
+    down = model.model.layers[0].mlp.experts.down_proj
+    model.model.layers[0].mlp.experts.down_proj = nn.Parameter(down.to(torch.int8), requires_grad=False)
+
+
+def _dispatched(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp._hf_hook = object()
+
+
+def _dense(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.mlp = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_meta, "no values"),
+        (_tied, "shares its memory"),
+        (_whole_numbers, "int8"),
+        (_dispatched, "accelerate"),
+        (_dense, "no experts"),
+    ],
+)
+def test_models_that_cannot_be_moved_are_refused_untouched(damage: Any, says: str) -> None:
+    model = build("mixtral")
+    damage(model)
+    before = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    with pytest.raises(ConfigError, match=says):
+        moelight.attach(model, policy())
+    assert {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"home": "dsk"}, "did you mean 'disk'"),
+        ({"directory": "/nowhere/at/all"}, "cannot hold"),
+        ({"policy": 7}, "path"),
+        ({"policy": Path("/nowhere.moe")}, "nowhere.moe"),
+        ({"policy": policy(Capacity(value=100, unit="bytes"))}, "no expert"),
+    ],
+)
+def test_wrong_arguments_are_refused(qwen: PreTrainedModel, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        moelight.attach(qwen, options.pop("policy", policy()), **options)
+    assert torch.equal(logits(qwen), untouched("qwen3_moe")[3])
+
+
+def test_one_pager_at_a_time(qwen: PreTrainedModel) -> None:
+    with moelight.attach(qwen, policy()), pytest.raises(ConfigError, match="attached already"):
+        moelight.attach(qwen, policy())
+    with moelight.attach(qwen, "policy small { cache { capacity = 4 } }") as attachment:
+        assert attachment.policy.cache.capacity == Capacity(value=4)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    yield
+    assert not pager_threads()
+
+
+def pager_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "moelight-experts" in thread.name]
+
+
+def test_an_expert_that_fails_midway_leaves_the_pager_fit_to_go_on(qwen: PreTrainedModel) -> None:
+    calls = iter(range(1000))
+
+    def fails_once(*_: Any) -> None:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+
+    hook = qwen.model.layers[2].mlp.experts.act_fn.register_forward_hook(fails_once)
+    with moelight.attach(qwen, policy(6, eviction=("lru",))):
+        with pytest.raises(KeyboardInterrupt):
+            tokens(qwen)
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+    hook.remove()
