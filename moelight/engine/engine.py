@@ -357,12 +357,13 @@ class Engine:
         return self._passes
 
     def close(self) -> None:
-        """Stop the lanes and free the model. Closing twice is fine."""
+        """Stop the lanes, free the model and end the routing trace. Closing twice is fine."""
         if self._passes is not None:
             self._passes.close()
             self._passes = None
             if self._device_limit:
                 limit_device_memory(self._device, None)
+        self.end_routing_trace()
 
     def __enter__(self) -> Engine:
         return self

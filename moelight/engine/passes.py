@@ -209,7 +209,8 @@ class PassRunner:
         its first pages may be fetched now."""
         small = self._small(sum(load.tokens for load in packed.loads))
         if small is None:
-            if self._pager is not None:
+            if self._pager is not None and not self._streaming:
+                self._executor.wait()  # until it is known who is near
                 self._pager.land()  # the ring is the stream's now
             self._follow_residents()
         ahead = small is not None and self._policy.schedule != "serial" and small.near.ahead
@@ -247,12 +248,12 @@ class PassRunner:
 
     def _in_ring(self, carried: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
         """What the pass before left in the ring, and where, if it streamed whole layers: the pages in ``carried`` parts
-        that it fetched for the next one, and of those that it used itself the last."""
+        that it fetched for the next one, and of those that it used itself the last (none before any did)."""
         if not self._streaming:
             return {}, None
         each, ring = len(self._layout.parts), len(self._pages.ring_pages)
         pages, ahead = self._layout.streamed[::each], carried // each
-        used = range(max(0, len(pages) + ahead - ring), len(pages))
+        used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
         at = self._position - len(self._layout.streamed)
         return (
             {pages[k]: self._pages.ring_page(k, self._position) for k in range(ahead)},

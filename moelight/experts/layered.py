@@ -110,6 +110,9 @@ class Layered(Eviction):
         return first + second >= self.capacity and (first < self.first.capacity or second < self.second.capacity)
 
     def enter(self, key: int, score: float) -> None:
+        if len(self.first) >= self.first.capacity:
+            self.second.enter(key, score)
+            return
         self.first.enter(key, score)
         self._upper.add(key)
 

@@ -80,8 +80,10 @@ class NearExperts:
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
         if profile is None or not learns:
-            named = np.array([(self._row[page.layer], page.expert) for page in resident], dtype=np.int64)
-            self.residency.cache.fill(named.reshape(-1, 2))
+            named = [(self._row[page.layer], page.expert) for page in resident]
+            # Budgets of layers need not be what is resident in them: others take the places that are left.
+            others = [(row, expert) for expert in range(model.num_experts) for row in range(rows)] if resident else []
+            self.residency.cache.fill(np.array([*named, *others], dtype=np.int64).reshape(-1, 2))
         self._follow()
 
     @property

@@ -174,11 +174,13 @@ def ring_slots(placement: Placement) -> int:
 def pinned_slots(placement: Placement) -> int:
     """Slots of the pinned ring between a far home and the link: one layer's streamed pages; two layers' where some come
     from disk, so that a slow disk is read while the pages of a whole layer cross; none where every page crosses from
-    its home."""
+    its home. At least a whole layer's where residents are learned and come back from the disk."""
     from_disk = any(placement.homes[page] == "disk" for page in placement.streamed)
     if placement.pinned_homes and not from_disk:
         return 0
-    return placement.most_streamed_per_layer * (2 if from_disk else 1)
+    most = placement.most_streamed_per_layer * (2 if from_disk else 1)
+    back = placement.learned and from_disk and not placement.host_copies
+    return max(most, placement.most_per_layer) if back else most
 
 
 def pass_tokens(sizes: Sizes) -> Any:

@@ -75,6 +75,7 @@ class PageStore:
         self.ring_views = [view(page) for page in self.ring_pages]
         self._far_views = {page: view(slot) for page, slot in self._far.items()}
         self._computed: frozenset[Page] = frozenset()
+        self._layers_computed: frozenset[int] = frozenset()
         self._position_in_stream: dict[Page, int] = {}
 
     @property
@@ -88,6 +89,7 @@ class PageStore:
         whole = (page for page in streamed if page.part == 0)
         self._position_in_stream = {page: k for k, page in enumerate(whole)}
         self._computed = frozenset(computed)
+        self._layers_computed = frozenset(page.layer for page in computed)
 
     def load(self, start: StartPage) -> None:
         """Fill every home that is memory, a few pages at a time."""
@@ -161,6 +163,10 @@ class PageStore:
             else:
                 experts.append(self.ring_views[self.ring_page(self._position_in_stream[page], position)])
         return experts
+
+    def computes(self, layer: int) -> bool:
+        """Whether the CPU computes any experts of ``layer`` where they lie."""
+        return layer in self._layers_computed
 
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
         """The weights of the experts of ``layer`` that the CPU computes where they lie; None for the others."""

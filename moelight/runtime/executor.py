@@ -93,6 +93,13 @@ class Executor:
         self.broken = False
         return _timeline(flight.submitted)
 
+    def wait(self) -> None:
+        """Wait for everything that was launched, but pages fetched for the next pass. Raises what a task raised."""
+        self._begin()
+        for _, ticket in self._last.values():
+            ticket.wait()
+        self.broken = False
+
     def _begin(self) -> None:
         if self.broken:
             raise MoelightError("an earlier pass failed or was interrupted; close this engine and open it anew")

@@ -167,9 +167,11 @@ class Mixing:
         return None
 
     def _some_on_cpu(self, layer: int, sweep: Sweep) -> bool:
-        """Whether the CPU computes experts of ``layer`` beside a device, as far as the pass could choose."""
-        if sweep.small is None or self._pages.near == "host":
+        """Whether the CPU computes experts of ``layer`` beside a device."""
+        if self._pages.near == "host":
             return True
+        if sweep.small is None:
+            return self._pages.computes(layer)
         return bool(sweep.small.choice(layer).on_cpu)
 
     def _layer_experts(self, layer: int, sweep: Sweep) -> Experts:

@@ -17,7 +17,7 @@ from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
 from moelight.runtime.attending import Act
 from moelight.runtime.executor import Perform
-from moelight.runtime.lanes import Outcome, Work
+from moelight.runtime.lanes import Work
 from moelight.runtime.microbatch import MicroBatch, present
 from moelight.runtime.mixing import Mixing
 from moelight.runtime.paging import Sweep
@@ -57,7 +57,7 @@ class Operations:
 
         def perform(task: Task) -> Work:
             if task.page is not None:
-                return partial(self._move_page, task, sweep.position)
+                return self._mover(task, sweep.position)
             if task.kind in CHOSEN_KINDS:
                 return partial(present(sweep.small).fetch, task)
             if task.kind in AHEAD_KINDS:
@@ -71,18 +71,18 @@ class Operations:
 
         return perform
 
-    def _move_page(self, task: Task, position: int) -> Outcome:
+    def _mover(self, task: Task, position: int) -> Work:
+        """The move of a page. Its places are found now: until it begins, a small pass that is to find the page in the
+        ring may have given the memory there away, and the page with it."""
         page, (into,) = present(task.page), task.writes
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
-            return self._start_page(replace(page, part=0), target, self._pages.begin(page))
+            return partial(self._start_page, replace(page, part=0), target, self._pages.begin(page))
         if task.kind is TaskKind.STAGE_PAGE:
-            copy_pages(target, self._pages.far_home(page))
-        else:  # out of its pinned slot, or from a home that is pinned
-            stop = next(iter(task.reads), None)
-            source = self._pages.far_home(page) if stop is None else self._pages.slot(stop, position)
-            target.copy_(source, non_blocking=True)
-        return None
+            return partial(copy_pages, target, self._pages.far_home(page))
+        # out of its pinned slot, or from a home that is pinned
+        stop = next(iter(task.reads), None)
+        return partial(_send, target, self._pages.far_home(page) if stop is None else self._pages.slot(stop, position))
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         mb.land()
@@ -102,3 +102,7 @@ class Operations:
             tokens = sample(task.micro_batch, first, self._decoder.logits(hidden[part]))
             self._pool.index_copy_(0, mb.sample_places[part], tokens)
             mb.sampled[part].copy_(tokens, non_blocking=True)
+
+
+def _send(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)

@@ -92,7 +92,11 @@ class _Guess:
 
 class Pager:
     """The pages of small passes. ``leave``: which missing experts are left to the CPU, where it may compute them where
-    they lie (None: none)."""
+    they lie (None: none).
+
+    What it knows is that of the last choice made, whichever pass made it: one pass may be launched while the one before
+    still chooses.
+    """
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class Pager:
         self.store, self.near = store, near
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.guesses: list[_Guess] = []
+        self.carried: dict[Page, int] = {}
         self.stall = Stall()
         self.spare = Spare()
         self._held: tuple[int, np.ndarray] | None = None
@@ -121,14 +126,15 @@ class Pager:
         if left is not None:
             there = {ring: page for page, ring in left.items()}
             free = set(range(len(self.store.ring_pages))) - set(carried.values())
-            self.spare, self._passing = Spare(), []
+            self.spare, self.carried = Spare(), dict(carried)
             for ring in sorted(free, key=lambda ring: ring in there):
                 self.spare.give(ring, there.get(ring))
-        return SmallPass(self, micro_batches, carried)
+        return SmallPass(self, micro_batches)
 
     def land(self) -> None:
-        """Wait for everything that is on its way, wanted or not."""
+        """Wait for everything that is on its way, wanted or not; all passes have chosen, and their experts are done."""
         self.settle(keep=None)
+        self.let_go()
 
     def settle(self, keep: int | None) -> None:
         """Wait for guesses of other layers than ``keep``, which nobody wants any more. Whether one could be read is no
@@ -242,8 +248,8 @@ class Stall:
 class SmallPass:
     """One pass on its way: each layer's choice, made once, by whoever asks first."""
 
-    def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int]) -> None:
-        self._pager, self._micro_batches, self._carried = pager, micro_batches, dict(carried)
+    def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch]) -> None:
+        self._pager, self._micro_batches = pager, micro_batches
         self._choices: dict[int, Choice] = {}
         self._ahead: dict[int, int] = {}  # layers whose guesses are on their way, and how many bytes
         self._turn = threading.Lock()
@@ -283,7 +289,7 @@ class SmallPass:
                     break
                 page = Page(layer=layer, expert=expert)
                 far = store.far_page(page)
-                if page in self._carried or page in pager.spare or (store.near == "device" and far is None):
+                if page in pager.carried or page in pager.spare or (store.near == "device" and far is None):
                     continue
                 ring, arriving = pager.spare.take(), None
                 if far is not None:
@@ -307,8 +313,8 @@ class SmallPass:
         ids, weights = routed_of(self._micro_batches)
         pager.settle(keep=layer)
         pager.let_go()
-        for page in [page for page in self._carried if page.layer != layer]:
-            pager.spare.give(self._carried.pop(page), page)
+        for page in [page for page in pager.carried if page.layer != layer]:
+            pager.spare.give(pager.carried.pop(page), page)
         on_cpu = self._leave_to_cpu(layer, ids)
         found = near.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
@@ -335,9 +341,9 @@ class SmallPass:
 
     def _in_ring(self, page: Page, choice: Choice) -> int | None:
         """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
-        if page in self._carried:
-            return self._carried.pop(page)
         pager = self._pager
+        if page in pager.carried:
+            return pager.carried.pop(page)
         guess = next((each for each in pager.guesses if each.page == page), None)
         if guess is None:
             found = pager.spare.find(page)

@@ -232,9 +232,11 @@ class Draft(PageStream):
         return self.compute(TaskKind.ROUTE, layer, j, (self._ready[j],), reads=("attn",), writes=written)
 
     def _experts_over_the_link(self, layer: int, j: int, routed: int) -> None:
-        """The CPU's share: down, computed, and waiting to come up. The device's, if it has any, meanwhile."""
+        """The CPU's share: down, computed, and waiting to come up. The device's, if it has any, meanwhile. In a small
+        pass, who is computed where is decided once all routers of the layer have chosen."""
         down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        sent = self.cross(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, (routed,), down, "routed", "routed_host")
+        known = (routed, self._routed[layer]) if self.shape.routed_only else (routed,)
+        sent = self.cross(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, known, down, "routed", "routed_host")
         here, there = self.ring(layer), self.arrived(layer)
         all_on_cpu = self.layout.experts == "host"
         task = self.compute(

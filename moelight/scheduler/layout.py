@@ -202,8 +202,8 @@ def _check(policy: Policy, *, discrete: bool) -> None:
 
 
 def _cpu_layers(model: ModelProfile, placement: Placement, experts: str) -> tuple[bool, ...]:
-    if experts == "host":
-        return model.moe_layers
+    if experts == "host" or (experts == "split" and placement.learned and placement.on("host")):
+        return model.moe_layers  # where residents are learned, what is missing may be left to the CPU in any layer
     some = {page.layer for page in placement.computed}
     return tuple(layer in some for layer in range(model.num_layers))
 

@@ -158,11 +158,11 @@ def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) ->
             routers.setdefault(task.layer, []).append(position)
         elif task.kind in (TaskKind.EXPERTS, TaskKind.EXPERTS_HERE):
             readers.append(position)
-        elif task.kind in CHOSEN_KINDS:
+        elif task.kind in CHOSEN_KINDS or task.kind is TaskKind.OFFLOAD_HIDDEN:
             done = [each for each in routers.get(task.layer, ()) if order(each, position)]
             if len(done) < len(shape.micro_batches):
                 raise ScheduleError(f"{task.name} moves before every router of its layer has chosen")
-            if not all(order(each, position) for each in readers):
+            if task.kind in CHOSEN_KINDS and not all(order(each, position) for each in readers):
                 raise ScheduleError(f"{task.name} moves while experts of an earlier layer still read")
         elif task.page is not None and task.kind is not TaskKind.CARRIED_PAGE:
             raise ScheduleError(f"{task.name} names a page before anybody chose it")

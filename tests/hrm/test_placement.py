@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.policy import Policy, Shares
-from moelight.hrm.placement import Placement, place
+from moelight.core.schedule import Page
+from moelight.hrm.footprint import far_pages, pinned_slots, ring_slots
+from moelight.hrm.placement import Placement, moved, near_table, place, with_near
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import pages
 from tests.shapes import examples, models, placed, small_model, small_policy
@@ -90,3 +93,87 @@ def test_the_first_experts_of_every_layer_stay() -> None:
         (0, 2): "host",
         (2, 2): "disk",
     }
+
+
+def drawn_near(placement: Placement, order: list[int]) -> frozenset[Page]:
+    """As many pages as are near, others; ``order`` ranks them."""
+    return frozenset(page for _, page in sorted(zip(order, placement.homes, strict=True))[: len(placement.resident)])
+
+
+@examples(100)
+@given(case=placed(), data=st.data())
+def test_others_that_are_near_change_places_with_those_that_were(
+    case: tuple[ModelProfile, Policy], data: st.DataObject
+) -> None:
+    """Nobody is lost: as many are near, all others stream from where they are, or are computed there."""
+    model, policy = case
+    learned = replace(policy, residents="learned")
+    before = place(model, learned)
+    near = drawn_near(before, data.draw(st.permutations(range(len(before.homes)))))
+    after = moved(before, near)
+    assert set(after.resident) == near
+    assert list(after.homes) == list(before.homes)
+    assert sorted((*after.resident, *after.streamed, *after.computed)) == list(after.homes)
+    assert after.computed == tuple(page for page in before.computed if page not in near)
+    for page, home in after.homes.items():
+        if page not in near:
+            was = before.homes[page]
+            assert home == (was if was != before.near else "host" if before.host_copies else "disk")
+            assert home != "host" or page in far_pages(before)  # it has bytes there
+    assert moved(before, frozenset(before.resident)) == before
+
+
+@examples(100)
+@given(case=placed(), data=st.data())
+def test_the_ring_and_pinned_memory_hold_any_layer_of_any_residents(
+    case: tuple[ModelProfile, Policy], data: st.DataObject
+) -> None:
+    """Whatever a layer may miss that may come from the disk fits beside the link at once, and all of it into the
+    ring."""
+    model, policy = case
+    before = place(model, replace(policy, residents="learned"))
+    after = moved(before, drawn_near(before, data.draw(st.permutations(range(len(before.homes))))))
+    if not before.streamed:
+        return
+    assert ring_slots(before) >= max(after.most_streamed_per_layer, before.most_per_layer)
+    assert ring_slots(before) >= ring_slots(place(model, policy))
+    if before.near == "device":
+        from_disk = Counter(page.layer for page in after.streamed if after.homes[page] == "disk")
+        assert pinned_slots(before) >= max(from_disk.values(), default=0)
+
+
+def test_copies_are_kept_of_what_is_near_a_device_where_others_are_in_host_memory() -> None:
+    model = small_model((True, True), experts=4)
+    for host, copies in ((3, True), (0, False)):
+        policy = replace(small_policy(model, discrete=True, near=2, host=host), residents="learned")
+        placement = place(model, policy)
+        assert placement.host_copies == copies
+        assert set(far_pages(placement)) == {*placement.on("host"), *(placement.resident if copies else ())}
+        static = place(model, replace(policy, residents="static"))
+        assert far_pages(static) == static.on("host")
+        assert not static.host_copies
+
+
+@examples(60)
+@given(case=placed(), stay=st.integers(0, 20))
+def test_a_share_near_leaves_the_others_where_they_stream_from(case: tuple[ModelProfile, Policy], stay: int) -> None:
+    model, policy = case
+    total = len(pages(model))
+    found = with_near(policy, min(stay, total) / total)
+    placement = place(model, found)
+    assert len(placement.resident) == min(stay, total)
+    if policy.ffn_device == "cpu":
+        assert not found.weights.device
+    elif policy.weights.host:
+        assert found.weights.disk <= policy.weights.disk + 1e-12
+    else:
+        assert found.weights.host == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_table_of_places_counts_residents_in_order() -> None:
+    model = small_model((True, False, True), experts=3)
+    placement = place(model, small_policy(model, discrete=False, near=4))
+    table = near_table(placement, model)
+    assert (table[1] == -1).all()
+    assert [int(table[page.layer, page.expert]) for page in placement.resident] == [0, 1, 2, 3]
+    assert (table >= 0).sum() == 4

@@ -14,8 +14,8 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy
 from moelight.core.schedule import Buffer, Page
 from moelight.hrm import costs
-from moelight.hrm.footprint import footprint
-from moelight.hrm.placement import Placement, place
+from moelight.hrm.footprint import far_pages, footprint
+from moelight.hrm.placement import Placement, moved, near_table, place
 from moelight.memory.arena import allocate
 from moelight.memory.pages import PageStore
 from moelight.profiles.model import ModelProfile
@@ -41,12 +41,15 @@ def open_store(
     placement = place(model, policy)
     arenas = allocate(footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32), CPU)
     store = PageStore(
-        placement,
         arenas,
+        near_table(placement, model),
+        near=placement.near,
+        far=far_pages(placement) if placement.near == "device" else (),
         parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
         slot_bytes=costs.page_slot_bytes(model, FLOAT32),
         view=lambda slot: page_views(slot, model, torch.float32),
     )
+    store.follow(placement.streamed, placement.computed)
     return store, placement, arenas
 
 
@@ -154,7 +157,15 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
         "host_experts": torch.empty(3 * slot, dtype=torch.uint8),
         "pinned_ring": torch.empty(0, dtype=torch.uint8),
     }
-    store = PageStore(placement, arenas, parts=[range(size)], slot_bytes=slot, view=lambda s: (s, s))
+    store = PageStore(
+        arenas,
+        near_table(placement, model),
+        near="device",
+        far=far_pages(placement),
+        parts=[range(size)],
+        slot_bytes=slot,
+        view=lambda s: (s, s),
+    )
     targets: list[int] = []
 
     def read(page: Page, into: Tensor, begin: int) -> None:
@@ -167,3 +178,57 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
     store.load(read)
     assert len(targets) == 5
     assert len(set(targets)) == 1
+
+
+def learned_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Placement]:
+    store, _, _ = open_store(model, replace(policy, residents="learned"))
+    store.load(fill)
+    return store, place(model, replace(policy, residents="learned"))
+
+
+@examples(60)
+@given(case=placed(), data=st.data())
+def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy], data: st.DataObject) -> None:
+    """Pages change places with those near, by way of the ring; then the stream is laid out anew, and its layers may be
+    of any sizes."""
+    model, policy = case
+    store, before = learned_store(model, policy)
+    experts, near = model.experts.num_experts, set(before.resident)
+    for _ in range(data.draw(st.integers(0, 6)) if before.streamed else 0):
+        far = [page for page in before.homes if page not in near]
+        gone, come = (data.draw(st.sampled_from(each)) for each in (sorted(near), far)) if near else (None, None)
+        if gone is None:
+            break
+        slot, ring = int(store.table[gone.layer, gone.expert]), data.draw(st.integers(0, len(store.ring_pages) - 1))
+        fill(come, store.ring_pages[ring])
+        store.swap(slot, ring)
+        store.table[come.layer, come.expert], store.table[gone.layer, gone.expert] = slot, -1
+        near = near - {gone} | {come}
+        assert store.ring_pages[ring].view(torch.float32).eq(mark(gone)).all()
+        assert store.ring_views[ring][0][0, 0] == mark(gone)
+    after = moved(before, near)
+    store.follow(after.streamed, after.computed)
+    position = data.draw(st.integers(0, 9)) * len(after.streamed)
+    for k, page in enumerate(after.streamed):
+        fill(page, store.slot(Buffer(space="ring", index=k), position))
+        last = k + 1 == len(after.streamed) or after.streamed[k + 1].layer != page.layer
+        found = store.layer_experts(page.layer, experts, position) if last else []
+        for expert, weights in enumerate(found):
+            here = Page(layer=page.layer, expert=expert)
+            assert (weights is None) == (here in after.computed)
+            assert weights is None or all(part.eq(mark(here)).all() for part in weights)
+    for layer in range(model.num_layers):
+        computed = store.computed_experts(layer, experts)
+        assert store.computes(layer) == any(computed)
+        for expert, weights in enumerate(computed):
+            assert weights is None or weights[0].eq(mark(Page(layer=layer, expert=expert))).all()
+
+
+def test_exchanged_pages_take_their_parts_along() -> None:
+    model = small_model((True, True), experts=3, width=PARTS_OF_4_KIB)
+    store, _, _ = open_store(model, small_policy(model, discrete=True, near=2, host=4), part_bytes=4096)
+    near, ring = store.near_pages[1], store.ring_pages[2]
+    store.swap(1, 2)
+    assert (store.near_pages[1], store.ring_pages[2]) == (ring, near)
+    starts = [store.slot(Buffer(space="ring", index=6 + part), 0).data_ptr() - near.data_ptr() for part in range(3)]
+    assert starts == [0, 4096, 8192]

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
 from moelight.hrm.costs import expert_workspace
+from moelight.kernels import native
 from moelight.kernels.products import Workspace
-from moelight.models.moe import Experts, ExpertWeights, Routed, accumulate, grouped, mixture, route
+from moelight.models.moe import Begun, Experts, ExpertWeights, Routed, accumulate, grouped, mixture, route
 from moelight.profiles.model import RouterSpec
 from moelight.weights.torch_dtypes import to_torch
 from tests.shapes import examples, small_model
@@ -98,3 +99,34 @@ def test_experts_come_in_the_order_of_their_ids_with_the_weights_that_are_theirs
     weights, ids = route(logits, replace(SPEC, normalize=False))
     assert ids.tolist() == [[1, 3, 4], [0, 1, 2]]
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids.long()))
+
+
+@examples(40)
+@given(
+    tokens=st.integers(1, 12),
+    here=st.lists(st.booleans(), min_size=5, max_size=5),
+    late=st.sets(st.integers(0, 4)),
+    dtype=st.sampled_from([FLOAT32, BFLOAT16]),
+)
+def test_what_is_begun_ends_as_if_all_had_been_there(
+    tokens: int, here: list[bool], late: set[int], dtype: DType
+) -> None:
+    """Bit for bit; late experts have no numbers before the end, and rows of others beside it are left alone."""
+    kind = to_torch(dtype)
+    what, weights = routed(tokens, kind), experts(kind)
+    some = [each if mine else None for each, mine in zip(weights, here, strict=True)]
+    expected = mixture(what, some, space(tokens, dtype), into=torch.ones_like(what.x))
+    numbers = {at: [part.clone() for part in weights[at]] for at in late}
+    for at in late:
+        for part in weights[at]:
+            part.fill_(torch.nan)
+    first_row, room = 4 * SPEC.top_k, space(tokens + 4, dtype)
+    room.rows[:first_row] = 7
+    begun = Begun(what, some, frozenset(late), room, first_row)
+    for at, parts in numbers.items():
+        for part, right in zip(weights[at], parts, strict=True):
+            part.copy_(right)
+    found = torch.ones_like(what.x)
+    begun.end(into=found)
+    assert torch.equal(found, expected)
+    assert native.available() is False or room.rows[:first_row].eq(7).all()

@@ -18,7 +18,16 @@ from moelight.core.schedule import Lane
 from moelight.kernels.threads import Gang
 from moelight.runtime import machine as machine_room
 from moelight.runtime.cores import Demands, share_cores
-from moelight.runtime.lanes import SKIPPED, InlineLane, LaneRunner, PendingLane, StreamLane, StreamTicket, ThreadLane
+from moelight.runtime.lanes import (
+    SKIPPED,
+    InlineLane,
+    LaneRunner,
+    Moved,
+    PendingLane,
+    StreamLane,
+    StreamTicket,
+    ThreadLane,
+)
 from moelight.runtime.machine import Machine, find_machine, open_lanes
 from moelight.runtime.twin import TwinEvent, TwinStream
 from tests.runtime.machines import topology
@@ -145,6 +154,29 @@ def test_a_ticket_says_that_its_work_found_nothing_to_do(lane: LaneRunner) -> No
     idle.wait()
     busy.wait()
     assert (idle.skipped, busy.skipped) == (True, False)
+
+
+def test_a_ticket_says_what_a_work_found_to_move(lane: LaneRunner) -> None:
+    tickets = [lane.submit(lambda: Moved(40), ()), lane.submit(lambda: Moved(0), ()), lane.submit(lambda: None, ())]
+    for ticket in tickets:
+        ticket.wait()
+    assert [ticket.found_bytes for ticket in tickets] == [40, 0, None]
+    assert not any(ticket.skipped for ticket in tickets)
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "pending"])
+def test_a_ticket_waits_for_the_rest_of_what_is_moved(kind: str) -> None:
+    """Or fails with it."""
+    lane, later, torn = KINDS[kind](), Later(), Later(CheckpointError("torn"))
+    threading.Timer(0.03, later.over.set).start()
+    ticket = lane.submit(lambda: Moved(7, later), ())
+    ticket.wait()
+    assert later.over.is_set()
+    assert ticket.found_bytes == 7
+    torn.over.set()
+    with pytest.raises(CheckpointError, match="torn"):
+        lane.submit(lambda: Moved(7, torn), ()).wait()
+    lane.close()
 
 
 def test_thread_lanes_work_at_the_same_time(thread: ThreadLane) -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from moelight.core.dtypes import FLOAT32
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.hrm import costs
+from moelight.hrm.costs import PAGE_ALIGNMENT
 from moelight.hrm.orders import ROUTED_ORDERS
+from moelight.hrm.placement import moved, place
+from moelight.profiles.stored import pages
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.expected import expected_bytes
-from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
+from moelight.scheduler.layout import EXPERT_HOMES, Layout, MicroBatchShape, PassShape, layout_of
+from moelight.scheduler.needs import misfit
 from moelight.scheduler.validate import validate
-from tests.shapes import examples, layouts, micro_batches
+from tests.shapes import examples, layouts, micro_batches, models, small_policy
 from tests.virtual import VirtualMachine
 
 BUILDERS = SCHEDULES.names()
@@ -24,9 +30,9 @@ Chain = tuple[Layout, list[PassShape], list[Schedule]]
 
 
 @st.composite
-def chains(draw: st.DrawFn, builder: str) -> Chain:
+def chains(draw: st.DrawFn, builder: str, layout: Layout | None = None) -> Chain:
     """Up to four passes in a row, each carrying in what the one before it fetched; another may follow the last."""
-    layout = draw(layouts(builder))
+    layout = layout or draw(layouts(builder))
     passes = draw(st.lists(micro_batches(layout), min_size=1, max_size=4))
     shapes: list[PassShape] = []
     schedules: list[Schedule] = []
@@ -161,3 +167,50 @@ def test_only_a_pass_that_wraps_fetches_for_the_next(builder: str, data: st.Data
         wraps = shape.wraps and not shape.routed_only and builder not in ("serial", "flexgen-loop")
         assert carried == ([layout.streamed[k] for k in layout.layer_pages[0]] if wraps else [])
         assert schedule.stream_advance == len(layout.streamed)
+
+
+@st.composite
+def uneven(draw: st.DrawFn, builder: str) -> Layout:
+    """A pipeline whose residents have changed: any of them are near, so layers stream as many pages as they like, while
+    the rings are as large as before."""
+    model = draw(models())
+    total = len(pages(model))
+    places = [("cpu", "gpu", True), ("gpu", "gpu", True), ("cpu", "split", True), ("cpu", "cpu", False)]
+    fitting = [
+        (attention, ffn, discrete)
+        for attention, ffn, discrete in places
+        if misfit(builder, discrete=discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None
+    ]
+    attention, ffn, discrete = draw(st.sampled_from(fitting))
+    near = draw(st.integers(1, total))
+    host = draw(st.integers(0, total - near)) if discrete else 0
+    policy = replace(
+        small_policy(model, discrete=discrete, near=near, host=host),
+        attention_device=attention,
+        ffn_device=ffn,
+        cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
+        host_pages=draw(st.sampled_from(["staged", "pinned"])),
+        residents="learned",
+    )
+    before = place(model, policy)
+    assume(before.streamed)
+    order = draw(st.permutations(list(before.homes)))
+    part_bytes = draw(st.sampled_from((1, 2))) * PAGE_ALIGNMENT
+    how: dict[str, Any] = {"discrete": discrete, "part_bytes": part_bytes}
+    fixed = layout_of(model, policy, FLOAT32, **how)
+    after = layout_of(model, policy, FLOAT32, placement=moved(before, frozenset(order[:near])), **how)
+    return replace(after, ring_slots=fixed.ring_slots, pinned_slots=fixed.pinned_slots)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@examples(60)
+@given(data=st.data(), random=st.randoms(use_true_random=False))
+def test_layers_of_any_sizes_share_one_ring(builder: str, data: st.DataObject, random: Random) -> None:
+    """Where two layers do not fit into it, the second waits until the first has been read; in any order of events."""
+    layout = data.draw(uneven(builder))
+    _, shapes, schedules = data.draw(chains(builder, layout))
+    machine = VirtualMachine(layout, random)
+    for shape, schedule in zip(shapes, schedules, strict=True):
+        validate(schedule, layout, shape)
+        assert machine.carried == shape.carried
+        machine.run(schedule, shape)

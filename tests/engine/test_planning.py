@@ -1,0 +1,91 @@
+"""Whether experts that are near may change: decided where it can help, and never at the cost of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.policy import Policy, Shares
+from moelight.engine.planning import resolve_residents
+from moelight.hrm.footprint import footprint, ring_slots
+from moelight.hrm.orders import ROUTED_ORDERS
+from moelight.hrm.placement import place
+from moelight.profiles.model import ModelProfile
+from moelight.scheduler import SCHEDULES
+from tests.shapes import examples, small_model, small_policy
+
+MODEL = small_model((True, True), experts=8)
+
+
+def resolved(policy: Policy, *, wanted: bool = False, model: ModelProfile = MODEL, **limits: int) -> tuple[Policy, str]:
+    return resolve_residents(policy, model, FLOAT32, limits, wanted=wanted)
+
+
+def here(near: int, **changes: object) -> Policy:
+    return replace(small_policy(MODEL, discrete=False, near=near), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted", "why"),
+    [
+        (here(4, residents="static"), True, "the policy says so"),
+        (here(16), True, "every expert is near"),
+        (here(0), True, "no expert stays near"),
+        (here(4, schedule="flexgen"), True, "flexgen moves every expert in every pass"),
+        (here(12, batch_size=12), False, "the ring beside the experts holds less than a layer"),
+        (here(1, batch_size=1), True, "small passes"),
+        (here(4, batch_size=12), False, "small passes"),
+        (here(12, batch_size=12), True, "small passes"),
+        (here(12, batch_size=1), False, "small passes"),
+        (here(12, batch_size=12, residents="learned"), False, "small passes"),
+    ],
+)
+def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
+    found, said = resolved(policy, wanted=wanted)
+    assert said.startswith(why)
+    assert found.residents == ("learned" if why == "small passes" else "static")
+    if found.residents == "static":
+        assert found == replace(policy, residents="static")
+
+
+def test_copies_of_what_is_near_a_device_need_room_in_host_memory() -> None:
+    policy = small_policy(MODEL, discrete=True, near=6, host=10)
+    need = footprint(MODEL, replace(policy, residents="learned"), dtype=FLOAT32, kv_dtype=FLOAT32).total("host")
+    assert resolved(policy, host=need)[0].residents == "learned"
+    found, said = resolved(policy, host=need - 1)
+    assert found.residents == "static"
+    assert "host memory" in said
+
+
+@examples(100)
+@given(
+    near=st.integers(0, 16),
+    host=st.integers(0, 16),
+    discrete=st.booleans(),
+    schedule=st.sampled_from(SCHEDULES.names()),
+    wanted=st.booleans(),
+    n=st.sampled_from([1, 8]),
+)
+def test_it_takes_no_more_memory_than_was_planned(
+    near: int, host: int, discrete: bool, schedule: str, wanted: bool, n: int
+) -> None:
+    """Beside the experts in any case; elsewhere within the limits, which here are what the plan takes."""
+    policy = small_policy(MODEL, discrete=discrete, near=near, host=min(host, 16 - near))
+    policy = replace(policy, schedule=schedule, batch_size=n, micro_batch_size=min(4, n))
+    before = footprint(MODEL, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+    found, _ = resolved(policy, wanted=wanted, host=before.total("host"), device=before.total("device"))
+    after = footprint(MODEL, found, dtype=FLOAT32, kv_dtype=FLOAT32)
+    assert after.total("host") <= before.total("host")
+    assert after.total("device") <= before.total("device")
+    assert isinstance(found.weights, Shares)
+    if found.residents == "learned":
+        placement = place(MODEL, found)
+        assert schedule in ROUTED_ORDERS
+        assert 0 < len(placement.resident) <= near
+        assert ring_slots(placement) >= 8
+    else:
+        assert found.weights == policy.weights
