@@ -32,7 +32,6 @@ from moelight.hrm.footprint import (
     kv_device_blocks,
     pass_tokens,
 )
-from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.hrm.placement import moved, near_table, place
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, Part
@@ -246,9 +245,10 @@ class PassRunner:
     def _small(self, tokens: int) -> Pager | None:
         """Who brings the pages, where only those are to move that a pass of ``tokens`` is routed to."""
         policy = self._policy
-        pays = routed.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens)
-        if self._experts is not None and self._experts.plain:
-            pays = policy.schedule in ROUTED_ORDERS and tokens <= policy.micro_batch_tokens
+        missing = None
+        if self._experts is not None:
+            missing = 0.0 if self._experts.plain else self._experts.near.missing_share(tokens)
+        pays = routed.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens, missing)
         return self._pager if pays else None
 
     def _in_ring(self, carried: int) -> tuple[dict[Page, int], dict[Page, int] | None]:

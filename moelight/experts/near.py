@@ -20,6 +20,7 @@ from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
 from moelight.experts.trust import Foresight, Trust
 
+MISSING_DECAY = 0.95  # a layer's visit is half forgotten after 14 more
 _NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -77,6 +78,7 @@ class NearExperts:
             most_slots=slots,
         )
         self._trust, self._foresight = Trust(), Foresight(model.num_experts)
+        self._missing: dict[int, float] = {}  # by the binary digits of a number of tokens
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
         if profile is None or not learns:
@@ -105,7 +107,7 @@ class NearExperts:
     ) -> Access:
         """A small pass routes to ``ids`` int [T, k] of ``layer`` with ``weights`` [T, k]: who of them is near, who
         comes, and where to. ``leave``: missing ones that are computed where they lie, and do not come."""
-        row = self._row[layer]
+        row, away_before = self._row[layer], self._away(layer)
         self._trust.settle(row, ids)
         self._foresight.settle(row, ids)
         if leave:
@@ -114,11 +116,26 @@ class NearExperts:
             ids, weights = ids[~away].reshape(-1, 1), weights[~away].reshape(-1, 1)
         found = self.residency.access(row, ids, weights, admit=self.learns)
         self._follow()
+        self._count_missing(len(ids), len(found.misses), away_before)
         return found
 
     def note(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
         """A pass that streams whole layers routed to ``ids`` [T, k]: counted, and nobody comes or goes."""
-        self.residency.access(self._row[layer], ids, weights, admit=False, rules=False)
+        found = self.residency.access(self._row[layer], ids, weights, admit=False, rules=False)
+        self._count_missing(len(ids), len(found.misses), self._away(layer))
+
+    def missing_share(self, tokens: int) -> float | None:
+        """Of the experts that are not near, the share that as many ``tokens`` were routed to of late; None: not known.
+        Tokens of one text choose alike, so this is less than chance has it."""
+        return self._missing.get(tokens.bit_length())
+
+    def _away(self, layer: int) -> int:
+        return int(np.count_nonzero(self.table[layer] < 0))
+
+    def _count_missing(self, tokens: int, misses: int, away: int) -> None:
+        if away:
+            size, now = tokens.bit_length(), misses / away
+            self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
 
     def guess(self, layer: int) -> IntArray:
         """Experts of ``layer`` to fetch ahead, the one before having chosen: not near, and likely enough, the likeliest

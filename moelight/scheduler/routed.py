@@ -13,9 +13,15 @@ from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout
 
 
-def pays(layout: Layout, schedule: str, tokens: int, most_tokens: int) -> bool:
-    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens`` as in `orders.routed_only`."""
-    return bool(layout.streamed) and bool(orders.routed_only(layout.model, schedule, tokens, most_tokens))
+def pays(layout: Layout, schedule: str, tokens: int, most_tokens: int, missing: float | None = None) -> bool:
+    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens`` as in `orders.routed_only`.
+
+    ``missing``: the share of the streamed pages that such passes were routed to; None: what chance has it.
+    """
+    if missing is None:
+        return bool(layout.streamed) and bool(orders.routed_only(layout.model, schedule, tokens, most_tokens))
+    small = schedule in orders.ROUTED_ORDERS and tokens <= most_tokens
+    return bool(layout.streamed) and small and missing <= 1.0 - orders.ROUTED_ONLY_SHARE
 
 
 def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:
