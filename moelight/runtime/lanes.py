@@ -37,10 +37,12 @@ SKIPPED = Skipped()
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a work returns that found out what there was to move: so many bytes. ``rest`` of it goes on by itself."""
+    """What a work returns that found out what there was to move: so many bytes. ``rest`` of it goes on by itself, and
+    has since ``since_s``, where somebody began it before the lane's turn came."""
 
     bytes: int
     rest: Pending | None = None
+    since_s: float | None = None
 
 
 Outcome = Pending | Moved | Skipped | None
@@ -110,6 +112,7 @@ class HostTicket:
     def finish(self, outcome: Outcome) -> None:
         """Wait for what a work has begun."""
         if isinstance(outcome, Moved):
+            self.start_s = self.start_s if outcome.since_s is None else outcome.since_s
             self.found_bytes, outcome = outcome.bytes, outcome.rest
         if isinstance(outcome, Skipped):
             self.skipped = True

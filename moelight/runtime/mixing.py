@@ -64,7 +64,7 @@ class Mixing:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
         self._host_space = host_space
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
-        self._top_k = decoder.model.router.top_k
+        self._top_k, self._discrete = decoder.model.router.top_k, pages.near == "device"
         self._found: dict[tuple[int, int, int], Experts] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MixingAct] = {
@@ -97,12 +97,14 @@ class Mixing:
             mb.routed = routed
         else:
             mb.kept.keep(routed)
+        if sweep.small is not None and not self._discrete and task.micro_batch + 1 == len(sweep.micro_batches):
+            sweep.small.choice(task.layer)  # so that reads begin at once, whoever's turn it is next
 
     def _foresee(self, task: Task, sweep: Sweep) -> None:
         """Ask the next layer's router, as if this layer's experts changed nothing."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
         weights, ids = self._decoder.foresee(coming, sweep.micro_batches[task.micro_batch].hidden)
-        present(sweep.small).foresee(coming, ids.cpu().numpy(), weights.cpu().numpy())
+        present(sweep.small).foresee(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
 
     def _experts_here(self, task: Task, sweep: Sweep) -> None:
         mb, choice = sweep.micro_batches[task.micro_batch], present(sweep.small).choice(task.layer)

@@ -67,14 +67,17 @@ class Choice:
         experts: the weights of every expert that is computed beside the pages; None for the others.
         late: those of them that are not there yet when the choice is made.
         on_cpu: weights of those that the CPU computes where they lie, beside a GPU; empty where it computes none.
-        errands: what must be fetched; ``awaited``: what is on its way already and must be there.
+        errands: what must be fetched, ``read_pages`` of it from disk, since ``since_s``; ``coming``: what must arrive,
+            also of what had been on its way before.
     """
 
     experts: Experts
     late: frozenset[int]
     on_cpu: tuple[ExpertWeights | None, ...]
     errands: list[Errand] = field(default_factory=list)
-    awaited: list[Arriving] = field(default_factory=list)
+    coming: list[Arriving] = field(default_factory=list)
+    read_pages: int = 0
+    since_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -248,6 +251,7 @@ class SmallPass:
     def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
         self._choices: dict[int, Choice] = {}
+        self._ahead: dict[int, int] = {}  # layers whose guesses are on their way, and how many bytes
         self._turn = threading.Lock()
 
     def choice(self, layer: int) -> Choice:
@@ -258,21 +262,32 @@ class SmallPass:
             return self._choices[layer]
 
     def fetch(self, task: Task) -> Outcome:
-        """Bring what the layer of ``task`` misses over its lane."""
+        """What the layer of ``task`` misses comes over its lane; reads have begun with the choice."""
         choice = self.choice(task.layer)
-        return self._read(choice) if task.kind is TaskKind.READ_EXPERTS else self._send(choice)
+        if task.kind is TaskKind.SEND_EXPERTS:
+            return self._send(choice)
+        moved = choice.read_pages * self._pager.store.page_bytes
+        if not choice.coming:
+            return Moved(moved) if moved else SKIPPED
+        return Moved(moved, _All(choice, self._pager.stall), choice.since_s)
 
     def fetch_ahead(self, task: Task) -> Outcome:
-        """Begin to bring what the layer of ``task`` may choose, the layer before having chosen; nobody waits for it but
-        who turns out to need it."""
+        """What the layer of ``task`` may choose comes over its lane; it may have been begun before."""
+        self.begin_ahead(task.layer)
+        moved = self._ahead[task.layer]
+        return Moved(moved) if moved else SKIPPED
+
+    def begin_ahead(self, layer: int) -> None:
+        """Begin to bring what ``layer`` may choose, the one before having chosen; nobody waits for it but who turns out
+        to need it. Where pages cross a link, on the lane of the link."""
         pager, store, moved = self._pager, self._pager.store, 0
         with self._turn:
-            if task.layer in self._choices:
-                return SKIPPED
-            for expert in pager.near.guess(task.layer).tolist():
-                if pager.room_for_guesses(task.layer) < 1:
+            if layer in self._ahead:
+                return
+            for expert in [] if layer in self._choices else pager.near.guess(layer).tolist():
+                if pager.room_for_guesses(layer) < 1:
                     break
-                page = Page(layer=task.layer, expert=expert)
+                page = Page(layer=layer, expert=expert)
                 far = store.far_page(page)
                 if page in pager.carried or page in pager.spare or (store.near == "device" and far is None):
                     continue
@@ -284,12 +299,14 @@ class SmallPass:
                 pager.guesses.append(_Guess(page, ring, arriving, time.perf_counter()))
                 moved += store.page_bytes
                 pager.stall.ahead_pages += 1
-        return Moved(moved) if moved else SKIPPED
+            self._ahead[layer] = moved
 
-    def foresee(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
-        """Tell that ``layer`` may choose ``ids`` [T, k], with ``weights``."""
+    def foresee(self, layer: int, j: int, ids: np.ndarray, weights: np.ndarray) -> None:
+        """Tell that ``layer`` may choose ``ids`` [T, k] for micro-batch ``j``, with ``weights``."""
         with self._turn:
             self._pager.near.hint(layer, ids, weights)
+        if j + 1 == len(self._micro_batches) and self._pager.store.near == "host":
+            self.begin_ahead(layer)
 
     def _choose(self, layer: int) -> Choice:
         pager, store, near = self._pager, self._pager.store, self._pager.near
@@ -309,6 +326,7 @@ class SmallPass:
         for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
             experts[expert] = self._bring(Page(layer=layer, expert=expert), slot, choice)
         choice.experts = Experts(experts)
+        self._begin_reads(choice)
         return choice
 
     def _bring(self, page: Page, slot: int, choice: Choice) -> ExpertWeights:
@@ -335,7 +353,7 @@ class SmallPass:
         there = guess.arriving is None or guess.arriving.done()
         pager.stall.came_true(time.perf_counter() - guess.since_s, there=there)
         if guess.arriving is not None:
-            choice.awaited.append(guess.arriving)
+            choice.coming.append(guess.arriving)
         return guess.ring
 
     def _leave_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
@@ -354,24 +372,21 @@ class SmallPass:
         every = range(self._pager.num_experts if on_cpu else 0)
         return tuple(view(Page(layer=layer, expert=expert)) if expert in on_cpu else None for expert in every)
 
-    def _read(self, choice: Choice) -> Outcome:
+    def _begin_reads(self, choice: Choice) -> None:
         """From the disk: into place, or into pinned memory on the way to a device."""
         pager, store = self._pager, self._pager.store
-        coming, pages = list(choice.awaited), 0
+        choice.since_s = time.perf_counter()
         for errand in choice.errands:
             if store.far_page(errand.page) is not None:
                 continue
             into = errand.into
             if store.near == "device":
-                errand.pinned = pages
-                into = store.pinned_pages[pages]
+                errand.pinned = choice.read_pages
+                into = store.pinned_pages[choice.read_pages]
             arriving = pager.start_page(errand.page, into, 0)
             if arriving is not None:
-                coming.append(arriving)
-            pages += 1
-        if not coming:
-            return Moved(pages * store.page_bytes) if pages else SKIPPED
-        return Moved(pages * store.page_bytes, _All(coming, pager.stall, pages))
+                choice.coming.append(arriving)
+            choice.read_pages += 1
 
     def _send(self, choice: Choice) -> Outcome:
         """Over the link, from pinned memory or from a home."""
@@ -384,17 +399,17 @@ class SmallPass:
 
 
 class _All:
-    """Pages on their way together."""
+    """The pages of one choice, on their way together."""
 
-    def __init__(self, coming: Sequence[Arriving], stall: Stall, pages: int) -> None:
-        self._coming, self._stall, self._pages = coming, stall, pages
-        self._since_s = time.perf_counter()
+    def __init__(self, choice: Choice, stall: Stall) -> None:
+        self._choice, self._stall = choice, stall
 
     def wait(self) -> None:
-        for arriving in self._coming:
+        for arriving in self._choice.coming:
             arriving.wait()
-        self._stall.pages += self._pages
-        self._stall.seconds += time.perf_counter() - self._since_s if self._pages else 0.0
+        if self._choice.read_pages:
+            self._stall.pages += self._choice.read_pages
+            self._stall.seconds += time.perf_counter() - self._choice.since_s
 
 
 def routed_of(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
