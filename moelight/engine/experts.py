@@ -42,8 +42,10 @@ class ExpertChoices:
         notes: bool,
         computed: Collection[Page],
         trace: RoutingTrace | None,
+        plain: bool,
     ) -> None:
         self.near, self._miss_s, self._fetch_s, self._cross_s = near, miss_s, fetch_s, cross_s
+        self.plain = plain
         self._notes, self._computed, self.trace = notes, frozenset(computed), trace
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -128,6 +130,7 @@ def choices_for(
         cross_s=2 * speeds.transfer_s,
         notes=options.record or (placement.learned and not policy.discrete),
         computed=placement.computed,
+        plain=options.plain,
         trace=None if options.trace is None else RoutingTrace(options.trace),
     )
 

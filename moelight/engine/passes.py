@@ -32,6 +32,7 @@ from moelight.hrm.footprint import (
     kv_device_blocks,
     pass_tokens,
 )
+from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.hrm.placement import moved, near_table, place
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, Part
@@ -138,7 +139,9 @@ class PassRunner:
         self._pager: Pager | None = None
         if self._experts is not None and self._layout.streamed:
             leave = self._experts.leave if policy.ffn_device == "split" else None
-            self._pager = Pager(self._pages, self._experts.near, self._reader.start, leave=leave)
+            self._pager = Pager(
+                self._pages, self._experts.near, self._reader.start, leave=leave, remembers=not self._experts.plain
+            )
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
@@ -244,6 +247,8 @@ class PassRunner:
         """Who brings the pages, where only those are to move that a pass of ``tokens`` is routed to."""
         policy = self._policy
         pays = routed.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens)
+        if self._experts is not None and self._experts.plain:
+            pays = policy.schedule in ROUTED_ORDERS and tokens <= policy.micro_batch_tokens
         return self._pager if pays else None
 
     def _in_ring(self, carried: int) -> tuple[dict[Page, int], dict[Page, int] | None]:

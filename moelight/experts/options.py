@@ -18,6 +18,8 @@ class ExpertOptions:
         profile: a file of counts to begin with, which must be of this model; wins over the policy's own.
         record: count who is chosen in every pass, also where nobody needs to know.
         trace: a file that gets a row for each choice.
+        plain: as a system does that has a cache and nothing else, to measure against: every pass that one micro-batch
+            could carry goes through the cache, prompts too, and nothing of the ring is found again.
     """
 
     policy: ExpertPolicy | None = None
@@ -25,6 +27,7 @@ class ExpertOptions:
     profile: Path | None = None
     record: bool = False
     trace: Path | None = None
+    plain: bool = False
 
     @property
     def watches(self) -> bool:
