@@ -51,6 +51,11 @@ OPTIONS = {
         "--no-show",
         "--adapt",
         "--no-adapt",
+        "--expert-policy",
+        "--expert-profile",
+        "--save-expert-profile",
+        "--routing-trace",
+        "--expert-stats",
     },
     "optimize": {
         *QUESTION,
