@@ -6,6 +6,7 @@ Knows policies of experts, the model's and the machine's figures. Refuses to kno
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,8 @@ def choices_for(
     if not placement.streamed and not options.watches:
         return None
     experts = options.policy or DEFAULT_POLICY
+    if options.policy is None and len(placement.resident) < sum(model.moe_layers):
+        experts = replace(experts, per_layer=None)  # too few for each layer to have its own
     facts = facts_of(model, dtype)
     profile = None
     path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))

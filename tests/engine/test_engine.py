@@ -342,7 +342,8 @@ def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
     with Engine.from_pretrained(model, device="cpu", host_memory="300MiB", workload=work, batch_size=3) as engine:
         assert engine.plan is not None
         assert engine.policy.batch_size == 3
-        assert engine.policy == replace(engine.plan.policy, host_pages="staged")
+        assert engine.policy == replace(engine.plan.policy, host_pages="staged", residents="static")
+        assert engine.residents_reason == "every expert is near"
         assert engine.plan.use_of("host").total_bytes <= 300 << 20
         assert engine.generate([[BOS, 65]], EIGHT)[0].completion_tokens == 8
 
