@@ -111,7 +111,7 @@ def choices_for(
     if not placement.streamed and not options.watches:
         return None
     experts = options.policy or DEFAULT_POLICY
-    if options.policy is None and len(placement.resident) < sum(model.moe_layers):
+    if options.policy is None and len(placement.resident) < model.num_moe_layers:
         experts = replace(experts, per_layer=None)  # too few for each layer to have its own
     facts = facts_of(model, dtype)
     profile = None

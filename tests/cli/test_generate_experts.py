@@ -50,7 +50,8 @@ def test_what_is_learned_and_met_is_written(prompts: Path, tmp_path: Path) -> No
 
 def test_static_learns_nothing_and_answers_the_same(prompts: Path, tmp_path: Path) -> None:
     stats = tmp_path / "stats.json"
-    limits = ("--host-memory", "83.7MiB", *ALONE)
+    refused = moelight_inside("generate", prompts, *ALONE, "--host-memory", "1MiB")
+    limits = (*ALONE, "--host-memory", refused.stderr.split("at least ")[1].split()[0])
     done = moelight_inside("generate", prompts, *limits, "--expert-policy", "static", "--expert-stats", stats)
     assert done.returncode == 0, done.stderr
     assert [row["text"].strip() for row in read_rows(done.stdout)] == ["42", "LEMON"]

@@ -32,6 +32,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "policy.yaml").write_text("model: demo\nbatchsize: 4\n")
     (directory / "gpu.yaml").write_text("model: demo\nffn_device: gpu\n")
     (directory / "wrong.moe").write_text("policy p {\n    cache { capacty = 4 }\n}\n")
+    (directory / "few.moe").write_text("policy p { cache { capacity = 4 } }\n")
     other = facts_of_model(model_type="qwen3_moe", moe_layers=3, num_experts=8, top_k=2, expert_numbers=3 * 128 * 128)
     save_profile(ActivationProfile(model=other, num_layers=3, num_experts=8), directory / "other.json")
     for name in ("torn", "wordless"):
@@ -100,7 +101,7 @@ REFUSED = {
         ["--expert-policy static", "--expert-profile @/other.json", "contradict"],
     ),
     "a profile of another model": (
-        "@/good.jsonl --host-memory 10MiB --expert-profile @/other.json",
+        "@/good.jsonl --expert-policy @/few.moe --expert-profile @/other.json",
         ["@/other.json", "moe_layers"],
     ),
     "expert stats in no directory": ("@/good.jsonl --expert-stats @/none/e.json", ["expert stats", "@/none"]),
