@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from moelight.core.schedule import Page
 from moelight.experts.near import ModelFacts, NearExperts
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
+from moelight.experts.profile import facts_of_model
 from moelight.experts.profile_files import load_profile
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
@@ -86,8 +86,17 @@ def with_room(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype:
     Raises:
         ConfigError: the room is less than one expert.
     """
-    total = len(place(model, policy).homes)
-    return with_near(policy, experts.cache.capacity.slots(total, costs.page_bytes(model, dtype)) / total)
+    return with_near(policy, near_share(experts, model, dtype))
+
+
+def near_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
+    """Of all experts of ``model``, those that ``experts`` has room for.
+
+    Raises:
+        ConfigError: the room is less than one expert.
+    """
+    layers, each = model.num_moe_layers, model.experts.num_experts
+    return experts.slots(layers, each, costs.page_bytes(model, dtype)) / (layers * each)
 
 
 def choices_for(
@@ -102,14 +111,13 @@ def choices_for(
     if not placement.streamed and not options.watches:
         return None
     experts = options.policy or DEFAULT_POLICY
-    if options.policy is None and len(placement.resident) < sum(model.moe_layers):
+    if options.policy is None and len(placement.resident) < model.num_moe_layers:
         experts = replace(experts, per_layer=None)  # too few for each layer to have its own
     facts = facts_of(model, dtype)
     profile = None
     path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))
     if path is not None:
-        layers = sum(model.moe_layers)
-        profile = load_profile(path, model=facts.facts, num_layers=layers, num_experts=model.experts.num_experts)
+        profile = load_profile(path, model=facts.facts, num_layers=model.num_moe_layers, num_experts=facts.num_experts)
     near = NearExperts(
         experts,
         facts,
@@ -137,15 +145,13 @@ def choices_for(
 
 def facts_of(model: ModelProfile, dtype: DType) -> ModelFacts:
     """What tells the model apart in profiles of its experts."""
-    facts: dict[str, Any] = {
-        "type": model.model_type,
-        "layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "experts": model.experts.num_experts,
-        "top_k": model.router.top_k,
-        "expert_width": model.experts.intermediate_size,
-        "vocabulary": model.vocab_size,
-    }
+    facts = facts_of_model(
+        model_type=model.model_type,
+        moe_layers=model.num_moe_layers,
+        num_experts=model.experts.num_experts,
+        top_k=model.router.top_k,
+        expert_numbers=costs.page_elements(model),
+    )
     return ModelFacts(
         moe_layers=model.moe_layers,
         num_experts=model.experts.num_experts,

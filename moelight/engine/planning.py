@@ -9,6 +9,7 @@ from moelight.core.dtypes import FLOAT32, DType, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
+from moelight.engine.experts import near_share
 from moelight.engine.source import Source
 from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
@@ -75,9 +76,8 @@ def plan_for(
     dtype = machine.native_dtype(source.weight_map.dtype)
     room: dict[str, Fixed] = {}
     if experts is not None:
-        total, page = len(pages(source.profile)), page_bytes(source.profile, dtype)
         near = "weights.device" if devices["ffn_device"] != "cpu" else "weights.host"
-        room[near] = experts.cache.capacity.slots(total, page) / total
+        room[near] = near_share(experts, source.profile, dtype)
     sizes = {"batch_size": wishes.batch_size, "micro_batch_size": wishes.micro_batch_size}
     problem = Problem(
         name=name,

@@ -14,12 +14,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One batch of one layer, served. Ids ascend; each is in `hits` or in `misses`.
+    """One batch of one layer, served. Ids ascend; each is in `hits`, in `misses` or in `kept_out`.
 
     Attributes:
         hits: int64 [n], expert ids that were resident, in the slots ``hit_slots`` int64 [n].
         misses: int64 [m], expert ids that were not; ``slots`` int64 [m] says where each is to go, -1: nowhere (it is
             streamed past the cache).
+        kept_out: int64 [o], expert ids that were not resident either, and that the caller wanted nowhere.
         evictions: int64 [e, 2], (layer, expert) of who left, in order. Their slots may be among ``slots``.
         counts: int64 [num_experts], tokens of each expert.
     """
@@ -29,6 +30,7 @@ class Access:
     hit_slots: IntArray
     misses: IntArray
     slots: IntArray
+    kept_out: IntArray
     evictions: IntArray
     counts: IntArray
 

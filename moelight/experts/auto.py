@@ -136,7 +136,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
     reasons["cache", "capacity"] = _why_capacity(model, plan, batch_size)
     if machine.discrete and plan.slots < layers * experts:
         policy = _with_schedule(policy, machine, reasons)
-    slots = policy.cache.capacity.slots(layers * experts, page)
+    slots = policy.slots(layers, experts, page)
     header = (
         f"{name} on {hardware.name}, passes of {batch_size} token{'s' if batch_size > 1 else ''}: {layers} layers of "
         f"{experts} experts, {active} a token, {format_bytes(page)} each ({format_bytes(layers * experts * page)}).",

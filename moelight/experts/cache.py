@@ -6,7 +6,7 @@ The cache decides and counts; it holds no bytes and moves none. Whoever does is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import compress, pairwise, repeat
 
 import numpy as np
@@ -48,12 +48,21 @@ class ExpertCache(Residents):
         ValueError: no places, layers or experts.
     """
 
-    def access(self, layer: int, ids: ArrayLike, scores: ArrayLike | None = None, *, admit: bool = True) -> Access:
+    def access(
+        self,
+        layer: int,
+        ids: ArrayLike,
+        scores: ArrayLike | None = None,
+        *,
+        admit: bool = True,
+        keep_out: Collection[int] = (),
+    ) -> Access:
         """Serve one batch.
 
         Args:
             ids: integers [tokens, k]; ``scores`` [tokens, k]: their router weights (None: all 1).
             admit: False: count it and refresh what it finds, but bring in nothing; for passes over whole layers.
+            keep_out: experts that are counted like the others, but not brought in where they are missing.
 
         Raises:
             ValueError: ids or scores of a wrong kind, shape or range.
@@ -75,7 +84,7 @@ class ExpertCache(Residents):
             pool.visit(base, counts > 0)
         before = self._table[layer][distinct]
         found = before >= 0
-        hits, misses = distinct[found], distinct[~found]
+        hits, missing = distinct[found], distinct[~found]
         keys = (distinct + base).tolist()
         held = set(keys)
         pool.hold(held | self._leases.keys() if self._leases else held)
@@ -84,8 +93,13 @@ class ExpertCache(Residents):
                 self._frequency[key] += 1
         means = mass[distinct] / counts[distinct] if mass is not None and pool.uses_scores else np.ones(len(distinct))
         self._touch(pool, (hits + base).tolist(), means[found].tolist())
-        slots = self._bring(pool, (misses + base).tolist(), means[~found].tolist(), admit) if len(misses) else []
-        self._count(layer, hits, misses, counts)
+        misses, scored, kept_out = missing, means[~found], missing[:0]
+        if keep_out:
+            out = np.isin(missing, list(keep_out))
+            misses, scored, kept_out = missing[~out], scored[~out], missing[out]
+            self._pass_by(pool, (kept_out + base).tolist())
+        slots = self._bring(pool, (misses + base).tolist(), scored.tolist(), admit) if len(misses) else []
+        self._count(layer, hits, missing, counts)
         self._last_batch = held
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
@@ -99,6 +113,7 @@ class ExpertCache(Residents):
             hit_slots=before[found].astype(np.int64),
             misses=misses,
             slots=np.array(slots, np.int64),
+            kept_out=kept_out,
             evictions=self._tell(),
             counts=counts,
         )
@@ -113,10 +128,7 @@ class ExpertCache(Residents):
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
         """The slot of each missing key, -1 for a bypass. Places are given once all who make room have left."""
         if not admit:
-            for key in keys:
-                pool.note(key)
-            self._drain(pool)
-            self.stats.bypasses += len(keys)
+            self._pass_by(pool, keys)
             return [-1] * len(keys)
         brought = list(map(pool.admit, keys, scores))
         self._drain(pool)
@@ -125,6 +137,13 @@ class ExpertCache(Residents):
         placed = iter(self._place(list(compress(keys, brought))))
         self.stats.bypasses += brought.count(False)
         return [next(placed) if there else -1 for there in brought]
+
+    def _pass_by(self, pool: Eviction, keys: list[int]) -> None:
+        """Missing keys that do not come."""
+        for key in keys:
+            pool.note(key)
+        self._drain(pool)
+        self.stats.bypasses += len(keys)
 
     def _count(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
         stats = self.stats
@@ -220,13 +239,7 @@ class ExpertCache(Residents):
         Raises:
             ConfigError: a capacity in bytes without ``page_bytes``, or budgets of layers that cannot be met.
         """
-        rules, layers = policy.cache, policy.per_layer
-        if layers is None:
-            capacity = rules.capacity.slots(num_layers * num_experts, page_bytes)
-        elif layers.total_budget:
-            capacity = min(layers.total_budget, num_layers * num_experts)
-        else:
-            capacity = num_layers * rules.capacity.slots(num_experts, page_bytes)
+        rules = policy.cache
         pressure = None
         if rules.memory_threshold is not None:
             pressure = MemoryPressure(
@@ -236,7 +249,7 @@ class ExpertCache(Residents):
                 expert_gb=rules.expert_size_gb,
             )
         return cls(
-            capacity=capacity,
+            capacity=policy.slots(num_layers, num_experts, page_bytes),
             num_layers=num_layers,
             num_experts=num_experts,
             eviction=rules.eviction,
@@ -247,7 +260,7 @@ class ExpertCache(Residents):
                 alpha=rules.score_ema_alpha,
             ),
             predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
-            per_layer=layers,
+            per_layer=policy.per_layer,
             pins=rules.pin,
             ttl=rules.ttl,
             pressure=pressure,

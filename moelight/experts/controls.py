@@ -93,10 +93,8 @@ class Controls:
         """The value of ``action`` as it is in force once it is set: a capacity in slots of all layers together."""
         if not isinstance(action.value, Capacity):
             return action.value
-        layers, experts = self._cache.num_layers, self._cache.num_experts
-        if self._policy.per_layer is None:
-            return action.value.slots(layers * experts, self._page_bytes)
-        return layers * action.value.slots(experts, self._page_bytes)
+        cache = self._cache
+        return self._policy.slots_of(action.value, cache.num_layers, cache.num_experts, self._page_bytes)
 
     def _press(self) -> None:
         """Watch memory from now on, and make room at once as if too much of it were in use."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
 from moelight.experts.access import Access, IntArray
-from moelight.experts.policy import Capacity, ExpertPolicy
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
 from moelight.experts.trust import Foresight, Trust
@@ -66,7 +66,7 @@ class NearExperts:
         self._layers = [layer for layer, moe in enumerate(model.moe_layers) if moe]
         self._row = {layer: row for row, layer in enumerate(self._layers)}
         slots, rows = max(1, len(resident)), len(self._layers)
-        counted = ActivationProfile(model=model.facts, num_layers=rows, num_experts=model.num_experts)
+        self._counted = ActivationProfile(model=model.facts, num_layers=rows, num_experts=model.num_experts)
         self.residency = Residency(
             _within(policy, slots) if learns else _unmoved(policy, slots),
             num_layers=rows,
@@ -74,7 +74,7 @@ class NearExperts:
             active=model.top_k,
             page_bytes=model.page_bytes,
             known=profile if learns else None,
-            counted=counted,
+            counted=self._counted,
             most_slots=slots,
         )
         self._trust, self._foresight = Trust(), Foresight(model.num_experts)
@@ -110,11 +110,7 @@ class NearExperts:
         row, away_before = self._row[layer], self._away(layer)
         self._trust.settle(row, ids)
         self._foresight.settle(row, ids)
-        if leave:
-            away = np.isin(ids, list(leave))
-            self.residency.access(row, ids[away].reshape(-1, 1), admit=False)
-            ids, weights = ids[~away].reshape(-1, 1), weights[~away].reshape(-1, 1)
-        found = self.residency.access(row, ids, weights, admit=self.learns)
+        found = self.residency.access(row, ids, weights, admit=self.learns, keep_out=leave)
         self._follow()
         self._count_missing(len(ids), len(found.misses), away_before)
         return found
@@ -163,9 +159,8 @@ class NearExperts:
 
     def profile(self) -> ActivationProfile:
         """How often each expert was chosen, and what else is worth knowing another time."""
-        found = self.residency.profile()
-        assert found is not None, "counted from the start"
-        return found
+        self._counted.transitions = self.residency.transitions
+        return self._counted
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Everything that is known, for JSON; layers are those with experts, and say their number in the model."""
@@ -190,6 +185,4 @@ def _within(policy: ExpertPolicy, slots: int) -> ExpertPolicy:
 
 def _unmoved(policy: ExpertPolicy, slots: int) -> ExpertPolicy:
     """A policy for who only counts: nobody comes or goes."""
-    return ExpertPolicy(
-        name="static", cache=type(policy.cache)(capacity=Capacity(value=slots)), schedule=policy.schedule
-    )
+    return ExpertPolicy(name="static", cache=CacheRules(capacity=Capacity(value=slots)), schedule=policy.schedule)

@@ -170,6 +170,23 @@ class ExpertPolicy:
     per_layer: PerLayerRules | None = None
     adapt: tuple[AdaptRule, ...] = ()
 
+    def slots(self, num_layers: int, num_experts: int, page_bytes: int | None = None) -> int:
+        """Experts that have room at once, all layers together, on a model of ``num_layers`` layers with experts.
+
+        Raises:
+            ConfigError: as `Capacity.slots`.
+        """
+        layers = self.per_layer
+        if layers is not None and layers.total_budget is not None:
+            return min(layers.total_budget, num_layers * num_experts)
+        return self.slots_of(self.cache.capacity, num_layers, num_experts, page_bytes)
+
+    def slots_of(self, capacity: Capacity, num_layers: int, num_experts: int, page_bytes: int | None = None) -> int:
+        """The same once a rule has set ``capacity``: of the cache that all layers share, or of each layer's."""
+        if self.per_layer is None:
+            return capacity.slots(num_layers * num_experts, page_bytes)
+        return num_layers * capacity.slots(num_experts, page_bytes)
+
 
 # What an engine goes by where nobody says otherwise; the reasons are in docs/guides/expert-policies.md.
 DEFAULT_POLICY = ExpertPolicy(

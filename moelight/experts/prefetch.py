@@ -111,7 +111,7 @@ class Prefetcher:
             found.learned(transitions)
 
     def allow(self, budget: int) -> None:
-        """Act on at most ``budget`` guesses a layer from now on."""
+        """Fetch at most ``budget`` guesses a layer from now on."""
         self.rules = replace(self.rules, budget=budget)
 
     @property
@@ -148,17 +148,21 @@ class Prefetcher:
     def ahead(self, layer: int, near: Mask | None = None) -> Iterator[tuple[int, Ints]]:
         """``(layer to come, experts)`` worth fetching now that ``layer`` has chosen, the most urgent first.
 
-        The budget is spent on the next layer; what of it is left, because experts are there already (``near`` [L, E])
-        or too few come to mind, goes to the layers behind it that the predictor looks at.
+        The budget is spent on the next layer; what of it is left, because too few come to mind, goes to the layers
+        behind it that the predictor looks at. Experts that are there already (``near`` [L, E]) cost nothing of it; they
+        count as guesses as far as they are likelier than one that is worth fetching.
         """
         left = self.rules.budget
         for step in range(1, self.predictor.steps + 1):
+            if left <= 0:
+                return
             target = (layer + step) % self.num_layers
-            ids = self.predictor.predict(target, left)
+            ids = self.predictor.predict(target, self.num_experts)
+            away = np.ones(len(ids), np.bool_) if near is None else ~near[target, ids]
+            last = int(np.searchsorted(away.cumsum(), left)) + 1
+            ids, away = ids[:last], away[:last]
             self.quality.guessed(target, ids)
-            wanted = ids if near is None else ids[~near[target, ids]]
+            wanted = ids[away]
             left -= len(wanted)
             if wanted.size:
                 yield target, wanted
-            if left <= 0:
-                return

@@ -19,6 +19,21 @@ Facts = Mapping[str, str | int | float | bool | None]
 _OLD = 256.0  # half-lives after which counts are written down in units of today, far from the end of float64
 
 
+def facts_of_model(
+    *, model_type: str, moe_layers: int, num_experts: int, top_k: int | None, expert_numbers: int
+) -> Facts:
+    """What tells a model from others, told alike by its configuration and by its modules: its type, its layers with
+    experts, experts of each, experts of a token and the numbers in an expert. Not its dtype, nor what it was trained
+    on."""
+    return {
+        "type": model_type,
+        "moe_layers": moe_layers,
+        "experts": num_experts,
+        "top_k": top_k,
+        "expert_numbers": expert_numbers,
+    }
+
+
 def fingerprint_of(model: Facts) -> str:
     """A name for a model by its plain values (type, layers, experts, top_k, sizes), whatever their order."""
     return hashlib.sha256(json.dumps(dict(model), sort_keys=True).encode()).hexdigest()[:32]

@@ -208,15 +208,10 @@ class Replay:
             self._clock.route(row.layer, tokens)
         ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
         self._trust.settle(row.layer, row.ids)
-        computed_s = 0.0
+        leave, computed_s = row.ids[:0], 0.0
         if self._may_compute and self._mode != "gpu_only":
             leave, computed_s = self._leave(row, tokens)
-            if leave.size:
-                away = np.isin(row.ids, leave)
-                passed = None if scores is None else scores[away]
-                self._residency.access(row.layer, ids[away], passed, admit=False)
-                ids, scores = ids[~away], None if scores is None else scores[~away]
-        found = self._residency.access(row.layer, ids, scores)
+        found = self._residency.access(row.layer, ids, scores, keep_out=leave.tolist())
         self._serve(found, computed_s)
         self._guess(row.layer + 1)
         if len(found.misses):

@@ -5,7 +5,7 @@ Knows keys and counters; whoever moves pages tells it of every batch and does wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,18 +85,20 @@ class Residency:
         scores: ArrayLike | None = None,
         *,
         admit: bool = True,
+        keep_out: Collection[int] = (),
         rules: bool = True,
     ) -> Access:
         """Serve one batch, as `ExpertCache.access`; then count it, and do what ``rules`` and warm-pinning call for."""
         if self.warm is not None and self.warm.due(self.cache.clock):
             self._warm_pin(self.warm)
-        found = self.cache.access(layer, ids, scores, admit=admit)
+        found = self.cache.access(layer, ids, scores, admit=admit, keep_out=keep_out)
         if self.counted is not None:
             distinct = np.flatnonzero(found.counts)
             self.counted.record(layer, distinct, found.counts[distinct])
         if self.adapting is not None and rules:
             # Those who left for guesses since the last batch count with this one.
-            self.adapting.record(len(found.hits), len(found.misses), self.cache.stats.evictions - self._evictions)
+            misses = len(found.misses) + len(found.kept_out)
+            self.adapting.record(len(found.hits), misses, self.cache.stats.evictions - self._evictions)
             self._evictions = self.cache.stats.evictions
         return found
 
@@ -126,11 +128,16 @@ class Residency:
         """The last ones."""
         return list(self.adapting.log) if self.adapting is not None else []
 
+    @property
+    def transitions(self) -> Transitions | None:
+        """The affinities learned so far, a copy; None where nobody learns them."""
+        learned = self.cache.predictor.affinity
+        return None if learned is None else Transitions(matrix=learned.matrix.copy(), times=learned.times.copy())
+
     def profile(self) -> ActivationProfile | None:
         """What was counted, with the affinities learned, ready to be saved."""
-        learned = self.cache.predictor.affinity
-        if self.counted is not None and learned is not None:
-            self.counted.transitions = Transitions(matrix=learned.matrix.copy(), times=learned.times.copy())
+        if self.counted is not None:
+            self.counted.transitions = self.transitions
         return self.counted
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:

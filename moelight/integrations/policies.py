@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,8 +12,8 @@ from torch import nn
 
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.units import format_bytes
-from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
+from moelight.experts.profile import Facts, facts_of_model
 from moelight.experts.profile_files import load_profile
 from moelight.experts.residency import Residency
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
@@ -32,7 +33,7 @@ def residency_of(
     count, experts = len(layers), max(layer.num_experts for layer in layers)
     known = None
     if policy.cache.profile is not None:
-        facts = _facts(model, layers)
+        facts = _facts(model, layers, active)
         known = load_profile(Path(policy.cache.profile), model=facts, num_layers=count, num_experts=experts)
     most = max(_capacities(policy, num_layers=count, num_experts=experts, page_bytes=page_bytes))
     residency = Residency(
@@ -48,25 +49,22 @@ def residency_of(
 
 
 def _capacities(policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int) -> Iterator[int]:
-    """What the policy begins with, then what its rules may set; with budgets of layers, that is one layer's."""
-    yield ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes).capacity
+    """Slots that the policy begins with, then those that its rules may set."""
+    yield policy.slots(num_layers, num_experts, page_bytes)
     for rule in policy.adapt:
-        value = rule.action.value
-        if isinstance(value, Capacity) and policy.per_layer is None:
-            yield value.slots(num_layers * num_experts, page_bytes)
-        elif isinstance(value, Capacity):
-            yield num_layers * value.slots(num_experts, page_bytes)
+        if isinstance(rule.action.value, Capacity):
+            yield policy.slots_of(rule.action.value, num_layers, num_experts, page_bytes)
 
 
-def _facts(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str | int | float | bool | None]:
-    """What profiles of this model are told by."""
-    config = getattr(model, "config", None)
-    return {
-        "model_type": str(getattr(config, "model_type", type(model).__name__)),
-        "num_layers": len(layers),
-        "num_experts": max(layer.num_experts for layer in layers),
-        "expert": " ".join(f"{piece.name}{list(piece.shape)}" for piece in layers[0].pieces),
-    }
+def _facts(model: nn.Module, layers: Sequence[MoeLayer], active: int | None) -> Facts:
+    """What tells this model apart in profiles."""
+    return facts_of_model(
+        model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
+        moe_layers=len(layers),
+        num_experts=max(layer.num_experts for layer in layers),
+        top_k=active,
+        expert_numbers=sum(math.prod(piece.shape) for piece in layers[0].pieces),
+    )
 
 
 def policy_for(

@@ -189,13 +189,9 @@ def cached_experts(policy: ExpertPolicy, experts: Experts) -> int:
     Raises:
         ConfigError: the capacity is a size in which not one has room, or the layers' budgets cannot be met.
     """
-    layers, capacity = policy.per_layer, policy.cache.capacity
+    layers, total = policy.per_layer, policy.slots(experts.layers, experts.per_layer, experts.page_bytes)
     if layers is None:
-        return capacity.slots(experts.count, experts.page_bytes)
-    if layers.total_budget is None:
-        total = experts.layers * capacity.slots(experts.per_layer, experts.page_bytes)
-    else:
-        total = min(layers.total_budget, experts.count)
+        return total
     least, most = (
         min(bound, experts.per_layer) * experts.layers for bound in (layers.min_capacity, layers.max_capacity)
     )

@@ -14,6 +14,8 @@ import pytest
 
 from moelight.cli import main as program
 from moelight.core.errors import InputError
+from moelight.experts.profile import ActivationProfile, facts_of_model
+from moelight.experts.profile_files import save_profile
 from tests.cli.program import DEMO, ROOT, moelight, write_prompts
 
 
@@ -29,6 +31,10 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "file").write_text("x")
     (directory / "policy.yaml").write_text("model: demo\nbatchsize: 4\n")
     (directory / "gpu.yaml").write_text("model: demo\nffn_device: gpu\n")
+    (directory / "wrong.moe").write_text("policy p {\n    cache { capacty = 4 }\n}\n")
+    (directory / "few.moe").write_text("policy p { cache { capacity = 4 } }\n")
+    other = facts_of_model(model_type="qwen3_moe", moe_layers=3, num_experts=8, top_k=2, expert_numbers=3 * 128 * 128)
+    save_profile(ActivationProfile(model=other, num_layers=3, num_experts=8), directory / "other.json")
     for name in ("torn", "wordless"):
         shutil.copytree(DEMO, directory / name)
     weights = (directory / "torn" / "model.safetensors").read_bytes()
@@ -84,6 +90,22 @@ REFUSED = {
         "@/good.jsonl --policy @/policy.yaml --host-memory 1GiB",
         ["--policy @/policy.yaml", "--host-memory 1GiB", "contradict"],
     ),
+    "a policy of experts with an error": (
+        "@/good.jsonl --expert-policy @/wrong.moe",
+        ["@/wrong.moe:2:13", "capacty", "capacity"],
+    ),
+    "no such policy of experts": ("@/good.jsonl --expert-policy @/none.moe", ["@/none.moe"]),
+    "no policy of experts": ("@/good.jsonl --expert-policy defualt", ["defualt"]),
+    "a profile where nobody learns": (
+        "@/good.jsonl --expert-policy static --expert-profile @/other.json",
+        ["--expert-policy static", "--expert-profile @/other.json", "contradict"],
+    ),
+    "a profile of another model": (
+        "@/good.jsonl --expert-policy @/few.moe --expert-profile @/other.json",
+        ["@/other.json", "moe_layers"],
+    ),
+    "expert stats in no directory": ("@/good.jsonl --expert-stats @/none/e.json", ["expert stats", "@/none"]),
+    "a routing trace over the prompts": ("@/good.jsonl --routing-trace @/good.jsonl", ["same file"]),
     "a policy for a GPU": ("@/good.jsonl --policy @/gpu.yaml --device cpu", ["gpu"]),
     "unknown machine": ("@/good.jsonl --hw l44", ["l44", "'l4'"]),
     "no prompts named": ("", ["PROMPTS.jsonl"]),

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import TaskKind
 from moelight.engine.engine import Engine
-from moelight.engine.experts import ExpertOptions
+from moelight.engine.experts import ExpertOptions, with_room
 from moelight.experts import trust
 from moelight.experts.policy import (
     ALLOCATIONS,
@@ -38,12 +39,13 @@ from moelight.experts.policy import (
 from moelight.experts.trace import read_rows
 from moelight.hrm import orders
 from moelight.hrm.orders import ROUTED_ORDERS
+from moelight.hrm.placement import place
 from moelight.runtime.machine import LANE_KINDS
 from moelight.runtime.microbatch import present
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
 from tests.engines import Tiny
-from tests.shapes import examples
+from tests.shapes import examples, small_model, small_policy
 
 # Eight experts top-2, so that passes of up to four tokens are small; layers without experts in one of them.
 MODELS: dict[str, dict[str, Any]] = {
@@ -236,6 +238,7 @@ def asked_policies(draw: st.DrawFn, total: int, layers: int) -> ExpertPolicy:
         blocks["per_layer"] = PerLayerRules(
             allocation=allocation, min_capacity=1, rebalance_interval=7, entropy_window=5
         )
+        blocks["per_layer"] = replace(blocks["per_layer"], total_budget=capacity)
     elif draw(st.booleans()):
         blocks |= BLOCKS["adapt"]
     return experts(capacity, strategy=draw(st.sampled_from(STRATEGIES)), cache=cache, **blocks)
@@ -261,6 +264,27 @@ def test_any_policy_of_experts_gives_the_same_tokens(tiny: Tiny, data: st.DataOb
         patch.setattr(orders, "ROUTED_ONLY_SHARE", data.draw(st.sampled_from([0.0, 0.25])))
         with opened(policy, asked, lanes=data.draw(st.sampled_from(LANE_KINDS))) as engine:
             assert tokens_of(engine) == truth(model)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "per_layer", "share"),
+    [
+        (Capacity(value=6), None, 6 / 24),
+        (Capacity(value=6), PerLayerRules(), 18 / 24),
+        (Capacity(value=6), PerLayerRules(total_budget=7), 7 / 24),
+        (Capacity(value=30, unit="percent"), None, 7 / 24),
+        (Capacity(value=30, unit="percent"), PerLayerRules(), 6 / 24),
+    ],
+)
+def test_a_policy_has_the_room_that_its_cache_has(
+    capacity: Capacity, per_layer: PerLayerRules | None, share: float
+) -> None:
+    """Under ``per_layer`` a capacity is each layer's, unless a budget is named."""
+    model = small_model((True, False, True, True), experts=8)
+    asked = ExpertPolicy(name="mine", cache=CacheRules(capacity=capacity), per_layer=per_layer)
+    found = with_room(small_policy(model, discrete=False, near=1), asked, model, FLOAT32)
+    assert found.weights.host == pytest.approx(share)
+    assert len(place(model, found).resident) == round(24 * share)
 
 
 @pytest.fixture

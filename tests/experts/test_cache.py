@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from moelight.core.errors import ConfigError
 from moelight.experts import ExpertCache
 from moelight.experts.eviction import EvictionRules
-from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
+from moelight.experts.predict import Floats, Ints, Nothing
+from moelight.experts.prefetch import Prefetcher
 from moelight.experts.triggers import MemoryPressure
 
 LAYERS, EXPERTS = 3, 6
@@ -189,6 +191,46 @@ def test_counters() -> None:
     told = cache.stats.as_dict()
     assert (told["accesses"], told["hits"], told["hit_rate"]) == (5, 1, 0.2)
     assert [row["hit_rate"] for row in told["layers"]] == [None, 0.2, None]
+
+
+def test_kept_out_is_counted_as_missing_and_does_not_come() -> None:
+    """Who is there already is not: it is a hit."""
+    seen: list[tuple[list[int], list[int], list[float]]] = []
+
+    class Watching(Nothing):
+        def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+            seen.append((ids.tolist(), counts.tolist(), [] if mass is None else mass.tolist()))
+
+    watching = Prefetcher(PrefetchRules(strategy="previous"), num_layers=3, num_experts=6)
+    watching._predictors["previous"] = Watching()
+    cache = make(4, predictor=watching)
+    cache.access(1, [[0, 2]])
+    found = cache.access(1, [[0, 3], [3, 5], [1, 3]], [[0.5, 0.25]] * 3, keep_out={0, 3, 4})
+    assert found.hits.tolist() == [0]
+    assert (found.misses.tolist(), found.kept_out.tolist()) == ([1, 5], [3])
+    assert len(found.slots) == 2 and (found.slots >= 0).all()
+    assert found.counts.tolist() == [1, 1, 0, 3, 0, 1]
+    assert not cache.contains(1, 3)
+    assert cache.stats.misses[1].tolist() == [1, 1, 1, 1, 0, 1]
+    assert (cache.stats.bypasses, cache.clock) == (1, 6)
+    assert seen[1] == ([0, 1, 3, 5], [1, 1, 3, 1], [0.5, 0.5, 1.0, 0.25])
+    assert watching.quality.used == 6
+    nobody = cache.access(2, [[1]], keep_out=(1,))
+    assert (len(nobody.misses), len(nobody.slots), nobody.kept_out.tolist()) == (0, 0, [1])
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_keeping_all_out_is_bringing_nothing_in(eviction: str) -> None:
+    rng, one, other = np.random.default_rng(3), make(5, eviction), make(5, eviction)
+    for number in range(60):
+        layer, ids, scores = int(rng.integers(3)), rng.integers(6, size=(2, 2)), rng.random((2, 2))
+        some = number % 3 == 0
+        mine = one.access(layer, ids, scores, admit=not some)
+        its = other.access(layer, ids, scores, keep_out=range(6) if some else ())
+        assert mine.hits.tolist() == its.hits.tolist()
+        assert mine.misses.tolist() == [*its.misses, *its.kept_out]
+        assert one.stats.as_dict() == other.stats.as_dict()
+        assert (one.slot_table == other.slot_table).all()
 
 
 def test_scores_of_a_batch_are_means() -> None:

@@ -15,6 +15,7 @@ from moelight.experts.policy import (
     CacheRules,
     Capacity,
     ExpertPolicy,
+    MonitorRules,
     PerLayerRules,
     PrefetchRules,
 )
@@ -108,9 +109,24 @@ def test_those_that_are_computed_where_they_lie_are_counted_and_do_not_come() ->
     found = near()
     chosen = found.choose(1, np.array([[0, 4], [4, 5]]), np.full((2, 2), 0.5), leave=frozenset((4,)))
     assert chosen.hits.tolist() == [0]
-    assert chosen.misses.tolist() == [5]
+    assert (chosen.misses.tolist(), chosen.kept_out.tolist()) == ([5], [4])
     assert found.table[1, 4] < 0 <= found.table[1, 5]
     assert found.profile().counts[0].tolist() == [1, 0, 0, 0, 2, 1]
+
+
+def test_what_is_left_to_the_cpu_is_part_of_the_one_visit() -> None:
+    """Rules, predictors and their quality meet each choice once, whole."""
+    found = near(prefetch=PrefetchRules(strategy="previous", budget=6), monitor=MonitorRules())
+    chosen = np.array([[3, 4], [3, 5]])
+    found.choose(2, chosen, np.array([[0.75, 0.25], [0.5, 0.5]]), leave=frozenset((3, 4)))
+    predictor = found.residency.cache.predictor
+    assert predictor.predictor.predict(1, 6).tolist() == [3, 5, 4]
+    assert predictor.quality.used == 3
+    predictor.quality.guessed(1, np.array([3, 4, 5]))
+    found.choose(2, chosen, np.full((2, 2), 0.5), leave=frozenset((3, 4)))
+    assert (predictor.quality.useful, predictor.quality.unused) == (3, 0)
+    assert found.residency.monitor is not None
+    assert found.residency.monitor.accesses == 6
 
 
 @examples(60)

@@ -43,17 +43,38 @@ def observed(prefetcher: Prefetcher, layer: int, *ids: int) -> None:
     prefetcher.observe(layer, np.array(ids, dtype=np.int64), np.arange(len(ids), 0, -1))
 
 
-def test_what_is_there_leaves_its_budget_to_the_layer_behind() -> None:
+def test_what_is_there_costs_nothing_of_the_budget() -> None:
+    """What the next layer does not need of it goes to the layer behind."""
     prefetcher = Prefetcher(PrefetchRules(strategy="lookahead", lookahead=2, budget=3), num_layers=4, num_experts=8)
     for layer in range(4):
         observed(prefetcher, layer, 1, 2, 5, 6)
     near = np.zeros((4, 8), dtype=np.bool_)
     assert [(at, ids.tolist()) for at, ids in prefetcher.ahead(2, near)] == [(3, [1, 2, 5])]
     near[3, [1, 5]] = True
-    assert [(at, ids.tolist()) for at, ids in prefetcher.ahead(2, near)] == [(3, [2]), (0, [1, 2])]
+    assert [(at, ids.tolist()) for at, ids in prefetcher.ahead(2, near)] == [(3, [2, 6]), (0, [1])]
     near[3] = True
     assert [(at, ids.tolist()) for at, ids in prefetcher.ahead(2, near)] == [(0, [1, 2, 5])]
-    assert prefetcher.quality.issued == 6
+    # Those that are near count as guesses too, as far as they come before one that is not.
+    assert prefetcher.quality.issued == 7
+    prefetcher.allow(0)
+    assert list(prefetcher.ahead(2)) == []
+
+
+@pytest.mark.parametrize("strategy", ["previous", "frequency", "history", "affinity", "next_router"])
+def test_whoever_guesses_the_likeliest_that_are_not_there_are_fetched(strategy: str) -> None:
+    rules = PrefetchRules(strategy=strategy, budget=2, affinity_threshold=0.1)
+    prefetcher = Prefetcher(rules, num_layers=2, num_experts=9)
+    for _ in range(3):
+        for layer in range(2):
+            observed(prefetcher, layer, 7, 1, 4, 2)
+    observed(prefetcher, 0, 7, 1, 4, 2)
+    prefetcher.hint(1, np.array([7, 1, 4, 2]), np.array([0.4, 0.3, 0.2, 0.1]))
+    ((_, likeliest),) = prefetcher.ahead(0)
+    near = np.zeros((2, 9), dtype=np.bool_)
+    near[1, likeliest] = True
+    ((at, others),) = prefetcher.ahead(0, near)
+    assert at == 1
+    assert sorted([*likeliest, *others]) == [1, 2, 4, 7]
 
 
 def test_another_strategy_takes_over_and_the_first_comes_back_as_it_was() -> None:

@@ -7,9 +7,11 @@ import gc
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import moelight
+from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import CheckpointError, ConfigError, MoelightError, UserError
 from moelight.core.units import MiB
+from moelight.engine.experts import facts_of
 from moelight.experts.policy import (
     EVICTIONS,
     STRATEGIES,
@@ -28,11 +32,15 @@ from moelight.experts.policy import (
     PerLayerRules,
     PrefetchRules,
 )
+from moelight.experts.profile import ActivationProfile
+from moelight.experts.profile_files import save_profile
 from moelight.integrations import transformers as attaching
 from moelight.integrations.homes import DiskHome
 from moelight.integrations.layers import moe_layers
 from moelight.integrations.links import StreamLink
 from moelight.integrations.transformers import Attachment
+from moelight.profiles.families import profile_from_config
+from moelight.profiles.hf_config import HFConfig
 from moelight.runtime.lanes import StreamLane
 from moelight.runtime.twin import TwinEvent, TwinStream
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
@@ -55,6 +63,26 @@ def policy(
         prefetch=PrefetchRules(strategy=strategy, budget=3),
         per_layer=per_layer,
     )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_a_profile_that_an_engine_saved_serves_the_attached_model(family: str, tmp_path: Path) -> None:
+    """Both tell models apart by the same facts."""
+    model, path = build(family), tmp_path / "profile.json"
+    profile = profile_from_config(HFConfig(model.config.to_dict(), where="config.json"), name=family)
+    layers, experts = profile.num_moe_layers, profile.experts.num_experts
+    counted = ActivationProfile(model=facts_of(profile, FLOAT32).facts, num_layers=layers, num_experts=experts)
+    for layer in range(layers):
+        counted.record(layer, np.array([experts - 1, 2]), np.array([9, 4]))
+    save_profile(counted, path)
+    asked = policy(2 * layers)
+    asked = replace(asked, cache=replace(asked.cache, profile=str(path)))
+    with moelight.attach(model, asked) as attached:
+        near = attached.pager.residency.cache.slot_table >= 0
+        assert np.argwhere(near).tolist() == [[layer, e] for layer in range(layers) for e in (2, experts - 1)]
+    other = build(family, num_experts_per_tok=1)
+    with pytest.raises(ConfigError, match=r"profile\.json.*top_k"):
+        moelight.attach(other, asked)
 
 
 @functools.cache

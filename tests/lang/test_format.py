@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from moelight.core.errors import ConfigError
-from moelight.experts.policy import Action, AdaptRule, CacheRules, Capacity, ExpertPolicy
+from moelight.experts.policy import DEFAULT_POLICY, Action, AdaptRule, CacheRules, Capacity, ExpertPolicy
 from moelight.lang.builder import check_policy
 from moelight.lang.check import read
-from moelight.lang.files import read_file
+from moelight.lang.files import load_expert_policy, read_file
 from moelight.lang.format import format_policy, format_text
 from tests.lang.policies import policies
 
@@ -45,6 +45,11 @@ def test_text_to_object_to_text(path: Path) -> None:
     assert [line.split("#", 1)[1] for line in laid_out.splitlines() if "#" in line and '"' not in line] == [
         line.split("#", 1)[1].rstrip() for line in reading.text.splitlines() if "#" in line and '"' not in line
     ]
+
+
+def test_the_default_can_be_read_in_the_examples() -> None:
+    (path,) = (each for each in EXAMPLES if each.stem == "default")
+    assert load_expert_policy(path) == DEFAULT_POLICY
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
