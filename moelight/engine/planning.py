@@ -71,7 +71,9 @@ def plan_for(
         limits["device"] = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
     elif device_memory is not None:
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
-    devices = _devices(wishes.schedule, discrete=machine.discrete)
+    devices = dict(_devices(wishes.schedule, discrete=machine.discrete))
+    if experts is not None and experts.schedule.mode != "gpu_only" and devices == _BESIDE:
+        devices["ffn_device"] = "split"  # the CPU may compute missing experts where they lie
     hardware = hardware_for(hw, discrete=machine.discrete)
     dtype = machine.native_dtype(source.weight_map.dtype)
     room: dict[str, Fixed] = {}
@@ -110,6 +112,9 @@ def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
     if plan is not None and plan.speeds is not None:
         return plan.speeds
     return speeds_of(hardware_for("auto", discrete=discrete))
+
+
+_BESIDE: Mapping[str, Fixed] = {"attention_device": "cpu", "ffn_device": "gpu"}
 
 
 def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
