@@ -140,7 +140,7 @@ def test_every_lane_of_the_machine_has_its_figures(model: Path, device: str, lan
     for lane, figures in stats.lanes.items():
         spans = [span for timeline in trace for span in timeline.spans if span.task.lane is lane]
         assert figures.tasks == len(spans) > 0
-        assert figures.bytes == sum(span.task.bytes for span in spans)
+        assert figures.bytes == sum(span.bytes for span in spans)
         assert figures.busy_s == pytest.approx(sum(span.end_s - span.start_s for span in spans))
         assert figures.busy_s <= stats.wall_s + 0.01
     assert len(trace) == stats.passes
