@@ -382,16 +382,13 @@ class Residents:
         if rules is None:
             raise ValueError("no budgets of layers")
         layers, experts = self.num_layers, self.num_experts
-        least = np.full(layers, min(rules.min_capacity, experts))
-        most = np.full(layers, min(rules.max_capacity, experts))
+        least, most = (np.full(layers, min(each, experts)) for each in (rules.min_capacity, rules.max_capacity))
         for layer, pool in enumerate(self._pools):
-            kept = sum(map(self._is_kept, range(layer * experts, (layer + 1) * experts)))
+            mine = range(layer * experts, (layer + 1) * experts)
+            kept = sum(self._slot_of[key] >= 0 and self._is_guarded(key) for key in mine)
             least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))  # slru protects three of four
         weights = np.ones(layers) if self._selections is None else self._selections.entropies()
         return share_out(total, weights, least, most)
-
-    def _is_kept(self, key: int) -> bool:
-        return self._slot_of[key] >= 0 and self._is_guarded(key)
 
     def _apply(self, shares: IntArray) -> None:
         """New budgets: first who shrinks, then who grows."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moelight.core.errors import CheckpointError, ConfigError, MoelightError
+from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane
 from moelight.kernels.threads import Gang
 from moelight.runtime import machine as machine_room
@@ -339,23 +339,6 @@ def test_spans_of_streams_are_on_the_hosts_clock() -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
-def test_a_machine_has_the_lanes_it_needs(kind: str) -> None:
-    for machine, wanted in ((PLAIN, {Lane.DISK, Lane.CPU}), (TWIN, set(Lane))):
-        lanes = open_lanes(machine, kind)
-        assert set(lanes) == wanted
-        if kind == "inline":
-            assert all(isinstance(runner, InlineLane) for runner in lanes.values())
-        if kind == "threads":
-            assert all(isinstance(runner, ThreadLane) for runner in lanes.values())
-        if kind == "auto":
-            assert isinstance(lanes[Lane.DISK], ThreadLane)
-            assert isinstance(lanes[Lane.CPU], ThreadLane if machine.discrete else InlineLane)
-            assert all(isinstance(lanes[each], StreamLane) for each in wanted & {Lane.H2D, Lane.D2H, Lane.DEVICE})
-        for runner in lanes.values():
-            runner.close()
-
-
-@pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
 @pytest.mark.parametrize("device", [False, True])
 def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lane that computes works on its own gang, a twin's all on one; every gang is closed."""
@@ -419,14 +402,3 @@ def test_streams_of_a_real_device_keep_the_order() -> None:
     assert all(start <= end for start, end in spans)
     fill.close()
     double.close()
-
-
-def test_what_a_machine_is_not_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="lanes 'fibres' is not one of auto, inline, threads"):
-        open_lanes(PLAIN, "fibres")
-    with pytest.raises(ConfigError, match="--device 'tpu' is not one of auto, cpu, cuda, xpu, twin"):
-        find_machine("tpu")
-    assert find_machine("twin") == TWIN
-    assert find_machine("cpu") == PLAIN
-    with pytest.raises(ConfigError, match="--device-memory is needed for a twin"):
-        TWIN.device_memory_bytes()
