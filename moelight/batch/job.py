@@ -301,7 +301,8 @@ def _answer(
 
 def _write_experts(engine: Engine, options: JobOptions) -> None:
     """What was learned of the experts."""
-    engine.end_routing_trace()
+    if options.experts.trace is not None:
+        engine.end_routing_trace()
     if options.expert_stats is not None:
         with whole_file(options.expert_stats, what="expert stats") as write:
             write(json.dumps(engine.expert_stats, indent=2).encode() + b"\n")

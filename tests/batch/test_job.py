@@ -23,6 +23,7 @@ from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
+from moelight.experts.options import ExpertOptions
 from moelight.observe.stats import Binding, LaneStats, Stats
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
@@ -302,7 +303,9 @@ def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: 
     monkeypatch.setattr(room, "Engine", lambda policy, **how: opened.append((policy, how)))
     given = Policy(model="mixtral", batch_size=2)
     job.open_engine(job.JobOptions(prompts=Path("p"), policy=given, model="here", device="cpu"), Workload())
-    assert opened == [(dataclasses.replace(given, model="here"), {"device": "cpu", "adapt": None})]
+    assert opened == [
+        (dataclasses.replace(given, model="here"), {"device": "cpu", "adapt": None, "experts": ExpertOptions()})
+    ]
 
 
 def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:
