@@ -162,9 +162,10 @@ def test_every_schedule_serves_every_model_with_cut_prompts(model: Path, schedul
 
 @pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if DEVICES[each[1]].get("ffn_device")])
 def test_pages_that_cross_in_parts_give_the_same_tokens(
-    model: Path, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four to twenty-nine parts a page."""
+    model = tiny("qwen3_moe", **MODELS["qwen3_moe"])
     monkeypatch.setattr(costs, "PART_BYTES", costs.PAGE_ALIGNMENT)
     policy = Policy(model=str(model), schedule=schedule, micro_batch_size=5, **DEVICES[devices])
     assert run(policy) == truth(model)
@@ -172,10 +173,11 @@ def test_pages_that_cross_in_parts_give_the_same_tokens(
 
 @pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[0] in ROUTED_ORDERS])
 def test_passes_of_routed_pages_give_the_same_tokens(
-    model: Path, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pass that one micro-batch could carry brings only what somebody is routed to; larger ones between them
     bring everything, and hand on what they fetched."""
+    model = tiny("olmoe", **MODELS["olmoe"])
     monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 0.0)
     sizes = {"micro_batch_size": 2, "micro_batch_tokens": 40, "batch_size": 5, "kv_tokens": 5 * 160}
     policy = Policy(model=str(model), schedule=schedule, **sizes, **DEVICES[devices])
@@ -265,7 +267,7 @@ def policies(draw: st.DrawFn, model: Path) -> Policy:
     )
 
 
-@examples(20)
+@examples(14)
 @given(data=st.data())
 def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> None:
     """Whether pages cross whole or in parts, and whichever passes bring routed pages only."""

@@ -155,7 +155,7 @@ def test_what_the_user_fixed_stays() -> None:
         assert "batch_size" not in change.now
 
 
-@examples(60)
+@examples(36)
 @given(
     sequences=st.integers(1, 700),
     parts=st.integers(1, 12),
@@ -210,7 +210,7 @@ def test_what_is_not_within_the_allocation_is_refused(change: dict[str, object])
         Allocation(MIXTRAL, ROOMY, BFLOAT16).check(replace(ROOMY, **change))  # type: ignore[arg-type]
 
 
-@examples(60)
+@examples(36)
 @given(
     by=st.fixed_dictionaries({lane: st.floats(0.2, 5.0) for lane in ("disk", "stage", "h2d", "d2h", "device", "cpu")}),
     discrete=st.booleans(),

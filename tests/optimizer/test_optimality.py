@@ -47,7 +47,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     )
 
 
-@examples(40)
+@examples(24)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) -> None:
     """Of one tier, the other having plenty; a byte less is refused with the same figure."""
@@ -74,7 +74,7 @@ def test_where_no_memory_alone_would_do_both_are_named() -> None:
         assert (search(replace(problem, capacity_bytes=sizes)) is not None) == fits
 
 
-@examples(40)
+@examples(24)
 @given(seed=st.integers(0, 1 << 30), more=st.floats(1, 3))
 def test_more_memory_is_never_slower(seed: int, more: float) -> None:
     problem = drawn_problem(seed)
