@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from moelight.core.adaptation import Adaptation
+from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -92,15 +93,7 @@ class Engine:
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         dtype = weight_dtype(resolved, self._source, machine)
         options = experts or ExpertOptions()
-        if options.policy is not None:
-            resolved = with_room(resolved, options.policy, self.profile, dtype)
-        resolved, self.residents_reason = resolve_residents(
-            resolved if options.learn else replace(resolved, residents="static"),
-            self.profile,
-            dtype,
-            memory_limits(self.plan),
-            wanted=options.policy is not None,
-        )
+        resolved, self.residents_reason = self._with_residents(resolved, options, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         speeds = speeds_for(self.plan, discrete=machine.discrete)
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
@@ -344,6 +337,15 @@ class Engine:
     def adaptations(self) -> tuple[Adaptation, ...]:
         """Changes of policy between passes so far."""
         return () if self._adapting is None else tuple(self._adapting.changes)
+
+    def _with_residents(self, policy: Policy, options: ExpertOptions, dtype: DType) -> tuple[Policy, str]:
+        """``policy`` with the room that ``options`` ask for, and whether those who are near may change, and why."""
+        if options.policy is not None:
+            policy = with_room(policy, options.policy, self.profile, dtype)
+        if not options.learn:
+            policy = replace(policy, residents="static")
+        limits = memory_limits(self.plan)
+        return resolve_residents(policy, self.profile, dtype, limits, wanted=options.policy is not None)
 
     def _adapts(self, wanted: bool | None) -> Adapting | None:
         if wanted is False or (wanted is None and self.plan is None):

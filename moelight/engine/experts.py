@@ -62,16 +62,12 @@ class ExpertChoices:
 
     def watch(self, *, small: bool) -> Watch | None:
         """Who is to be told of each choice of a pass; None: nobody wants to know."""
-        if small and self.trace is None:
-            return None
-        return self._seen_small if small else self._seen if self._notes or self.trace is not None else None
-
-    def _seen_small(self, layer: int, routed: Routed) -> None:
-        self._write(layer, routed)
+        if small or not self._notes:  # a small pass tells of its choices itself
+            return None if self.trace is None else self._write
+        return self._seen
 
     def _seen(self, layer: int, routed: Routed) -> None:
-        if self._notes:
-            self.near.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
+        self.near.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
         self._write(layer, routed)
 
     def _write(self, layer: int, routed: Routed) -> None:
