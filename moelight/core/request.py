@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,34 +11,118 @@ from moelight.core.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen and when to stop.
+class StructuredOutputs:
+    """What the text of a completion must match: exactly one of these is given.
 
-    ``temperature`` 0 is greedy (the default: offline jobs should be repeatable). ``top_k`` 0 or -1 and
-    ``top_p`` 1 mean no limit. ``seed`` alone decides a sampled completion, whatever shares its batch.
+    ``json`` is a JSON schema (an object, or its text); ``regex`` and ``grammar`` (Lark) are texts; ``choice`` lists the
+    texts that may be answered; ``json_object`` asks for any JSON object. Source: vLLM's StructuredOutputsParams.
     """
 
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InputError(f"structured_outputs: {name} must be a non-empty string")
+        if self.json is not None and not isinstance(self.json, (Mapping, str)):
+            raise InputError("structured_outputs: json must be a JSON schema: an object or its text")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _texts("structured_outputs: choice", self.choice))
+        _flag("structured_outputs: json_object", self.json_object)
+        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        if len(given) != 1:
+            one_of = ", ".join(each.name for each in fields(self))
+            raise InputError(
+                f"structured_outputs needs exactly one of {one_of}, not {' and '.join(given) or 'none of them'}"
+            )
+
+    @classmethod
+    def from_dict(cls, given: object) -> StructuredOutputs:
+        """The object ``given`` in a request.
+
+        Raises:
+            InputError: it is no object, has an unknown field, or not exactly one of the known ones.
+        """
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, dict):
+            raise InputError(f"structured_outputs must be an object with one of {', '.join(known)}")
+        for name in given:
+            if name not in known:
+                raise InputError(f"structured_outputs: unknown field {name!r}{did_you_mean(str(name), known)}")
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop: names, meanings and order of application are vLLM's.
+
+    ``temperature`` 0 is greedy (the default: offline jobs should be repeatable). ``top_k`` 0 or -1 and ``top_p`` 1
+    mean no limit; ``min_p`` is a share of the likeliest token's probability. ``seed`` and the sample's number alone
+    decide a sampled completion, whatever shares its batch. ``logprobs`` k asks, for every generated token, for its
+    log-probability and the k likeliest tokens', before temperature and penalties (0: its own only; -1: the whole
+    vocabulary); ``prompt_logprobs`` for the same of every prompt token but the first. ``max_tokens`` 0 scores the
+    prompt and generates nothing; it needs ``prompt_logprobs``. A ``stop`` text is left out of the completion unless
+    ``include_stop_str_in_output``. ``logit_bias`` is added to the logits of these token ids.
+    """
+
+    n: int = 1
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, least=1)
+        _integer("n", self.n, least=1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), least=-1)
+        _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
+        _integer("min_tokens", self.min_tokens, least=0)
+        if self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         _integer("top_k", self.top_k, least=-1)
         _number("temperature", self.temperature, low=0.0, high=math.inf)
         _number("top_p", self.top_p, low=0.0, high=1.0)
-        if self.top_p == 0:
-            raise InputError("top_p must be above 0 and at most 1, not 0")
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), low=-2.0, high=2.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise InputError(f"{name} must be above 0, not 0")
         if self.seed is not None:
             _integer("seed", self.seed, least=0)
             if self.seed >= 1 << 64:
                 raise InputError(f"seed must be below 2**64, not {self.seed}")
-        object.__setattr__(self, "stop", _stops(self.stop))
-        _flag("ignore_eos", self.ignore_eos)
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            _flag(name, getattr(self, name))
+        outputs: object = self.structured_outputs
+        if outputs is not None and not isinstance(outputs, StructuredOutputs):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(outputs))
 
     @property
     def greedy(self) -> bool:
@@ -63,22 +147,45 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt as token ids, numbered by its place in the input."""
+    """One prompt as token ids, with a number of the caller's. Of a prompt that is scored (``prompt_logprobs``), tokens
+    before position ``scored_from`` are not: that spares the work."""
 
     index: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    scored_from: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logprob:
+    """A token's log-probability (natural), its rank among all tokens (1: the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """The answer to one request. ``token_ids`` end before the closing eos."""
+    """One answer to one request; ``sample`` counts its ``n`` answers from 0.
+
+    ``token_ids`` end before the closing eos. ``stop_reason`` is the stop text or stop token id that ended it, if one
+    did. ``logprobs`` holds one mapping a generated token, by token id: the likeliest ones asked for and always the
+    token itself. ``prompt_logprobs`` holds one a prompt token, None where it was not scored. ``cached_tokens`` of the
+    prompt were computed for an earlier request.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     prompt_tokens: int
+    sample: int = 0
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    cumulative_logprob: float | None = None
+    logprobs: tuple[Mapping[int, Logprob], ...] | None = None
+    prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -86,11 +193,35 @@ class Completion:
         return len(self.token_ids)
 
 
-def _stops(value: object) -> tuple[str, ...]:
+def _texts(name: str, value: object) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else value
-    if not isinstance(given, (tuple, list)) or not all(isinstance(stop, str) and stop for stop in given):
-        raise InputError("stop must be a non-empty string or a list of them")
+    if not isinstance(given, (tuple, list)) or not all(isinstance(text, str) and text for text in given):
+        raise InputError(f"{name} must be a non-empty string or a list of them")
     return tuple(given)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or not all(_is_token_id(token) for token in value):
+        raise InputError(f"{name} must be a list of token ids")
+    return tuple(value)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _biases(value: object) -> dict[int, float]:
+    """JSON's keys are texts, so a token id may come as one."""
+    if not isinstance(value, Mapping):
+        raise InputError("logit_bias must map token ids to numbers")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 else key
+        if not _is_token_id(token):
+            raise InputError(f"logit_bias: {key!r} is no token id")
+        _number(f"logit_bias of {key}", bias, low=-100.0, high=100.0)
+        biases[token] = float(bias)
+    return biases
 
 
 def _flag(name: str, value: object) -> None:
