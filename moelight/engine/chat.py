@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
     import jinja2
 
 TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What a chat template renders: ``messages`` that `check_messages` let through, the ``tools`` the model may call,
+    and ``template_kwargs``, which reach the template by name. ``add_generation_prompt`` opens the assistant's turn;
+    ``continue_final_message`` leaves the last message open instead, to be continued."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """What a person would call it: the last thing the user said."""
+        said = [message.get("content") for message in self.messages if message.get("role") == "user"]
+        return str((said or [self.messages[-1].get("content")])[-1])
 
 
 class ChatTemplate:
