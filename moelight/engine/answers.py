@@ -6,7 +6,7 @@ Knows sampling, eos ids and stop strings. Refuses to know batches and passes.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -17,21 +17,27 @@ from moelight.engine.tokenizer import StopMatcher, Tokenizer, cut_at_stop
 
 
 class Answers:
-    """The generations of one run, and the rules by which they end. ``tokens`` counts what was generated so far."""
+    """The generations of one run, and the rules by which they end. Nothing is kept of those that have.
 
-    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, max_positions: int) -> None:
-        self._tokenizer = tokenizer
+    Attributes:
+        generations: made one by one, as they are asked for.
+        tokens: what was generated so far.
+        ended_tokens, ended_most: what those that have ended generated, and the most that they might have.
+    """
+
+    def __init__(self, requests: Iterable[Request], tokenizer: Tokenizer, max_positions: int) -> None:
+        self._tokenizer, self._max_positions = tokenizer, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._matchers = {
-            request.index: StopMatcher(tokenizer.decode, request.sampling.stop)
-            for request in requests
-            if request.sampling.stop
-        }
-        self.tokens = 0
-        self.generations = [
-            Generation(request=request, seed=_seed(request), max_tokens=most_tokens(request, max_positions))
-            for request in requests
-        ]
+        self._matchers: dict[Generation, StopMatcher] = {}
+        self.tokens = self.ended_tokens = self.ended_most = 0
+        self.generations: Iterator[Generation] = (self._begun(request) for request in requests)
+
+    def _begun(self, request: Request) -> Generation:
+        most = most_tokens(request, self._max_positions)
+        generation = Generation(request=request, seed=_seed(request), max_tokens=most)
+        if request.sampling.stop:
+            self._matchers[generation] = StopMatcher(self._tokenizer.decode, request.sampling.stop)
+        return generation
 
     def choose(self, pieces: Sequence[Piece], logits: Tensor) -> Tensor:
         """The next token of each completing piece, int64 [S]; logits float32 [S, V]."""
@@ -63,6 +69,9 @@ class Answers:
                 if reason := self._ends(generation, token):
                     generation.finished = True
                     batcher.retire(generation)
+                    self._matchers.pop(generation, None)
+                    self.ended_tokens += len(generation.generated)
+                    self.ended_most += generation.max_tokens
                     finished.append(self._completion(generation, reason))
         return finished
 
@@ -71,7 +80,7 @@ class Answers:
             generation.generated.pop()
             self.tokens -= 1
             return "stop"
-        matcher = self._matchers.get(generation.request.index) if self._matchers else None
+        matcher = self._matchers.get(generation) if self._matchers else None
         if matcher is not None and matcher.found(generation.generated):
             return "stop"
         return "length" if len(generation.generated) >= generation.max_tokens else None
