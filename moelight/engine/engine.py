@@ -216,6 +216,7 @@ class Engine:
         requests: Iterable[Request],
         *,
         on_pass: Callable[[], None] | None = None,
+        until: Callable[[], bool] | None = None,
     ) -> Iterator[Completion]:
         """Serve ``requests`` that ``check`` let through; completions come as they finish.
 
@@ -223,6 +224,8 @@ class Engine:
             requests: asked for one by one, as there is room for them, and one ahead; there may be more of them than
                 memory holds. What they raise comes out here, when the pass that is running has ended.
             on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then speak of it.
+            until: asked after every pass, once what it completed was taken; true ends the run, and what has not ended
+                is forgotten.
         """
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
@@ -244,6 +247,8 @@ class Engine:
                 if on_pass is not None:
                     on_pass()
                 yield from finished
+                if until is not None and until():
+                    break
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
         finally:
             self._totals.end(began_s + self._wall_s - wall_before)
