@@ -25,6 +25,7 @@ from moelight.batch.format import (
     to_json_line,
 )
 from moelight.batch.output import check_writable, whole_file
+from moelight.batch.progress import Progress
 from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
@@ -32,7 +33,7 @@ from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
-from moelight.observe.stats import Binding, Stats
+from moelight.observe.stats import Stats
 from moelight.observe.trace import About
 from moelight.optimizer.rehearse import Stage
 from moelight.profiles.families import profile_from_dir
@@ -95,23 +96,6 @@ class JobResult:
     failed: int
     stats: Stats
     first_error: BadLine | None = None
-
-
-class Progress:
-    """What a job tells while it runs. This one keeps silent; override what is wanted."""
-
-    def planned(self, why: str) -> None:
-        """The model is loaded; ``why`` says how it will be run."""
-
-    def adapted(self, why: str) -> None:
-        """The policy changes with the next pass, and ``why``."""
-
-    def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-        """``done`` tokens are generated of at most ``expected``, which shrinks as sequences end early; ``binding`` was
-        the busiest lane of the last few passes."""
-
-    def row(self, shown: str, row: dict[str, Any]) -> None:
-        """The next row of the output, and what a person would call its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column, Table
 from rich.text import Text
 
-from moelight.batch import job
+from moelight.batch import job, progress
 from moelight.batch.output import STANDARD_OUTPUT
 from moelight.cli.tables import printable
 from moelight.core.units import format_bytes
@@ -56,7 +56,7 @@ def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
     return result.failed
 
 
-class Plain(job.Progress):
+class Plain(progress.Progress):
     """Keeps how the model is run, for pipes and logs: there it is said once the job is done, so that a job that is
     refused, or breaks, leaves the one line that says why."""
 
@@ -92,7 +92,7 @@ class TableOfRows(Plain):
         self.table.add_row(Text(printable(shown)), answer)
 
 
-class Bar(job.Progress):
+class Bar(progress.Progress):
     """The progress bar. Rows are passed on to ``table``."""
 
     def __init__(self, console: Console, table: TableOfRows | None) -> None:
