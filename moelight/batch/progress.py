@@ -127,8 +127,8 @@ class Progress:
     def counts(self, counts: JobCounts) -> None:
         """How far the job is."""
 
-    def measured(self, stats: Stats) -> None:
-        """The run's figures so far."""
+    def measured(self, stats: Stats, experts: Mapping[str, Any] | None = None) -> None:
+        """The run's figures so far, and those of the experts' residency (`expert_stats`) where there are any."""
 
     def row(self, shown: str, row: dict[str, Any]) -> None:
         """The next row of the output, and what a person would call its prompt."""
@@ -178,10 +178,10 @@ class Several(Progress):
         for watcher in self._watchers:
             watcher.counts(counts)
 
-    def measured(self, stats: Stats) -> None:
+    def measured(self, stats: Stats, experts: Mapping[str, Any] | None = None) -> None:
         """To all."""
         for watcher in self._watchers:
-            watcher.measured(stats)
+            watcher.measured(stats, experts)
 
     def row(self, shown: str, row: dict[str, Any]) -> None:
         """To all."""
