@@ -96,6 +96,18 @@ class JobStart:
     predicted_prompt_s: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """A row that is written: its ``number`` in the input, what a person would call its ``prompt``, and the first of its
+    answers, or why there is none."""
+
+    number: int
+    prompt: str
+    text: str = ""
+    finish_reason: str = ""
+    error: str | None = None
+
+
 class Progress:
     """What a job tells while it runs. This one keeps silent; override what is wanted.
 
@@ -130,8 +142,11 @@ class Progress:
     def measured(self, stats: Stats, experts: Mapping[str, Any] | None = None) -> None:
         """The run's figures so far, and those of the experts' residency (`expert_stats`) where there are any."""
 
-    def row(self, shown: str, row: dict[str, Any]) -> None:
-        """The next row of the output, and what a person would call its prompt."""
+    def row(self, shown: Shown) -> None:
+        """A row was answered or refused; rows come in any order."""
+
+    def interrupting(self) -> None:
+        """Somebody asked the job to end: it does after the pass that is running. Called in a signal's handler."""
 
     def ended(self, state: State) -> None:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
@@ -183,10 +198,15 @@ class Several(Progress):
         for watcher in self._watchers:
             watcher.measured(stats, experts)
 
-    def row(self, shown: str, row: dict[str, Any]) -> None:
+    def row(self, shown: Shown) -> None:
         """To all."""
         for watcher in self._watchers:
-            watcher.row(shown, row)
+            watcher.row(shown)
+
+    def interrupting(self) -> None:
+        """To all."""
+        for watcher in self._watchers:
+            watcher.interrupting()
 
     def ended(self, state: State) -> None:
         """To all."""
