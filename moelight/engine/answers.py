@@ -94,6 +94,7 @@ class Answers:
             token_ids=tuple(generation.generated),
             finish_reason=reason,
             prompt_tokens=len(request.token_ids),
+            cached_tokens=generation.cached,
         )
 
 
