@@ -186,6 +186,7 @@ class Answers:
             if logprobs is None
             else sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True)),
             prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
+            cached_tokens=generation.cached,
         )
 
     def _text(self, generation: Generation, end: End) -> str:
