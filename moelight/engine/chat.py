@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
-_MOST_TEMPLATE_BYTES = 1_000_000  # the longest in use have 50,000
+_MOST_TEMPLATE_BYTES = 250_000  # the longest in use have 50,000; to compile this many takes a second
 _LONGEST_COMPLAINT = 300  # characters
 # What `ChatTemplate.render` and the sandbox give a template under these names; a row's template_kwargs may not.
 _TAKEN = frozenset(
@@ -66,7 +66,7 @@ class ChatTemplate:
     def __init__(self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
         self._sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, _Compiled] = {}
+        self._compiled: dict[str, _Compiled | ValueError] = {}
 
     @classmethod
     def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -112,14 +112,25 @@ class ChatTemplate:
         }
         try:
             with Meter(LEAST_WORK + WORK_PER_SIZE * tree_size(values)):
-                if name not in self._compiled:
-                    self._compiled[name] = _Compiled(self._sources[name])
-                compiled = self._compiled[name]
+                compiled = self._compile(name)
                 if not compiled.wants_parts:
                     values["messages"] = [_with_text(message) for message in values["messages"]]
                 return compiled.template.render(values)
         except FAULTS as error:
             raise InputError(f"the chat template fails: {_one_line(error)}", code="chat_template") from None
+
+    def _compile(self, name: str) -> _Compiled:
+        from moelight.engine.sandbox import FAULTS
+
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _Compiled(self._sources[name])
+            except FAULTS as error:
+                self._compiled[name] = ValueError(_one_line(error))
+        compiled = self._compiled[name]
+        if isinstance(compiled, ValueError):  # not tried again for every row
+            raise compiled
+        return compiled
 
 
 class _Compiled:
@@ -161,28 +172,33 @@ def read_chat_template(
     if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATE_FILE).is_symlink():
         paths[DEFAULT] = directory / TEMPLATE_FILE
     sources = {name: _read_template(path) for name, path in paths.items()}
+    path = directory / "tokenizer_config.json"
     given = config.get("chat_template")
     if not sources and isinstance(given, str):
-        sources = {DEFAULT: given}
+        sources = {DEFAULT: _not_too_long(given, path)}
     elif not sources and given is not None:
         if not isinstance(given, list) or not all(
             isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
             for entry in given
         ):
-            raise CheckpointError(
-                f"{directory / 'tokenizer_config.json'}: chat_template must be a string or a list of {{name, template}}"
-            )
-        sources = {entry["name"]: entry["template"] for entry in given}
+            raise CheckpointError(f"{path}: chat_template must be a string or a list of {{name, template}}")
+        sources = {entry["name"]: _not_too_long(entry["template"], path) for entry in given}
     return ChatTemplate(sources, special_tokens=special_tokens) if sources else None
 
 
 def _read_template(path: Path) -> str:
     try:
-        if path.stat().st_size > _MOST_TEMPLATE_BYTES:
-            raise CheckpointError(f"{path}: larger than {_MOST_TEMPLATE_BYTES} bytes, so not a chat template")
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(_MOST_TEMPLATE_BYTES + 1).decode("utf-8")
+        return _not_too_long(text, path)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
+def _not_too_long(template: str, path: Path) -> str:
+    if len(template) > _MOST_TEMPLATE_BYTES:
+        raise CheckpointError(f"{path}: a chat template of more than {_MOST_TEMPLATE_BYTES} bytes is refused")
+    return template
 
 
 def _checked(message: object, where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jinja2
 import jinja2.ext
@@ -47,15 +47,19 @@ FAULTS = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError),
     *(RuntimeError, StopIteration, SyntaxError, TypeError, ValueError),
 )
-LEAST_WORK = 20_000_000  # under two seconds of the dearest mixture of steps; real templates take some thousands
+LEAST_WORK = 10_000_000  # under a second of the dearest mixture of steps; real templates take some thousands
 WORK_PER_SIZE = 64  # a template may look at each character of its conversation this often
 
+_NODE = 4  # of the syntax tree, each time it may be run: 64 bytes at most, an empty list
 # No template in the wild uses these, and each takes far longer than its input is long.
 _CLOSED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _COMPARING_TESTS = (
     *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto"),
     *("ge", "greaterthan", "gt", "in", "le", "lessthan", "lt", "ne"),
 )
+
+
+_Repeated = TypeVar("_Repeated", nodes.For, nodes.Macro, nodes.CallBlock)
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -68,7 +72,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, helpers: Mapping[str, Callable[..., object]]) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, finalize=_written, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=_written,
+            optimized=False,  # a constant worked out by the compiler would be made again for nothing
+            extensions=[_Generation, jinja2.ext.loopcontrols],
         )
         for name in _CLOSED_FILTERS:
             del self.filters[name]
@@ -200,15 +208,26 @@ class _Metered(jinja2.visitor.NodeTransformer):
         return [nodes.ExprStmt(_filter("_tick", nodes.Const(literal))), node] if literal else [node]
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_filter("_tick", nodes.Const(0))))
+        node = self._metered_body(node)
         if node.test is not None:
             node.test = nodes.And(_filter("_tick", nodes.Const(0)), node.test)
         return node
 
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+        return self._metered_body(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
+        return self._metered_body(node)
+
+    def _metered_body(self, node: _Repeated) -> _Repeated:
+        work = _NODE * sum(1 for _ in node.find_all(nodes.Node))
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_filter("_tick", nodes.Const(work))))
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filter("_concat", nodes.List(node.nodes, "load"))
+        return _filter("_concat", nodes.List(node.nodes))
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -242,9 +261,8 @@ def _weigh(node: nodes.Expr) -> nodes.Expr:
     return node if isinstance(node, nodes.Const) else _filter("_weigh", node)
 
 
-@jinja2.pass_context  # else jinja2 would work it out once, when it compiles
-def _tick(_context: jinja2.runtime.Context, literal: int) -> bool:
-    meter().charge(STEP + literal)
+def _tick(work: int) -> bool:
+    meter().charge(STEP + work)
     return True
 
 
@@ -264,7 +282,8 @@ def _weighed(value: Any) -> Any:
     return value
 
 
-def _written(value: Any) -> Any:
+@jinja2.pass_context  # else the compiler would write out what is constant
+def _written(_context: jinja2.runtime.Context, value: Any) -> Any:
     now = meter()
     now.charge(STEP)
     now.size(value)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
 from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
+_PIECES = ("tokenizer.model", "spiece.model")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_TOKENS_PER_CHARACTER = 4
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -161,20 +162,37 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(_nothing_there(directory)) from None
+        return _convert_pieces(directory)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     return tokenizers.Tokenizer.from_str(text)
 
 
-def _nothing_there(directory: Path) -> str:
-    pieces = [name for name in ("tokenizer.model", "spiece.model") if (directory / name).exists()]
-    if pieces:
-        return (
-            f"{directory}: only {pieces[0]} is there, a SentencePiece tokenizer; moelight reads {TOKENIZER} "
-            "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
+def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
+    """A SentencePiece tokenizer as transformers converts it, where that is installed."""
+    pieces = next((name for name in _PIECES if (directory / name).exists()), None)
+    if pieces is None:
+        raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
+    only = f"{directory}: only {pieces} is there, a SentencePiece tokenizer; "
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    return f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too"
+    except ImportError as error:
+        needed = error.name or "transformers, sentencepiece and protobuf"
+        raise CheckpointError(
+            f"{only}to convert it takes {needed}: pip install transformers sentencepiece protobuf, or put a "
+            f"{TOKENIZER} beside it"
+        ) from None
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(f"{only}transformers cannot convert it ({reason}); put a {TOKENIZER} beside it") from None
+    inner = getattr(loaded, "backend_tokenizer", None)
+    if inner is None:
+        raise CheckpointError(f"{only}transformers has no fast form of it; put a {TOKENIZER} beside it")
+    return cast("tokenizers.Tokenizer", inner)
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
