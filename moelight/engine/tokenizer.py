@@ -10,16 +10,17 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
-from moelight.engine.chat import ChatTemplate, read_chat_template
+from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
 from moelight.engine.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
+_PIECES = ("tokenizer.model", "spiece.model")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -37,11 +38,12 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
 
     @classmethod
-    def from_dir(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in ``directory``.
+    def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
+        """The tokenizer of the checkpoint in ``directory``; ``chat_template`` is a file to take instead of its own.
 
         Raises:
             CheckpointError: tokenizer.json is missing, or one of the tokenizer's files is damaged.
+            ConfigError: ``chat_template`` cannot be read.
         """
         config = _read_object(directory / "tokenizer_config.json")
         named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
@@ -50,9 +52,13 @@ class Tokenizer:
             _add_tokens(inner, config, named)
             inner.no_truncation()
             inner.no_padding()
+        if chat_template is None:
+            template = read_chat_template(directory, config, named)
+        else:
+            template = ChatTemplate.from_file(chat_template, special_tokens=named)
         return cls(
             inner,
-            template=read_chat_template(directory, config, named),
+            template=template,
             eos_token_ids=_read_eos_token_ids(directory),
         )
 
@@ -108,15 +114,18 @@ class Tokenizer:
         """Tokens that are no text."""
         return self._bytes.special_ids
 
-    def render(self, messages: object) -> list[int]:
-        """The ids of a conversation, written by the checkpoint's chat template and open for the model's answer.
+    def render(self, conversation: Conversation | object) -> list[int]:
+        """The ids of a conversation as the chat template writes it; a plain list of messages is open for the answer.
 
         Raises:
-            InputError: ``messages`` is not a conversation, there is no template, or the template refuses it.
+            InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
         """
         if self._template is None:
-            raise InputError("this model has no chat template; send a prompt instead", code="no_chat_template")
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+            raise InputError(
+                "this model has no chat template; send a prompt instead, or name a template of your own",
+                code="no_chat_template",
+            )
+        return self._encode(self._template.render(conversation), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -149,20 +158,37 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(_nothing_there(directory)) from None
+        return _convert_pieces(directory)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     return tokenizers.Tokenizer.from_str(text)
 
 
-def _nothing_there(directory: Path) -> str:
-    pieces = [name for name in ("tokenizer.model", "spiece.model") if (directory / name).exists()]
-    if pieces:
-        return (
-            f"{directory}: only {pieces[0]} is there, a SentencePiece tokenizer; moelight reads {TOKENIZER} "
-            "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
+def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
+    """A SentencePiece tokenizer as transformers converts it, where that is installed."""
+    pieces = next((name for name in _PIECES if (directory / name).exists()), None)
+    if pieces is None:
+        raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
+    only = f"{directory}: only {pieces} is there, a SentencePiece tokenizer; "
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    return f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too"
+    except ImportError as error:
+        needed = error.name or "transformers, sentencepiece and protobuf"
+        raise CheckpointError(
+            f"{only}to convert it takes {needed}: pip install transformers sentencepiece protobuf, or put a "
+            f"{TOKENIZER} beside it"
+        ) from None
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(f"{only}transformers cannot convert it ({reason}); put a {TOKENIZER} beside it") from None
+    inner = getattr(loaded, "backend_tokenizer", None)
+    if inner is None:
+        raise CheckpointError(f"{only}transformers has no fast form of it; put a {TOKENIZER} beside it")
+    return cast("tokenizers.Tokenizer", inner)
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
