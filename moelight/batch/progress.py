@@ -133,6 +133,9 @@ class Progress:
     def row(self, shown: str, row: dict[str, Any]) -> None:
         """The next row of the output, and what a person would call its prompt."""
 
+    def failed(self, code: str, message: str) -> None:
+        """The job as a whole cannot be done; ``ended`` follows."""
+
     def ended(self, state: State) -> None:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
 
@@ -187,6 +190,11 @@ class Several(Progress):
         """To all."""
         for watcher in self._watchers:
             watcher.row(shown, row)
+
+    def failed(self, code: str, message: str) -> None:
+        """To all."""
+        for watcher in self._watchers:
+            watcher.failed(code, message)
 
     def ended(self, state: State) -> None:
         """To all."""
