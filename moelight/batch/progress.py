@@ -148,6 +148,9 @@ class Progress:
     def interrupting(self) -> None:
         """Somebody asked the job to end: it does after the pass that is running. Called in a signal's handler."""
 
+    def failed(self, code: str, message: str) -> None:
+        """The job as a whole cannot be done; ``ended`` follows."""
+
     def ended(self, state: State) -> None:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
 
@@ -207,6 +210,11 @@ class Several(Progress):
         """To all."""
         for watcher in self._watchers:
             watcher.interrupting()
+
+    def failed(self, code: str, message: str) -> None:
+        """To all."""
+        for watcher in self._watchers:
+            watcher.failed(code, message)
 
     def ended(self, state: State) -> None:
         """To all."""
