@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from moelight.batch.rows import BadRow
 from moelight.core.policy import Policy
@@ -20,7 +21,7 @@ class Durability:
     end; rows are synchronised to the disk every ``sync_s`` seconds. ``restart`` forgets what is done, ``allow_changed``
     goes on with other settings than it was done with."""
 
-    order: str = "input"
+    order: Literal["input", "completion"] = "input"
     atomic: bool = False
     sync_s: float = 5.0
     restart: bool = False

@@ -87,7 +87,7 @@ def generate(
     """
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
-    from moelight.cli.job_view import dry_run_and_report, run_and_report
+    from moelight.cli.job_view import run_and_report
     from moelight.scheduler import SCHEDULES
 
     if schedule is not None:
@@ -131,7 +131,11 @@ def generate(
             structured_outputs=read_constraint(json_schema, regex, choice),
         ),
         durability=Durability(
-            order=order, atomic=atomic, sync_s=sync_interval, restart=restart, allow_changed=allow_changed
+            order="input" if order == "input" else "completion",
+            atomic=atomic,
+            sync_s=sync_interval,
+            restart=restart,
+            allow_changed=allow_changed,
         ),
         device=device,
         host_memory=None if host_memory is None else parse_bytes(host_memory, what="--host-memory"),
@@ -149,8 +153,7 @@ def generate(
         expert_stats=expert_stats,
         save_expert_profile=save_expert_profile,
     )
-    code = dry_run_and_report(options, as_json=as_json) if dry_run else run_and_report(options, as_table=as_table)
-    if code:
+    if code := run_and_report(options, as_table=as_table):
         raise typer.Exit(code)
 
 
