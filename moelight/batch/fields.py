@@ -17,7 +17,8 @@ from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
 Skip: TypeAlias = Callable[[int], bool]
-_MOST_KEPT = 1024
+# Of sampling fields that rows share: so many, none longer than that (a schema may be).
+_MOST_KEPT, _LONGEST_KEPT = 1024, 4096
 
 
 class Vocabulary(Protocol):
@@ -86,7 +87,8 @@ class Samplings:
             made = self._new(given)
             if len(self._made) >= _MOST_KEPT:
                 self._made.clear()
-            self._made[key] = made
+            if len(key) <= _LONGEST_KEPT:
+                self._made[key] = made
         return made
 
     def _new(self, given: dict[str, Any]) -> SamplingParams:

@@ -45,7 +45,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend", "include_reasoning",
-    "cache_salt",
+    "cache_salt", "length_penalty", "spaces_between_special_tokens",
 })  # fmt: skip
 # Known fields that would change the answer and are not served: they may stand there switched off.
 _REFUSED = {
@@ -59,11 +59,11 @@ _REFUSED = {
     "web_search_options": "nothing is fetched",
     "chat_template": "the checkpoint's own template is used",
     "documents": "send them in chat_template_kwargs",
-    "add_special_tokens": "the tokenizer decides",
     "echo": "only completions echo",
     "use_beam_search": "no beam search",
-    "length_penalty": "no beam search",
     "allowed_token_ids": "use logit_bias or structured_outputs",
+    "logits_processors": "no code is taken from a row",
+    "vllm_xargs": "there are none",
     "bad_words": "use logit_bias or structured_outputs",
     "truncate_prompt_tokens": "prompts are not cut",
     "mm_processor_kwargs": "only text is read",
@@ -75,6 +75,7 @@ _REFUSED = {
 class _Body(msgspec.Struct, kw_only=True):
     model: str | None = None
     n: int | None = None
+    add_special_tokens: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -188,13 +189,16 @@ class OpenAIReader:
         _check_names(values, url)
         if url == CHAT:
             chat = _convert(values, _Chat)
-            self._check_model(chat)
+            self._check(chat, special_tokens=False)
             return _chat(chat, _sampling_fields(values))
         completion = _convert(values, _Completion)
-        self._check_model(completion)
+        self._check(completion, special_tokens=True)
         return self._completion(completion, _sampling_fields(values))
 
-    def _check_model(self, body: _Body) -> None:
+    def _check(self, body: _Body, *, special_tokens: bool) -> None:
+        if body.add_special_tokens not in (None, special_tokens):
+            around = "around a prompt the tokenizer puts them" if special_tokens else "the chat template writes them"
+            raise FieldError(f"add_special_tokens: {around}", param="add_special_tokens", code="unsupported_parameter")
         if body.model is not None:
             try:
                 self._models.check(body.model)
