@@ -117,7 +117,7 @@ def test_a_file_that_is_replaced_or_grows_is_read_as_it_was(tmp_path: Path) -> N
 
 
 def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.jsonl", SIMPLE * 50_000)
+    path = write(tmp_path, "a.jsonl", SIMPLE * 150_000)
     with open_input(path) as read:
         rows = read.rows()
         next(rows)
