@@ -22,7 +22,8 @@ from moelight.core.request import SamplingParams
 
 AUTO = "auto"
 _PARQUET = b"PAR1"
-_BY_SUFFIX = {".txt": "text", ".text": "text", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_BY_SUFFIX = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_TEXT_SUFFIXES = (".txt", ".text")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 # The first line may be the one that is damaged: the first of so many that is an object decides.
 _LINES_TRIED = 100
@@ -159,8 +160,10 @@ def _detect(source: Source, path: Path) -> tuple[str, str]:
             openai = any(name in found for name in _OPENAI_KEYS)
             names = ", ".join(name for name in (_ALL_KEYS if openai else PROMPT_FIELDS) if name in found)
             return "openai" if openai else "simple", f"{names or 'no url and no body'} on line {line}"
-        if tried >= _LINES_TRIED:
+        if tried >= _LINES_TRIED or suffix in _TEXT_SUFFIXES:
             break
+    if suffix in _TEXT_SUFFIXES:
+        return "text", f"by its name, {suffix}"
     if suffix in _JSON_SUFFIXES:
         return "simple", f"by its name, {suffix}"
     if first.startswith((b"{", b"[")):

@@ -22,11 +22,12 @@ from moelight.batch.fields import (
     read_custom_id,
     read_object,
     refused,
+    unknown_field,
 )
 from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
 from moelight.batch.rows import BadRow, Prompt, Row
 from moelight.batch.source import Source
-from moelight.core.errors import InputError, did_you_mean
+from moelight.core.errors import InputError
 from moelight.engine.chat import Conversation, check_messages
 
 HOLDING = "custom_id, method, url and body"
@@ -227,9 +228,7 @@ class OpenAIReader:
 def _url(values: dict[str, Any]) -> str:
     for name in values:
         if name not in _LINE_FIELDS:
-            raise FieldError(
-                f"unknown field {name!r}{did_you_mean(name, _LINE_FIELDS)}", param=name, code="unknown_field"
-            )
+            raise unknown_field(name, _LINE_FIELDS)
     url = values.get("url")
     if url is None:
         raise FieldError("url is missing", param="url", code="missing_required_parameter")
@@ -257,8 +256,7 @@ def _check_names(values: dict[str, Any], url: str) -> None:
     fields = _FIELDS[url]
     for name in values.keys() - fields - _IGNORED:
         if name not in _REFUSED:
-            known = sorted(fields | _IGNORED | _REFUSED.keys())
-            raise FieldError(f"unknown field {name!r}{did_you_mean(name, known)}", param=name, code="unknown_field")
+            raise unknown_field(name, sorted(fields | _IGNORED | _REFUSED.keys()))
         if values[name]:
             raise FieldError(f"{name}: {_REFUSED[name]}", param=name, code="unsupported_parameter")
 

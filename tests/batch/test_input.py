@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import random
 import threading
 import tracemalloc
 from collections import Counter
@@ -15,12 +16,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import BadRow, Row, Served
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.request import SamplingParams
-from tests.hostile.batch_lines import BAD, KINDS, Judge, batch_file, batch_lines, chat
+from tests.hostile.batch_lines import BAD, GOOD, KINDS, Judge, batch_file, batch_lines, chat
 
 SERVED = Served(model="m", created=1, job="job")
 OPENAI = json.dumps(chat("a")).encode() + b"\n"
@@ -45,7 +47,8 @@ def write(tmp_path: Path, name: str, content: bytes) -> Path:
         ("a", b'{"torn\n', "simple", "it begins as JSON"),
         ("a", OPENAI, "openai", "on line 1"),
         ("a", b"Once upon a time\n", "text", "it begins as no JSON"),
-        ("a.txt", SIMPLE, "text", "by its name, .txt"),
+        ("a.txt", b"{a} or [b]\n", "text", "by its name, .txt"),
+        ("a.txt", SIMPLE, "simple", "prompt on line 1"),
         ("a.csv", b"prompt\na\n", "csv", "by its name, .csv; columns prompt"),
         ("a.jsonl.gz", gzip.compress(OPENAI), "openai", "on line 1"),
         ("a.jsonl", gzip.compress(OPENAI), "openai", "on line 1"),
@@ -241,6 +244,33 @@ def test_a_thousand_hostile_lines(tmp_path: Path) -> None:
                 assert len(row.message) <= 300 and "\n" not in row.message and row.message
                 assert (answer.get("line") == row.line) == (row.custom_id is None)
     assert count == 1000
+
+
+def test_no_spoilt_line_is_more_than_an_error_row(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    lines = []
+    for number in range(400):
+        kind = chance.choice([*GOOD])
+        line = bytearray(GOOD[kind](str(number)))
+        for _ in range(chance.randint(1, 3)):
+            place = chance.randrange(len(line))
+            line[place : place + chance.randint(0, 9)] = chance.choice([b"", b'"', b"{", b"]", b"9", b"\xff", b"null"])
+        lines.append(bytes(line).replace(b"\n", b""))
+    path = write(tmp_path, "a.jsonl", b"\n".join(lines))
+    for kind in ("openai", "simple", "text", "csv"):
+        options = {"prompt_column": lines[0].decode("utf-8", "replace").split(",")[0]} if kind == "csv" else {}
+        with open_input(path, format=kind, **options) as read:  # type: ignore[arg-type]
+            for row in read.rows():
+                if isinstance(row, BadRow):
+                    to_json_line(read.format.refuse(row, SERVED))
+
+
+def test_huge_names_are_not_compared_or_repeated(tmp_path: Path) -> None:
+    line = json.dumps({"x" * 3_000_000: 1}).encode()
+    with open_input(write(tmp_path, "a.jsonl", OPENAI + line), format="openai") as read:
+        _, bad = read.rows()
+        assert isinstance(bad, BadRow) and bad.code == "unknown_field"
+        assert len(to_json_line(read.format.refuse(bad, SERVED))) < 2000
 
 
 def test_every_hostile_line_is_harmless_in_the_simple_format_too(tmp_path: Path) -> None:
