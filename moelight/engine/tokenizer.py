@@ -6,6 +6,7 @@ know models, sampling and files of prompts.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -174,19 +175,19 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     if pieces is None:
         raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
     only = f"{directory}: only {pieces} is there, a SentencePiece tokenizer; "
-    try:
-        from transformers import AutoTokenizer
+    missing = [name for name in ("transformers", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CheckpointError(
+            f"{only}to convert it takes {' and '.join(missing)} (pip install {' '.join(missing)}), or a {TOKENIZER} "
+            "beside it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
+        )
+    from transformers import AutoTokenizer
 
+    try:
         loaded = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    except ImportError as error:
-        needed = error.name or "transformers, sentencepiece and protobuf"
-        raise CheckpointError(
-            f"{only}to convert it takes {needed}: pip install transformers sentencepiece protobuf, or put a "
-            f"{TOKENIZER} beside it"
-        ) from None
-    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CheckpointError(f"{only}transformers cannot convert it ({reason}); put a {TOKENIZER} beside it") from None
     inner = getattr(loaded, "backend_tokenizer", None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,10 +176,64 @@ def test_damage_is_one_clear_line(kind: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_sentence_piece_file_alone_is_named(tmp_path: Path) -> None:
+def test_a_sentence_piece_file_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model.*SentencePiece"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.model.*SentencePiece.*pip install transformers sentencepiece"
+    ):
         Tokenizer.from_dir(tmp_path)
+
+
+@pytest.fixture
+def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tokenizer is a SentencePiece file only, and a library that can read it."""
+    converted = sentence_piece_like(tmp_path / "converted")
+    (tmp_path / "pieces").mkdir()
+    (tmp_path / "pieces" / "tokenizer.model").write_bytes(b"\n\x0e")
+
+    def from_pretrained(directory: str, **options: object) -> object:
+        assert options == {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
+        if not (Path(directory) / "tokenizer_config.json").exists():
+            raise ValueError("unknown\nkind")
+        return SimpleNamespace(backend_tokenizer=Inner.from_file(str(converted / "tokenizer.json")))
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    return tmp_path / "pieces"
+
+
+def test_a_sentence_piece_file_is_converted_by_transformers(pieces: Path) -> None:
+    (pieces / "tokenizer_config.json").write_text('{"bos_token": "<s>"}', encoding="utf-8")
+    ours, theirs = Tokenizer.from_dir(pieces), Tokenizer.from_dir(pieces.parent / "converted")
+    assert [ours.encode(text) for text in CORPUS] == [theirs.encode(text) for text in CORPUS]
+
+
+def test_what_transformers_cannot_convert_is_one_line(pieces: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"transformers cannot convert it \(unknown\)"):
+        Tokenizer.from_dir(pieces)
+
+
+def test_a_trained_sentence_piece_model_gives_its_own_ids(tmp_path: Path) -> None:
+    trained = pytest.importorskip("sentencepiece")
+    trained.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 20),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "legacy": False}), encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    model = trained.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in CORPUS:
+        assert tokenizer.encode(text) == [1, *model.encode(text)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(
