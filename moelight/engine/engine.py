@@ -7,8 +7,8 @@ and which order they run in (``scheduler``).
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +22,9 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
-from moelight.engine.answers import Answers, most_tokens
+from moelight.engine.answers import Answers, check_tokens, most_tokens
 from moelight.engine.batcher import Batcher
+from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for, with_room
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
@@ -100,6 +101,7 @@ class Engine:
         speeds = speeds_for(self.plan, discrete=machine.discrete)
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device = machine.device
         watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
@@ -116,7 +118,6 @@ class Engine:
         self._ahead = machine.discrete
         self._adapting = self._adapts(adapt)
         self._totals = LaneTotals(self._passes.lanes)
-        self._counts: Counter[str] = Counter()  # what `Stats.counts` shows
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
         self._num_passes = self.progress_tokens = 0
@@ -176,7 +177,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``.
+        """Completions in the order of ``prompts``, those of one prompt by their number.
 
         A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``, ``{"prompt_token_ids": [...]}`` or a list of
         token ids. ``sampling_params`` is one for all, or one each.
@@ -184,9 +185,7 @@ class Engine:
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
         """
-        return sorted(
-            self.stream(prompts, sampling_params), key=lambda completion: (completion.index, completion.sample)
-        )
+        return sorted(self.stream(prompts, sampling_params), key=lambda each: (each.index, each.sample))
 
     def stream(
         self,
@@ -206,18 +205,11 @@ class Engine:
         """Refuse what can never be served.
 
         Raises:
-            InputError: no tokens, a token outside the vocabulary, or a prompt longer than the context or the KV cache.
+            InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
+                a structure for the answer that cannot be compiled.
         """
-        tokens, context = len(request.token_ids), self.profile.max_positions
-        if not tokens:
-            raise InputError("the prompt has no tokens", code="empty_prompt")
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.profile.vocab_size:
-            raise InputError(f"token ids must be below the vocabulary's {self.profile.vocab_size}", code="bad_token_id")
-        if tokens >= context:
-            raise InputError(
-                f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
-            )
-        longest = tokens + most_tokens(request, context)
+        check_tokens(request, self.profile.vocab_size, self.profile.max_positions)
+        longest = len(request.token_ids) + most_tokens(request, self.profile.max_positions)
         if self._batcher.blocks_for(longest) > self._loaded.pool.blocks:
             raise InputError(
                 f"prompt and completion may reach {longest} tokens, the KV cache holds {self.policy.kv_tokens}; "
@@ -225,6 +217,8 @@ class Engine:
                 code="kv_capacity_exceeded",
             )
         self._batcher.check_buffer(longest)
+        if request.sampling.structured_outputs is not None:
+            self._constraints.check(request.sampling.structured_outputs)
 
     def run(
         self,
@@ -242,7 +236,7 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        answers = Answers(requests, self.tokenizer, self.profile.max_positions)
+        answers = Answers(requests, self.tokenizer, self._constraints, self.profile.max_positions)
         self._batcher.add(answers.generations)
         if self._adapting is not None:
             self._adapting.begin(answers, self._totals.busy_s)
@@ -250,17 +244,18 @@ class Engine:
         idle, idle_before = Idle(began_s), self._python_s
         self._totals.begin(began_s)
         try:
-            for finished in self._land_all(answers):
-                if self.timeline is not None:
-                    idle.add(self.timeline)
-                self._wall_s = wall_before + time.perf_counter() - began_s
-                self._python_s = idle_before + idle.seconds
-                self.progress_tokens = tokens_before + answers.tokens
-                if on_pass is not None:
-                    on_pass()
-                yield from finished
+            with closing(self._land_all(answers)) as landed:
+                for finished in landed:
+                    if self.timeline is not None:
+                        idle.add(self.timeline)
+                    self._wall_s = wall_before + time.perf_counter() - began_s
+                    self._python_s = idle_before + idle.seconds
+                    self.progress_tokens = tokens_before + answers.tokens
+                    if on_pass is not None:
+                        on_pass()
+                    yield from finished
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
-        except GeneratorExit:  # between two passes, and what was launched has been computed
+        except GeneratorExit:  # what was launched has been computed
             raise
         except BaseException:
             self._batcher.clear(failed=True)
@@ -270,31 +265,33 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _land_all(self, answers: Answers) -> Iterator[list[Completion]]:
+    def _land_all(self, answers: Answers) -> Generator[list[Completion]]:
         """Pass after pass, and what finished with each.
 
         When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
         or streams, while it runs. Where a device computes the next is launched too, before the tokens are here: a
-        sequence that ended early rides in it once more, for nothing. Elsewhere it waits for the tokens, and is packed
-        anew if a sequence ended early.
+        sequence that ended early rides in it once more, for nothing. Elsewhere, and where the next token of a sequence
+        depends on those before it in the host's hands, it waits for the tokens, and is packed anew if a sequence ended
+        early.
         """
         passes, batcher, landed_s = self._loaded, self._batcher, time.perf_counter()
         flying = self._launch(answers, self._pack_next())
         try:
             while flying is not None:
                 packed = self._pack_next()
-                landing, flying = flying, self._launch(answers, packed) if self._ahead else None
+                early = not answers.needs_history
+                landing, flying = flying, self._launch(answers, packed) if self._ahead and early else None
                 self.timeline, tokens = passes.land(landing)
                 self._num_passes += 1
                 self._totals.add(self.timeline)
-                if not self._ahead and not answers.may_end(tokens):
+                if early and not self._ahead and not answers.may_end(tokens):
                     flying = self._launch(answers, packed)
                 alive = len(batcher.alive)
                 finished = answers.collect(batcher, landing.loads, tokens)
                 before_s, landed_s = landed_s, time.perf_counter()
                 if self._adapting is not None:
                     self._adapting.after(landing.loads, landed_s - before_s, self._totals.busy_s)
-                if not self._ahead and flying is None:
+                if flying is None:
                     flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
                 yield finished
         finally:
@@ -308,7 +305,7 @@ class Engine:
         if packed is None:
             return None
         self._batcher.launched(packed.loads)
-        return self._loaded.launch(packed, answers.choose, follows=self._batcher.busy)
+        return self._loaded.launch(packed, answers.choose, answers.score, follows=self._batcher.busy)
 
     @property
     def stats(self) -> Stats:
@@ -324,7 +321,6 @@ class Engine:
             lanes=self._totals.stats(),
             python_s=self._python_s,
             counts={
-                **self._counts,
                 "prefix_cache_queries": admitted.prompt_tokens,
                 "prefix_cache_hits": admitted.cached_tokens,
             },

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.answers import Answers
 from moelight.engine.batcher import Batcher
+from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
 from moelight.memory.kv import BlockPool
 from tests.engine.test_answers import Words
@@ -97,7 +99,8 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
 
     policy = Policy(model="m", batch_size=256, micro_batch_size=256, micro_batch_tokens=256)
     batcher, most, finished = Batcher(policy, BlockPool(300), discrete=False), 0, 0
-    answers = Answers(source(), Words(), 1000)  # type: ignore[arg-type]
+    words: Any = Words()
+    answers = Answers(source(), words, Constraints(words, 10), 1000)
     batcher.add(answers.generations)
     while batcher.busy:
         loads = batcher.next_pass()
@@ -107,6 +110,6 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
         most = max(most, len(made))
     assert finished == 20_000
     assert most <= 2 * 256 + 1
-    assert not answers._matchers
+    assert not answers._states
     del loads
     assert not made
