@@ -29,6 +29,7 @@ class Eta(Progress):
 
     def __init__(self) -> None:
         self.remaining_s: float | None = None
+        self.expected_tokens = 0.0  # that the whole run will have generated, as answers turn out; 0: not known yet
         self._plan: JobStart | None = None
         self._lengths = Lengths()
         self._normal = [[0.0] * 3 for _ in range(3)]
@@ -36,11 +37,6 @@ class Eta(Progress):
         self._at = JobCounts()
         self._most_running = 1
         self._end_s: float | None = None
-
-    @property
-    def expected_tokens(self) -> float:
-        """Generated tokens that the whole run is expected to come to."""
-        return self._at.generation_tokens + self._left()[_GENERATED]
 
     def started(self, start: JobStart) -> None:
         """What the plan says holds until the run has something to say."""
@@ -81,7 +77,9 @@ class Eta(Progress):
         if predicted is None and counts.running_s < _LEAST_S:
             return
         costs = self._costs()
-        left_s = sum(cost * work for cost, work in zip(costs, self._left(), strict=True))
+        left = self._left()
+        self.expected_tokens = counts.generation_tokens + left[_GENERATED]
+        left_s = sum(cost * work for cost, work in zip(costs, left, strict=True))
         end_s = counts.elapsed_s + left_s
         if self._end_s is not None:
             kept = math.exp(-max(0.0, counts.elapsed_s - before.elapsed_s) / _SMOOTHED_S)
