@@ -136,6 +136,7 @@ class Eta(Progress):
         known = self._lengths.survival(ages)
         each = known.rest(0.0, room)
         generated = sum(count * known.rest(age, room) for age, count in ages) + counts.waiting * each
+        generated = min(generated, max(0.0, float(counts.expected_tokens - counts.generation_tokens)))
         if not counts.waiting:
             return known.last_of(ages, room), prompt, generated
         # Full passes while answers wait for a place, and then as many as the longest of the last ones takes.

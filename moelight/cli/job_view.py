@@ -290,7 +290,7 @@ class Bar(_View):
             said.append(f"{counts.tokens_per_s:,.0f} tok/s")
         if self._binding is not None:
             said.append(f"{self._binding.lane} {share_text(self._binding.share)}")
-        said.append(clock_text(elapsed))
+        said.append(f"{clock_text(elapsed)} so far")
         second = Text("  ".join(said), style="dim")
         if counts.failed:
             second.append(f"  {counts.failed:,} failed", style="red not dim")
