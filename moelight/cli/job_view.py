@@ -38,7 +38,7 @@ from moelight.observe.figures import share_text
 from moelight.observe.stats import Binding
 
 LOG_EVERY_S = 30.0
-_HELD_S = 5.0
+HELD_S = 5.0
 _BAR = 40
 _REFRESHES_PER_S = 4
 
@@ -120,6 +120,12 @@ class _View(Progress, ABC):
         self._counts = JobCounts()
         self._binding: Binding | None = None
         self._told_plan = ""
+        self._read = ""
+
+    def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
+        """Note how much is read."""
+        part = f", {share_text(min(1.0, read_bytes / total_bytes))}" if total_bytes else ""
+        self._read = f"reading the input: {rows:,} rows{part}"
 
     def started(self, start: JobStart) -> None:
         """The line at the start."""
@@ -200,9 +206,11 @@ class LogLines(_View):
         """The line on how far the job is."""
         if self._counts.total:
             self.say(log_line(self._counts, self._eta.remaining_s, self._binding))
+        elif self._read:
+            self.say(self._read)
 
     def _run(self) -> None:
-        if self._over.wait(_HELD_S):
+        if self._over.wait(HELD_S):
             return
         self.release()
         while not self._over.wait(LOG_EVERY_S):
@@ -239,8 +247,8 @@ class Bar(_View):
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
         """Say how much is read."""
-        part = f", {share_text(min(1.0, read_bytes / total_bytes))}" if total_bytes else ""
-        self._doing = f"reading the input: {rows:,} rows{part}"
+        super().reading(rows, read_bytes, total_bytes)
+        self._doing = self._read
 
     def started(self, start: JobStart) -> None:
         """The line at the start, above."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moelight.batch.progress import JobCounts, JobStart
 from moelight.core.units import format_bytes
-from moelight.observe.figures import scaled_text, share_text
+from moelight.observe.figures import scaled_text, seconds_text, share_text
 from moelight.observe.stats import Binding, Stats
 
 _MANY_TOKENS = 100_000
@@ -80,7 +80,7 @@ def end_line(stats: Stats, *, completed: int, failed: int, output: str = "") -> 
     bad = f", {failed:,} failed" if failed else ""
     where = f" -> {output}" if output else ""
     return (
-        f"{completed:,} completions{bad}, {stats.completion_tokens:,} tokens in {_took(stats.wall_s)} "
+        f"{completed:,} completions{bad}, {stats.completion_tokens:,} tokens in {seconds_text(stats.wall_s)} "
         f"({stats.tokens_per_s:,.0f} tok/s), load {stats.load_s:.1f} s, "
         f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"
     )
@@ -89,7 +89,3 @@ def end_line(stats: Stats, *, completed: int, failed: int, output: str = "") -> 
 def interrupted_line(counts: JobCounts, *, output: str, command: str) -> str:
     """What is kept, and the ``command`` that continues."""
     return f"interrupted: {counts.done:,} of {counts.total:,} rows are kept in {output}; continue with: {command}"
-
-
-def _took(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 600 else clock_text(seconds)

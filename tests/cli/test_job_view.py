@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
 
 from moelight.batch.eta import Eta
 from moelight.batch.progress import JobCounts, JobStart, Several
+from moelight.cli import job_view
 from moelight.cli.job_view import Bar, LogLines, TableOfRows
 from moelight.cli.job_words import about_text, end_line, interrupted_line, log_line, start_line
 from moelight.cli.tables import printable
@@ -142,6 +144,21 @@ def test_elsewhere_lines_are_held_until_the_job_runs(capsys: pytest.CaptureFixtu
     )
 
 
+def test_a_long_pass_is_no_silence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come without events."""
+    monkeypatch.setattr(job_view, "HELD_S", 0.01)
+    monkeypatch.setattr(job_view, "LOG_EVERY_S", 0.02)
+    with LogLines(Eta()) as log:
+        log.reading(4000, 500, 1000)
+        time.sleep(0.15)
+        log.started(START)
+        log.counts(COUNTS)
+        time.sleep(0.15)
+    said = capsys.readouterr().err.splitlines()
+    assert said.count("moelight: reading the input: 4,000 rows, 50 %") > 1
+    assert said.count("moelight: 12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s") > 1
+
+
 def test_a_job_that_breaks_at_once_leaves_the_one_line_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="broken"), LogLines(Eta()) as log:
         log.started(START)
@@ -185,7 +202,7 @@ def test_the_first_and_the_last_line_say_it_all() -> None:
         lanes={Lane.CPU: LaneStats()},
     )
     assert end_line(stats, completed=7, failed=1, output="out.jsonl") == (
-        "7 completions, 1 failed, 900 tokens in 2.0 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
+        "7 completions, 1 failed, 900 tokens in 2.00 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
     )
     assert interrupted_line(COUNTS, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl") == (
         "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; continue with: "
