@@ -130,9 +130,13 @@ class Answering:
             to_json_line(self._answers.answer(row, completions, self._served())),
             totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
         )
-        first = completions[0]
         self._told.row(
-            Shown(number=row.number, prompt=_short(row.shown), text=first.text, finish_reason=first.finish_reason)
+            Shown(
+                number=row.number,
+                prompt=_short(row.shown),
+                texts=tuple(each.text for each in completions),
+                finish_reasons=tuple(each.finish_reason for each in completions),
+            )
         )
 
     def check_complete(self) -> None:

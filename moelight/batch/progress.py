@@ -98,13 +98,13 @@ class JobStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """A row that is written: its ``number`` in the input, what a person would call its ``prompt``, and the first of its
-    answers, or why there is none."""
+    """A row that is written: its ``number`` in the input, what a person would call its ``prompt``, and the ``texts`` of
+    its answers and how they ended, or why there are none."""
 
     number: int
     prompt: str
-    text: str = ""
-    finish_reason: str = ""
+    texts: tuple[str, ...] = ()
+    finish_reasons: tuple[str, ...] = ()
     error: str | None = None
 
 
@@ -150,6 +150,9 @@ class Progress:
 
     def failed(self, code: str, message: str) -> None:
         """The job as a whole cannot be done; ``ended`` follows."""
+
+    def failed(self, code: str, message: str) -> None:
+        """Why the job cannot go on; ``ended`` follows."""
 
     def ended(self, state: State) -> None:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
@@ -210,6 +213,11 @@ class Several(Progress):
         """To all."""
         for watcher in self._watchers:
             watcher.interrupting()
+
+    def failed(self, code: str, message: str) -> None:
+        """To all."""
+        for watcher in self._watchers:
+            watcher.failed(code, message)
 
     def failed(self, code: str, message: str) -> None:
         """To all."""
