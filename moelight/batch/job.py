@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +97,8 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
         files = files_that_tell(options, left)
         told = Several([left, *([progress] if progress is not None else []), *files])
         try:
-            if ledger.state == "complete":
-                result = _done_before(ledger, told)
-            else:
-                result = _run(options, prepared, ledger, told)
+            done = ledger.state == "complete"
+            result = _done_before(ledger, told) if done else _run(options, prepared, ledger, told)
         except MoelightError as error:
             told.failed(getattr(error, "code", "job"), str(error))
             told.ended("failed")
@@ -109,7 +107,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
             told.ended("cancelled")
             raise
         told.ended("cancelled" if result.state == INTERRUPTED else "completed")
-        return result
+        return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
 
 
 def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
@@ -123,7 +121,7 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
         workload = found.summary.workload()
         return Forecast(
             input=prepared.source.name,
-            detected=prepared.source.why,
+            detected=_detected(prepared),
             model=options.model,
             summary=found.summary,
             plan=None if workload is None else plan_job(options, workload).plan,
@@ -262,7 +260,7 @@ def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger
     share = 1.0 - done / max(1, summary.generated_tokens)
     return JobStart(
         input=source.name,
-        detected=source.why,
+        detected=_detected(prepared),
         model=options.model,
         endpoint=summary.endpoint,
         kinds=summary.kinds,
@@ -275,6 +273,11 @@ def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger
         predicted_s=None if job.plan is None else share * predicted_s(job.plan),
         predicted_prompt_s=None if job.plan is None else share * predicted_prompt_s(job.plan),
     )
+
+
+def _detected(prepared: Prepared) -> str:
+    """What the prompts were taken for, without their name."""
+    return prepared.source.why.removeprefix(f"{prepared.source.name}: ")
 
 
 def _write_figures(options: JobOptions, ran: _Ran, trace: RunTrace | None) -> None:

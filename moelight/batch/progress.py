@@ -151,9 +151,6 @@ class Progress:
     def failed(self, code: str, message: str) -> None:
         """The job as a whole cannot be done; ``ended`` follows."""
 
-    def failed(self, code: str, message: str) -> None:
-        """Why the job cannot go on; ``ended`` follows."""
-
     def ended(self, state: State) -> None:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
 
@@ -213,11 +210,6 @@ class Several(Progress):
         """To all."""
         for watcher in self._watchers:
             watcher.interrupting()
-
-    def failed(self, code: str, message: str) -> None:
-        """To all."""
-        for watcher in self._watchers:
-            watcher.failed(code, message)
 
     def failed(self, code: str, message: str) -> None:
         """To all."""

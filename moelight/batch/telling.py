@@ -7,17 +7,16 @@ import hashlib
 from moelight.batch.eta import Eta
 from moelight.batch.metrics import MetricsFile
 from moelight.batch.options import JobOptions
-from moelight.batch.progress import Progress
 from moelight.batch.status import BatchFacts, StatusFile
 
 
-def files_that_tell(options: JobOptions, eta: Eta) -> list[Progress]:
+def files_that_tell(options: JobOptions, eta: Eta) -> list[StatusFile | MetricsFile]:
     """Watchers that keep them; ``eta`` must hear every event before they do.
 
     Raises:
         InputError: one cannot be written.
     """
-    files: list[Progress] = []
+    files: list[StatusFile | MetricsFile] = []
     if options.status is not None:
         output, errors = options.output, options.error_file
         facts = BatchFacts(

@@ -64,6 +64,8 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     if result.first_error is not None:
         bad = f"{result.failed} of {result.total} lines were not served"
         _print(f"{bad}; the first is line {result.first_error.line}: {result.first_error.message}")
+    for trouble in result.troubles:
+        _print(trouble)
     if result.state == INTERRUPTED:
         return _INTERRUPTED
     return 1 if result.failed and result.state == DONE else 0
