@@ -17,12 +17,12 @@ from moelight.core.request import Completion
 _PASSES, _PROMPT, _GENERATED = range(3)
 _PROMPT_COST = 0.1  # of a generated token's, where no plan says; prompts share each weight's way among many tokens
 _PASS_SHARE = 0.5  # of a generated token's cost that a pass takes however full it is, until the run shows it
-_PLAN_WEIGHT = 0.005  # the plan counts as much as this share of the job, measured
+_PLAN_WEIGHT = 0.001  # the plan counts as much as this share of the job, measured
 _HELD = 0.05  # how strongly the three costs keep the proportions they begin with
 _REMEMBERED = 0.3  # of the job's work: older passes fade, so that a change of policy shows
 _SMOOTHED_S = 5.0
 _EVERY_S = 1.0
-_LEAST_S = 1.0  # of running, before anything is said without a plan
+_LEAST_S = 1.0  # of running, before it is believed: the first passes warm caches
 
 
 class Eta(Progress):
@@ -66,18 +66,18 @@ class Eta(Progress):
             self._foretell(counts, since_s)
 
     def _learn(self, work: Sequence[float], seconds: float) -> None:
-        """One more stretch of the run, as weighty as it is long."""
-        whole = self._prior_of(self._total())
-        kept = math.exp(-self._prior_of(work) / (_REMEMBERED * whole)) if whole > 0 else 1.0
+        """One more stretch of the run, as weighty as its work; by its seconds slow ones would count too little."""
+        weight, whole = self._prior_of(work), self._prior_of(self._total())
+        if weight <= 0:
+            return
+        kept = math.exp(-weight / (_REMEMBERED * whole)) if whole > 0 else 1.0
         for row in range(3):
-            self._right[row] = self._right[row] * kept + work[row]
+            self._right[row] = self._right[row] * kept + work[row] * seconds / weight
             for column in range(3):
-                self._normal[row][column] = self._normal[row][column] * kept + work[row] * work[column] / seconds
+                self._normal[row][column] = self._normal[row][column] * kept + work[row] * work[column] / weight
 
     def _foretell(self, counts: JobCounts, since_s: float) -> None:
-        if not counts.generation_tokens and not counts.prompt_tokens:
-            return
-        if self._planned_s is None and counts.running_s < _LEAST_S:
+        if counts.running_s < _LEAST_S or not (counts.generation_tokens or counts.prompt_tokens):
             return
         costs = self._costs()
         left = self._left()
@@ -85,7 +85,7 @@ class Eta(Progress):
         left_s = sum(cost * work for cost, work in zip(costs, left, strict=True))
         end_s = counts.elapsed_s + left_s
         if self._end_s is not None:
-            kept = math.exp(-since_s / _SMOOTHED_S)
+            kept = math.exp(-since_s / min(_SMOOTHED_S, counts.running_s / 10))
             end_s = kept * self._end_s + (1 - kept) * end_s
         self._end_s, self._foretold_s = end_s, counts.elapsed_s
         self.remaining_s = max(0.0, end_s - counts.elapsed_s)
@@ -119,7 +119,7 @@ class Eta(Progress):
         """Seconds of a pass, a prompt token, a generated token: least squares, held to the prior's proportions.
 
         With u the work in the prior's seconds and θ what each of its kinds costs more than the prior says, this solves
-        Σ (uᵀθ − t)² / t + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds together.
+        Σ (uᵀθ − t)² / |u| + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds together.
         """
         prior = self._prior()
         matrix = [[self._normal[i][j] * prior[i] * prior[j] for j in range(3)] for i in range(3)]

@@ -148,15 +148,20 @@ def test_a_long_pass_is_no_silence(capsys: pytest.CaptureFixture[str], monkeypat
     """Lines come without events."""
     monkeypatch.setattr(job_view, "HELD_S", 0.01)
     monkeypatch.setattr(job_view, "LOG_EVERY_S", 0.02)
+
+    def twice(line: str) -> None:
+        heard, deadline = "", time.monotonic() + 20
+        while heard.count(f"moelight: {line}\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            heard += capsys.readouterr().err
+
     with LogLines(Eta()) as log:
         log.reading(4000, 500, 1000)
-        time.sleep(0.15)
+        twice("reading the input: 4,000 rows, 50 %")
         log.started(START)
         log.counts(COUNTS)
-        time.sleep(0.15)
-    said = capsys.readouterr().err.splitlines()
-    assert said.count("moelight: reading the input: 4,000 rows, 50 %") > 1
-    assert said.count("moelight: 12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s") > 1
+        twice("12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s")
 
 
 def test_a_job_that_breaks_at_once_leaves_the_one_line_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
