@@ -60,10 +60,6 @@ class DataDirectory:
     def relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
-    def forget(self, path: Path) -> None:
-        """Remove a file of ours that may be gone already."""
-        path.unlink(missing_ok=True)
-
     def clear_job(self, job: Job) -> None:
         """Remove what an ended job needs no longer: all but the files that are kept, and what the process said."""
         kept = {self.path(file) for file in self.store.files()} | {job.log}

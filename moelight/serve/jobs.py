@@ -6,6 +6,7 @@ Knows exit codes and the status file of ``moelight generate``. Refuses to know b
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -20,7 +21,8 @@ from pathlib import Path
 from moelight.serve import tied
 from moelight.serve.store import Counts
 
-DONE, ERROR_ROWS, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, ERROR_ROWS, REFUSED = 0, 1, 2
+MOST_CRASHES = 3  # in a row, without a row done in between
 _MAX_STATUS_BYTES = 1 << 20
 _MAX_MESSAGE = 2000
 
@@ -77,6 +79,18 @@ class Ending:
     code: int
     said: str
 
+    @property
+    def well(self) -> bool:
+        """Every row was done, though some may have become error rows."""
+        return self.code in (DONE, ERROR_ROWS)
+
+    def why(self) -> str:
+        """What a job that did not end well says of itself."""
+        if self.code == REFUSED:
+            return self.said or "the job was refused"
+        how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+        return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
@@ -100,7 +114,45 @@ def generate_command(model: str, options: Sequence[str] = (), *, line_format: st
     return command
 
 
-def run(
+def finish(
+    job: Job,
+    command: Command,
+    *,
+    unwanted: Callable[[], bool],
+    seen: Callable[[Counts], None],
+    say: Callable[[str], None],
+    news: threading.Event,
+    pace: Pace,
+) -> Ending | None:
+    """Run the job, again after a crash, until it has an ending that means something; None if it is ``unwanted`` first.
+
+    ``seen`` hears of every change of the counts, ``say`` of every crash. ``news`` is set by others when ``unwanted``
+    should be asked at once. The job's files say what was done, in any case; the same job run again goes on from there.
+    """
+    crashes, rows = 0, 0
+
+    def look(counts: Counts) -> None:
+        nonlocal crashes, rows
+        if counts.completed + counts.failed > rows:
+            crashes, rows = 0, counts.completed + counts.failed
+        seen(counts)
+
+    while not unwanted():
+        ending = _run(job, command, unwanted=unwanted, seen=look, news=news, pace=pace)
+        if ending.well:
+            return ending
+        if unwanted():
+            return None
+        crashes += 1
+        if ending.code == REFUSED or crashes == MOST_CRASHES:
+            return ending
+        say(f"{ending.why()}; begun again")
+        news.wait(pace.retry_s)
+        news.clear()
+    return None
+
+
+def _run(
     job: Job,
     command: Command,
     *,
@@ -109,11 +161,7 @@ def run(
     news: threading.Event,
     pace: Pace,
 ) -> Ending:
-    """Run the job to its end, or until it is ``unwanted``: interrupted, and killed if that takes too long.
-
-    ``seen`` hears of every change of the counts. ``news`` is set by others when ``unwanted`` should be asked at once.
-    The job's files say what was done, in either case; the same job run again goes on from there.
-    """
+    """One process, to its end; interrupted when it is unwanted, and killed if it takes too long to leave."""
     job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     guard = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(job.lock))
     with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
@@ -163,6 +211,49 @@ def _last_line(log: Path, begin: int) -> str:
         lines = file.read().decode("utf-8", "replace").splitlines()
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return said.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
+
+
+def wait_until_free(job: Job, *, within_s: float) -> None:
+    """Wait for a process of an earlier server to be gone; it was killed, and large ones take a moment to leave.
+
+    Raises:
+        TimeoutError: it is still there after ``within_s`` seconds.
+    """
+    if not job.directory.is_dir():
+        return
+    deadline = time.monotonic() + within_s
+    held = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{job.directory}: an earlier process still works there") from None
+                time.sleep(0.05)
+    finally:
+        os.close(held)
+
+
+class WorkThread(threading.Thread):
+    """The one thread that begins jobs: a job dies with the thread that began it (`tied`), so there is one for all.
+
+    A daemon, so that a second interrupt ends the program at once.
+    """
+
+    def __init__(self, work: Callable[[], None], *, on_end: Callable[[], None]) -> None:
+        super().__init__(name="worker", daemon=True)
+        self._work, self._on_end = work, on_end
+        self.sound = False
+        """True once ``work`` has returned; a fault of ours leaves it False."""
+
+    def run(self) -> None:
+        try:
+            self._work()
+            self.sound = True
+        finally:
+            self._on_end()
 
 
 def mend_tail(path: Path) -> int:

@@ -14,16 +14,15 @@ from pathlib import Path
 
 from moelight.serve import jobs
 from moelight.serve.data import DataDirectory
-from moelight.serve.jobs import Command, Ending, Job, Pace
+from moelight.serve.jobs import Command, Job, Pace
 from moelight.serve.store import Batch, Counts, Fault, File
 from moelight.serve.validate import check_lines
 
-MOST_CRASHES = 3  # in a row, without a row done in between
 _LOST_INPUT = Fault(code="missing_file", message="the input file is no longer there", param="input_file_id")
 
 
 class Worker:
-    """Works on the open batches of ``data`` in a thread of its own until it is stopped."""
+    """Works on the open batches of ``data``; `run` is for a thread of its own, the rest for any."""
 
     def __init__(
         self,
@@ -37,37 +36,15 @@ class Worker:
         self._data, self._store, self._command = data, data.store, command
         self._say, self._pace, self._expire = say, pace or Pace(), expire
         self._news, self._stopping = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self.sound = True
-        """False once the thread has ended without being asked to."""
-
-    def start(self, *, on_fault: Callable[[], None]) -> None:
-        """Begin; ``on_fault`` is called if the thread ends by a fault of ours."""
-
-        def work() -> None:
-            self.sound = False
-            try:
-                self.run()
-                self.sound = True
-            finally:
-                if not self.sound:
-                    on_fault()
-
-        # A job dies with the thread that began it (`tied`), so there is one thread for all. A daemon, so that a second
-        # interrupt ends the program at once.
-        self._thread = threading.Thread(target=work, name="worker", daemon=True)
-        self._thread.start()
 
     def wake(self) -> None:
         """Look at the batches again: one has come, or is to be cancelled."""
         self._news.set()
 
     def stop(self) -> None:
-        """Interrupt the job that runs, which a later start goes on with, and wait for the thread."""
+        """Let `run` return soon: the job that runs is interrupted, and a later start goes on with it."""
         self._stopping.set()
         self._news.set()
-        if self._thread is not None:
-            self._thread.join()
 
     def run(self) -> None:
         """Work until stopped."""
@@ -109,37 +86,34 @@ class Worker:
             self._say(f"{batch.id}: {total} lines")
 
     def _run(self, batch: Batch) -> None:
-        """Run the batch's job, again after a crash, until it has an ending that means something."""
+        """Run the batch's job and move the batch to where its ending leads; a put back one stays."""
         source = self._store.file(batch.input_file_id)
         if source is None or not self._data.path(source).is_file():
             self._end(batch, "failed", _LOST_INPUT)
             return
-        job = self._data.job(batch.id, source)
-        latest, crashes = batch.counts, 0
+        latest = batch.counts
 
         def seen(counts: Counts) -> None:
-            nonlocal latest, crashes
-            if counts.completed + counts.failed > latest.completed + latest.failed:
-                crashes = 0
+            nonlocal latest
             latest = replace(counts, total=max(counts.total, latest.total))
             self._store.count(batch.id, latest)
 
-        while not self._unwanted(batch):
-            ending = jobs.run(
-                job, self._command, unwanted=lambda: self._unwanted(batch), seen=seen, news=self._news, pace=self._pace
-            )
-            if ending.code in (jobs.DONE, jobs.ERROR_ROWS):
-                self._store.move(batch.id, "finalizing")
-                return
-            if self._unwanted(batch):
-                return
-            crashes += 1
-            if ending.code == jobs.REFUSED or crashes == MOST_CRASHES:
-                self._end(replace(batch, counts=latest), "failed", fault_of(ending))
-                return
-            self._say(f"{batch.id}: {fault_of(ending).message}; begun again")
-            self._news.wait(self._pace.retry_s)
-            self._news.clear()
+        ending = jobs.finish(
+            self._data.job(batch.id, source),
+            self._command,
+            unwanted=lambda: self._unwanted(batch),
+            seen=seen,
+            say=lambda text: self._say(f"{batch.id}: {text}"),
+            news=self._news,
+            pace=self._pace,
+        )
+        if ending is None:
+            return
+        if ending.well:
+            self._store.move(batch.id, "finalizing")
+        else:
+            code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
+            self._end(replace(batch, counts=latest), "failed", Fault(code=code, message=ending.why()))
 
     def _unwanted(self, batch: Batch) -> bool:
         if self._stopping.is_set() or self._late(batch):
@@ -153,6 +127,7 @@ class Worker:
     def _end(self, batch: Batch, status: str, *faults: Fault) -> None:
         """Offer what was done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
+        jobs.wait_until_free(job, within_s=self._pace.grace_s)
         completed, failed = jobs.mend_tail(job.output), jobs.mend_tail(job.errors)
         counts = Counts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
         moved = self._store.move(
@@ -177,11 +152,3 @@ class Worker:
             bytes=path.stat().st_size,
             created_at=int(time.time()),
         )
-
-
-def fault_of(ending: Ending) -> Fault:
-    """What a job that did not end well says of itself."""
-    if ending.code == jobs.REFUSED:
-        return Fault(code="job_refused", message=ending.said or "the job was refused")
-    how = f"signal {-ending.code}" if ending.code < 0 else f"exit code {ending.code}"
-    return Fault(code="worker_failed", message=f"the job ended with {how}" + (f": {ending.said}" if ending.said else ""))
