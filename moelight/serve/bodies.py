@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from moelight.serve.errors import ApiError
 
 MOST_JSON_BYTES = 1 << 20
 STALL_S = 30.0  # the longest wait for the next bytes of a body
+# Where msgspec says a body is wrong: "... field `name`" or "... at `$.name[...]`".
+_PLACE = re.compile(r"(?:field `|at `\$\.)([^`.\[]+)")
 
 _Asked = TypeVar("_Asked")
 
@@ -63,8 +66,8 @@ async def read_json(request: Request, kind: type[_Asked]) -> _Asked:
         return msgspec.json.decode(bytes(body), type=kind)
     except msgspec.ValidationError as error:
         text = str(error)
-        place = text.rpartition("`")[0].rpartition("`")[2].removeprefix("$.").rstrip("[.]")
-        raise ApiError(400, text, param=place or None, code="invalid_request") from None
+        place = _PLACE.search(text)
+        raise ApiError(400, text, param=place and place.group(1), code="invalid_request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON ({error})", code="invalid_json") from None
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SLOW_S = 0.15
+SLOW_S = 0.1
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from moelight.serve.jobs import Command, Job, Pace
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.py")
-PACE = Pace(poll_s=0.02, grace_s=1.0, retry_s=0.05)
+PACE = Pace(poll_s=0.02, grace_s=0.5, retry_s=0.05)
 MAX_FILE_BYTES = 200_000
 
 
@@ -112,5 +111,4 @@ def serve_standing(data: Path, command: Command = stand_in) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONWARNINGS"] = "error"
-    sys.exit(serve_standing(Path(sys.argv[1])) and 130)
+    sys.exit(128 + serve_standing(Path(sys.argv[1])))
