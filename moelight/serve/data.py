@@ -74,7 +74,7 @@ class DataDirectory:
         for path in self.files.iterdir():
             if path not in kept:
                 path.unlink()
-        for directory in self.batches.iterdir():
+        for directory in filter(Path.is_dir, self.batches.iterdir()):
             batch = self.store.batch(directory.name)
             if batch is None:
                 shutil.rmtree(directory)

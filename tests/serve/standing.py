@@ -45,12 +45,7 @@ class Standing:
 
         self.data = data
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve.standing", str(data)],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-            # As a shell does for a program in the background.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None,
+            [sys.executable, "-m", "tests.serve.standing", str(data)], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
         assert self.process.stderr is not None
         self.greeting = self.process.stderr.readline()
@@ -111,4 +106,5 @@ def serve_standing(data: Path, command: Command = stand_in) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for a program in the background
     sys.exit(128 + serve_standing(Path(sys.argv[1])))

@@ -39,14 +39,18 @@ def stored(server: Standing) -> list[str]:
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Basic x", "bearer", "Bearer \u00e9"])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/files"), ("POST", "/batches"), ("GET", "/nowhere")])
 def test_no_token_no_answer(server: Standing, given: str | None, method: str, path: str) -> None:
-    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
-    answer = httpx.request(method, f"{server.url}{path}", headers=headers)
+    asked = server.http.build_request(method, path)
+    del asked.headers["Authorization"]
+    if given is not None:
+        asked.headers = httpx.Headers([*asked.headers.raw, (b"Authorization", given.encode("latin-1"))])
+    answer = server.http.send(asked)
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
     assert error_of(answer)["code"] == "invalid_api_key"
 
 
 def test_health_needs_no_token_but_a_name_of_ours(server: Standing) -> None:
-    assert httpx.get(server.url.replace("/v1", "/health")).json() == {"status": "ok"}
+    health = server.url.replace("/v1", "/health")
+    assert server.http.get(health, headers={"Authorization": ""}).json() == {"status": "ok"}
     for name in ("evil.example", "127.0.0.1.evil.example:80", "[", ""):
         for path in ("/health", "/v1/files"):
             answer = server.http.get(server.url.replace("/v1", path), headers={"Host": name})
@@ -110,6 +114,7 @@ def form(*parts: tuple[str, bytes], end: bytes = b"--B--\r\n") -> bytes:
 
 
 FILE = 'Content-Disposition: form-data; name="file"; filename="a.jsonl"'
+FORM = "multipart/form-data"
 PURPOSE = ('Content-Disposition: form-data; name="purpose"', b"batch")
 
 
@@ -146,7 +151,9 @@ def test_a_hostile_form_leaves_nothing(server: Standing, body: bytes, status: in
     assert stored(server) == before
 
 
-@pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", f"multipart/form-data; boundary={'b' * 999}"])
+@pytest.mark.parametrize(
+    "kind", ["", "application/json", "multipart/form-data", f"multipart/form-data; boundary={'b' * 999}"]
+)
 def test_no_form_at_all(server: Standing, kind: str) -> None:
     before = stored(server)
     answer = server.http.post("/files", content=b"x", headers={"Content-Type": kind})

@@ -28,7 +28,7 @@ def alive(pid: int) -> bool:
 
 
 def workers(data: Path) -> list[int]:
-    began = data / "batches" / "began.log"
+    began = data / "began.log"
     return [int(each.split()[0]) for each in began.read_text().splitlines()] if began.exists() else []
 
 
@@ -114,14 +114,14 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
     assert not store.add_batch(batch_of("b"))
     store.add_file(file_of("file-1"))
     for state, ways in MOVES.items():
-        for to in MOVES:
+        for to in [each for each in MOVES if each != "validating"]:
             name = f"{state}-{to}"
             assert store.add_batch(batch_of(name, status=state))
             assert store.move(name, to, counts=Counts(total=1), output=file_of(f"out-{name}")) == (to in ways)
             found = store.batch(name)
             assert found is not None and found.status == (to if to in ways else state)
             assert (store.file(f"out-{name}") is not None) == (to in ways) == (found.output_file_id is not None)
-            assert (getattr(found, f"{to}_at", None) is not None) == (to in ways)
+            assert (getattr(found, f"{to}_at") is not None) == (to in ways)
         assert store.add_batch(batch_of(state, status=state))
         assert store.cancel(state) == (state in {"validating", "in_progress"})
     store.close()

@@ -22,7 +22,9 @@ SETTLE_S = 0.1
 
 
 def watcher(root: Path) -> Watcher:
-    return Watcher(root, stand_in, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE, settle_s=SETTLE_S)
+    return Watcher(
+        root, stand_in, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE, settle_s=SETTLE_S
+    )
 
 
 @contextlib.contextmanager
@@ -64,13 +66,15 @@ def test_what_is_dropped_is_answered(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
             watcher(root)
     assert (root / "failed" / "bad.error.txt").read_text() == "this job is refused\n"
-    made = {name for name in names(root) if "/" in name} - {".moelight/lock", ".moelight/began.log"}
+    made = {name for name in names(root) if "/" in name} - {".moelight/lock"}
     assert made == {
         *(f"done/good{end}" for end in (".jsonl", ".output.jsonl", ".errors.jsonl", "-2.jsonl", "-2.output.jsonl")),
         *(f"failed/bad{end}" for end in (".jsonl", ".error.txt", ".output.jsonl")),
     }
     assert len((root / "done" / "good-2.output.jsonl").read_bytes().splitlines()) == 3
-    assert {"link.jsonl", ".hidden.jsonl", "a.jsonl.part", "b.jsonl.tmp", "notes.txt", "empty.jsonl"} <= set(names(root))
+    assert {"link.jsonl", ".hidden.jsonl", "a.jsonl.part", "b.jsonl.tmp", "notes.txt", "empty.jsonl"} <= set(
+        names(root)
+    )
 
 
 def test_a_killed_watcher_goes_on(tmp_path: Path) -> None:
