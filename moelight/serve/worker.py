@@ -95,8 +95,9 @@ class Worker:
 
         def seen(counts: Counts) -> None:
             nonlocal latest
-            latest = replace(counts, total=max(counts.total, latest.total))
-            self._store.count(batch.id, latest)
+            if counts.total:  # else the job is still reading, and knows nothing yet of what an earlier one did
+                latest = replace(counts, total=max(counts.total, latest.total))
+                self._store.count(batch.id, latest)
 
         ending = jobs.finish(
             self._data.job(batch.id, source),
