@@ -9,15 +9,29 @@ from __future__ import annotations
 import codecs
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from moelight.batch.fields import Reader, Reading
+from moelight.batch.source import Source
 from moelight.core.errors import InputError, did_you_mean
+from moelight.core.registry import Registry
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.chat import check_messages
+
+FORMATS: Registry[Callable[[Reading, Source], Reader]] = Registry(
+    "format",
+    {
+        "openai": "moelight.batch.openai:OpenAIReader",
+        "simple": "moelight.batch.simple:SimpleReader",
+        "text": "moelight.batch.simple:TextReader",
+        "csv": "moelight.batch.columns:CsvReader",
+        "parquet": "moelight.batch.columns:ParquetReader",
+    },
+)
 
 STANDARD_STREAM = Path("-")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))

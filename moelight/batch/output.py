@@ -33,7 +33,7 @@ def check_writable(path: Path, *, what: str) -> None:
     Raises:
         InputError: it is a directory, its directory is missing or is none, or permission is denied.
     """
-    with _clear(path, what):
+    with clear(path, what):
         with contextlib.suppress(FileNotFoundError):
             os.lstat(path)
         if path.is_dir():
@@ -59,18 +59,18 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
     """
     direct = writes_directly(path)
     partial = _partial(path)
-    with _clear(path, what):
+    with clear(path, what):
         file = _open_stream(path) if direct else os.fdopen(_create(partial), "wb")
 
     def write(data: bytes) -> None:
-        with _clear(path, what):
+        with clear(path, what):
             file.write(data)
             if direct:
                 file.flush()
 
     try:
         yield write
-        with _clear(path, what):
+        with clear(path, what):
             file.flush()
             if not direct:
                 _replace(partial, path, file)
@@ -87,21 +87,21 @@ def _replace(partial: Path, path: Path, file: BinaryIO) -> None:
     os.fsync(file.fileno())
     if path.exists():
         shutil.copymode(path, partial)
-    partial.replace(_target(path))
+    partial.replace(target(path))
 
 
 def _open_stream(path: Path) -> BinaryIO:
     return sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
 
 
-def _target(path: Path) -> Path:
+def target(path: Path) -> Path:
     """Where the bytes end up: behind a link, so that the link stays one."""
     return Path(os.path.realpath(path))
 
 
 def _partial(path: Path) -> Path:
-    target = _target(path)
-    return target.with_name(f".{target.name[:50]}.{os.getpid()}.partial")
+    final = target(path)
+    return final.with_name(f".{final.name[:50]}.{os.getpid()}.partial")
 
 
 def _create(partial: Path) -> int:
@@ -109,7 +109,7 @@ def _create(partial: Path) -> int:
 
 
 @contextlib.contextmanager
-def _clear(path: Path, what: str) -> Iterator[None]:
+def clear(path: Path, what: str) -> Iterator[None]:
     """Every fault of the file system as one line. A closed pipe passes: nobody is left to read the line."""
     try:
         yield

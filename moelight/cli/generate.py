@@ -1,128 +1,101 @@
-"""``moelight generate``: options in, one job run, rows or a table out."""
+"""``moelight generate``: options in, one job run (or planned, with --dry-run), rows or a table out."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from moelight.cli import generate_options as opt
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.core.request import SamplingParams
+from moelight.core.request import SamplingParams, StructuredOutputs
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from moelight.experts.options import ExpertOptions
 
-_Prompts = Annotated[Path, typer.Argument(metavar="PROMPTS.jsonl", help="One JSON object a line; - reads stdin.")]
-_Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", help="A directory, a hub id, or demo, the bundled model; the policy's if it has one."
-    ),
-]
-_Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the rows go; - is stdout.")
-]
-_MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens generated for a prompt.")]
-_Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
-_TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")]
-_TopK = Annotated[int, typer.Option(min=-1, help="Sample from this many of the likeliest tokens; 0: all.")]
-_Seed = Annotated[int, typer.Option(min=0, help="For prompts that bring no seed of their own.")]
-_Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")]
-_HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory, e.g. 3GiB.")]
-_DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory, e.g. 10GiB.")]
-_BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a pass; planned if not given.")]
-_MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a micro-batch; planned if not given.")]
-_Schedule = Annotated[
-    str | None,
-    typer.Option(help="The order of work: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."),
-]
-_Policy = Annotated[
-    Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
-]
-_Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for; auto is this one.")]
-_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU played by the CPU).")]
-_TokenIds = Annotated[bool, typer.Option("--token-ids", help="Add token_ids to every row.")]
-_Stats = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's figures here.")]
-_Trace = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a Perfetto trace here.")]
-_Show = Annotated[
-    bool | None, typer.Option("--show/--no-show", help="Prompts beside completions; default on a terminal.")
-]
-_Adapt = Annotated[
-    bool | None,
-    typer.Option(
-        "--adapt/--no-adapt",
-        help="Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
-        "default unless a policy is given.",
-    ),
-]
-_ExpertPolicy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE.moe|static|default",
-        help="Which experts stay near and which are fetched ahead in small passes; static: those that the plan placed.",
-    ),
-]
-_ExpertProfile = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Begin with what an earlier run learned of the experts.")
-]
-_SaveExpertProfile = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Write what this run learns of the experts.")
-]
-_RoutingTrace = Annotated[
-    Path | None, typer.Option(metavar="FILE.jsonl", help="Write who was routed where, for policy replay and tune.")
-]
-_ExpertStats = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Write hits, misses, guesses and stalls, layer by layer.")
-]
 _PLANNED = ("--batch-size", "--micro-batch-size", "--schedule", "--host-memory", "--device-memory")
+_ORDERS = ("input", "completion")
 
 
 def generate(
-    prompts: _Prompts,
-    model: _Model = None,
-    output: _Output = None,
-    max_tokens: _MaxTokens = 256,
-    temperature: _Temperature = 0.0,
-    top_p: _TopP = 1.0,
-    top_k: _TopK = 0,
-    seed: _Seed = 0,
-    stop: _Stop = None,
-    host_memory: _HostMemory = None,
-    device_memory: _DeviceMemory = None,
-    batch_size: _BatchSize = None,
-    micro_batch_size: _MicroBatchSize = None,
-    schedule: _Schedule = None,
-    policy: _Policy = None,
-    hw: _Hw = "auto",
-    device: _Device = "auto",
-    token_ids: _TokenIds = False,
-    stats: _Stats = None,
-    trace: _Trace = None,
-    show: _Show = None,
-    adapt: _Adapt = None,
-    expert_policy: _ExpertPolicy = None,
-    expert_profile: _ExpertProfile = None,
-    save_expert_profile: _SaveExpertProfile = None,
-    routing_trace: _RoutingTrace = None,
-    expert_stats: _ExpertStats = None,
+    prompts: opt.Prompts,
+    model: opt.Model = None,
+    output: opt.Output = None,
+    dry_run: opt.DryRun = False,
+    as_json: opt.Json = False,
+    error_file: opt.ErrorFile = None,
+    format: opt.Format = "auto",  # noqa: A002 (the option's name)
+    prompt_column: opt.PromptColumn = None,
+    id_column: opt.IdColumn = None,
+    ignore_model: opt.IgnoreModel = False,
+    chat_template: opt.ChatTemplate = None,
+    order: opt.Order = "input",
+    token_ids: opt.TokenIds = False,
+    restart: opt.Restart = False,
+    allow_changed: opt.AllowChanged = False,
+    atomic: opt.Atomic = False,
+    sync_interval: opt.SyncInterval = 5.0,
+    n: opt.N = 1,
+    max_tokens: opt.MaxTokens = 256,
+    min_tokens: opt.MinTokens = 0,
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    seed: opt.Seed = 0,
+    stop: opt.Stop = None,
+    stop_token_id: opt.StopTokenId = None,
+    ignore_eos: opt.IgnoreEos = False,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    logprobs: opt.Logprobs = None,
+    prompt_logprobs: opt.PromptLogprobs = None,
+    json_schema: opt.JsonSchema = None,
+    regex: opt.Regex = None,
+    choice: opt.Choice = None,
+    host_memory: opt.HostMemory = None,
+    device_memory: opt.DeviceMemory = None,
+    batch_size: opt.BatchSize = None,
+    micro_batch_size: opt.MicroBatchSize = None,
+    schedule: opt.Schedule = None,
+    policy: opt.Policy = None,
+    hw: opt.Hw = "auto",
+    device: opt.Device = "auto",
+    adapt: opt.Adapt = None,
+    show: opt.Show = None,
+    status: opt.Status = None,
+    metrics: opt.Metrics = None,
+    stats: opt.Stats = None,
+    trace: opt.Trace = None,
+    expert_policy: opt.ExpertPolicy = None,
+    expert_profile: opt.ExpertProfile = None,
+    save_expert_profile: opt.SaveExpertProfile = None,
+    routing_trace: opt.RoutingTrace = None,
+    expert_stats: opt.ExpertStats = None,
 ) -> None:
-    """Answer every prompt of PROMPTS.jsonl, in order.
+    """Answer every row of PROMPTS. Run again, the same command goes on where it was interrupted.
 
-    A line is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}, with an optional custom_id and
-    its own max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos.
+    A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
+    with an optional custom_id and its own sampling fields, or a line of text, or a row of a table.
     """
-    from moelight.batch.job import JobOptions
+    from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
     from moelight.cli.job_view import run_and_report
     from moelight.scheduler import SCHEDULES
 
     if schedule is not None:
         SCHEDULES.get(schedule)
+    if order not in _ORDERS:
+        raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {order!r}")
+    if as_json and not dry_run:
+        raise ConfigError("--json goes with --dry-run; rows are JSON lines already")
     planned = (batch_size, micro_batch_size, schedule, host_memory, device_memory)
     chosen = None if policy is None else read_policy(policy, planned)
     as_table = show if show is not None else output is None and sys.stdout.isatty()
@@ -132,8 +105,37 @@ def generate(
         policy=chosen,
         hw=hw,
         output=STANDARD_OUTPUT if output is None and not as_table else output,
+        error_file=error_file,
+        format=format,
+        prompt_column=prompt_column,
+        id_column=id_column,
+        ignore_model=ignore_model,
+        chat_template=chat_template,
         sampling=SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            stop_token_ids=tuple(stop_token_id or ()),
+            ignore_eos=ignore_eos,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_outputs=read_constraint(json_schema, regex, choice),
+        ),
+        durability=Durability(
+            order="input" if order == "input" else "completion",
+            atomic=atomic,
+            sync_s=sync_interval,
+            restart=restart,
+            allow_changed=allow_changed,
         ),
         device=device,
         host_memory=None if host_memory is None else parse_bytes(host_memory, what="--host-memory"),
@@ -144,13 +146,34 @@ def generate(
         token_ids=token_ids,
         stats=stats,
         trace=trace,
+        status=status,
+        metrics=metrics,
         adapt=adapt,
         experts=read_experts(expert_policy, expert_profile, routing_trace),
         expert_stats=expert_stats,
         save_expert_profile=save_expert_profile,
     )
-    if run_and_report(options, as_table=as_table):
-        raise typer.Exit(1)
+    if code := run_and_report(options, as_table=as_table):
+        raise typer.Exit(code)
+
+
+def read_constraint(schema: Path | None, regex: str | None, choice: Sequence[str] | None) -> StructuredOutputs | None:
+    """What every completion must match, if anything.
+
+    Raises:
+        ConfigError: the schema cannot be read, or more than one of the three is given.
+    """
+    given = {"--json-schema": schema, "--regex": regex, "--choice": choice or None}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} contradict each other: a completion matches one of them")
+    if schema is None:
+        return StructuredOutputs(regex=regex, choice=choice or None) if names else None
+    try:
+        return StructuredOutputs(json=json.loads(schema.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"--json-schema {schema}: cannot be read as JSON ({reason})") from None
 
 
 def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -> ExpertOptions:

@@ -6,18 +6,20 @@ Knows rich and terminals. Refuses to know how a job is done.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from moelight.batch import job
+from moelight.batch import job, progress
+from moelight.batch.options import DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import STANDARD_OUTPUT
+from moelight.batch.progress import Shown
 from moelight.cli.tables import printable
 from moelight.core.units import format_bytes
 from moelight.observe.figures import share_text
@@ -27,8 +29,8 @@ _SHORTEST_BAR, _LONGEST_BAR = 6, 30
 _BESIDE_THE_BAR = 68  # columns that the words take in a run of ten thousand tokens
 
 
-def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
-    """Run the job and return how many of its lines became error rows."""
+def run_and_report(options: JobOptions, *, as_table: bool) -> int:
+    """Run the job and return the program's exit code."""
     table = TableOfRows() if as_table else None
     plain = table if table is not None else Plain()
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
@@ -37,26 +39,45 @@ def run_and_report(options: job.JobOptions, *, as_table: bool) -> int:
         result = job.run_job(options, progress=bar or plain)
     if table is not None:
         # Rows on stdout are for programs: the table keeps out of their way.
-        Console(stderr=options.output == STANDARD_OUTPUT).print(table.table)
+        Console(stderr=options.output == STANDARD_OUTPUT).print(table.table())
     if bar is not None:
         bar.summarize(result, options.output)
     elif not rows_on_screen:
         for said in plain.said:
-            print(printable(f"moelight: {said}"), file=sys.stderr)
+            _say(said)
+    return _how_it_ended(result, options)
+
+
+def _how_it_ended(result: JobResult, options: JobOptions) -> int:
+    if result.state == DONE_BEFORE:
+        _say(
+            f"{options.output} is complete already: {result.completed} rows answered, {result.failed} failed; "
+            "--restart answers them anew"
+        )
+        return 0
     if result.first_error is not None:
         first = result.first_error
-        total = result.completed + result.failed
-        print(
-            printable(
-                f"moelight: {result.failed} of {total} lines were not served; the first is line {first.line}: "
-                f"{first.message}"
-            ),
-            file=sys.stderr,
+        _say(
+            f"{result.failed} of {result.total} lines were not served; "
+            f"the first is line {first.line}: {first.message}"
         )
-    return result.failed
+    if result.state == INTERRUPTED:
+        left = result.total - result.completed - result.failed
+        _say(f"interrupted with {left} of {result.total} rows left; the same command goes on: {_command()}")
+        return 130
+    return 1 if result.failed else 0
 
 
-class Plain(job.Progress):
+def _command() -> str:
+    """What was typed, without what would forget what is done."""
+    return shlex.join(["moelight", *(each for each in sys.argv[1:] if each != "--restart")])
+
+
+def _say(text: str) -> None:
+    print(printable(f"moelight: {text}"), file=sys.stderr)
+
+
+class Plain(progress.Progress):
     """Keeps how the model is run, for pipes and logs: there it is said once the job is done, so that a job that is
     refused, or breaks, leaves the one line that says why."""
 
@@ -77,22 +98,29 @@ class TableOfRows(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = Table(show_lines=True, header_style="bold", expand=False)
-        self.table.add_column("prompt", overflow="fold", ratio=1)
-        self.table.add_column("completion", overflow="fold", ratio=1)
+        self._rows: list[Shown] = []
 
-    def row(self, shown: str, row: dict[str, Any]) -> None:
-        """Add one row; a failed one shows its error."""
-        if "error" in row:
-            answer = Text(f"error: {printable(row['error']['message'])}", style="red")
-        else:
-            answer = Text(printable(row["text"]))
-            if row["finish_reason"] == "length":
-                answer.append(" …", style="dim")
-        self.table.add_row(Text(printable(shown)), answer)
+    def row(self, shown: Shown) -> None:
+        """Keep it."""
+        self._rows.append(shown)
+
+    def table(self) -> Table:
+        """The rows in the order of the input; a failed one shows its error."""
+        table = Table(show_lines=True, header_style="bold", expand=False)
+        table.add_column("prompt", overflow="fold", ratio=1)
+        table.add_column("completion", overflow="fold", ratio=1)
+        for shown in sorted(self._rows, key=lambda each: each.number):
+            if shown.error is not None:
+                answer = Text(f"error: {printable(shown.error)}", style="red")
+            else:
+                answer = Text(printable(shown.text))
+                if shown.finish_reason == "length":
+                    answer.append(" …", style="dim")
+            table.add_row(Text(printable(shown.prompt)), answer)
+        return table
 
 
-class Bar(job.Progress):
+class Bar(progress.Progress):
     """The progress bar. Rows are passed on to ``table``."""
 
     def __init__(self, console: Console, table: TableOfRows | None) -> None:
@@ -129,14 +157,19 @@ class Bar(job.Progress):
         """Move the bar."""
         self._progress.update(self._task, completed=done, total=max(done, expected), binding=binding)
 
-    def row(self, shown: str, row: dict[str, Any]) -> None:
+    def row(self, shown: Shown) -> None:
         """Pass the row on."""
         if self._table is not None:
-            self._table.row(shown, row)
+            self._table.row(shown)
 
-    def summarize(self, result: job.JobResult, output: Path | None) -> None:
+    def interrupting(self) -> None:
+        """One line above the bar."""
+        self.adapted("ending after the pass that is running; Ctrl-C again ends at once")
+
+    def summarize(self, result: JobResult, output: Path | None) -> None:
         """One line when all is done."""
-        stats = result.stats
+        if (stats := result.stats) is None:
+            return
         where = "" if output in (None, STANDARD_OUTPUT) else f" -> {output}"
         self._console.print(
             Text(

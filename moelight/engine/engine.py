@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +22,9 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
-from moelight.engine.answers import Answers, most_tokens
+from moelight.engine.answers import Answers, check_vocabulary, most_tokens
 from moelight.engine.batcher import Batcher
+from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for, with_room
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
@@ -68,6 +69,7 @@ class Engine:
         source: Source | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         """Load the model of ``policy`` as it says.
 
@@ -80,6 +82,7 @@ class Engine:
             adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
                 to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
             experts: which experts stay near in small passes, and what is to be known of them; None: the default policy.
+            prefix_caching: what prompts have in common from their beginning on is computed once, in whole blocks.
 
         Raises:
             ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
@@ -98,6 +101,7 @@ class Engine:
         speeds = speeds_for(self.plan, discrete=machine.discrete)
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device = machine.device
         watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
@@ -105,7 +109,11 @@ class Engine:
             limit_device_memory(self._device, self._device_limit)
         self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes, self._experts)
         self._batcher = Batcher(
-            self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
+            self.policy,
+            self._passes.pool,
+            discrete=machine.discrete,
+            window=self.profile.attention.window,
+            prefix_caching=prefix_caching,
         )
         self._ahead = machine.discrete
         self._adapting = self._adapts(adapt)
@@ -113,8 +121,7 @@ class Engine:
         self._counts: Counter[str] = Counter()  # what `Stats.counts` shows
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
-        self._num_passes = self._prompt_tokens = 0
-        self.progress_tokens = 0
+        self._num_passes = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
 
@@ -134,6 +141,7 @@ class Engine:
         workload: Workload | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
+        prefix_caching: bool = True,
     ) -> Engine:
         """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
 
@@ -155,14 +163,22 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
+        return cls(
+            plan,
+            device=device,
+            lanes=lanes,
+            source=source,
+            adapt=adapt,
+            experts=experts,
+            prefix_caching=prefix_caching,
+        )
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``.
+        """Completions in the order of ``prompts``, those of one prompt by their number.
 
         A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``, ``{"prompt_token_ids": [...]}`` or a list of
         token ids. ``sampling_params`` is one for all, or one each.
@@ -170,7 +186,7 @@ class Engine:
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
         """
-        return sorted(self.stream(prompts, sampling_params), key=lambda completion: completion.index)
+        return sorted(self.stream(prompts, sampling_params), key=lambda each: (each.index, each.sample))
 
     def stream(
         self,
@@ -190,14 +206,16 @@ class Engine:
         """Refuse what can never be served.
 
         Raises:
-            InputError: no tokens, a token outside the vocabulary, or a prompt longer than the context or the KV cache.
+            InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
+                a structure for the answer that cannot be compiled.
         """
         tokens, context = len(request.token_ids), self.profile.max_positions
         if not tokens:
             raise InputError("the prompt has no tokens", code="empty_prompt")
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.profile.vocab_size:
             raise InputError(f"token ids must be below the vocabulary's {self.profile.vocab_size}", code="bad_token_id")
-        if tokens >= context:
+        check_vocabulary(request.sampling, self.profile.vocab_size)
+        if tokens >= context + (request.sampling.max_tokens == 0):
             raise InputError(
                 f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
             )
@@ -209,26 +227,32 @@ class Engine:
                 code="kv_capacity_exceeded",
             )
         self._batcher.check_buffer(longest)
+        if request.sampling.structured_outputs is not None:
+            self._constraints.check(request.sampling.structured_outputs)
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         *,
         on_pass: Callable[[], None] | None = None,
+        until: Callable[[], bool] | None = None,
     ) -> Iterator[Completion]:
         """Serve ``requests`` that ``check`` let through; completions come as they finish.
 
         Args:
+            requests: asked for one by one, as there is room for them, and one ahead; there may be more of them than
+                memory holds. What they raise comes out here, when the pass that is running has ended.
             on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then speak of it.
+            until: asked after every pass, once what it completed was taken; true ends the run, and what has not ended
+                is forgotten.
         """
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        answers = Answers(requests, self.tokenizer, self.profile.max_positions)
+        answers = Answers(requests, self.tokenizer, self._constraints, self.profile.max_positions)
         self._batcher.add(answers.generations)
         if self._adapting is not None:
-            self._adapting.begin(answers.generations, self._totals.busy_s)
-        self._prompt_tokens += sum(len(request.token_ids) for request in requests)
+            self._adapting.begin(answers, self._totals.busy_s)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         idle, idle_before = Idle(began_s), self._python_s
         self._totals.begin(began_s)
@@ -242,7 +266,14 @@ class Engine:
                 if on_pass is not None:
                     on_pass()
                 yield from finished
+                if until is not None and until():
+                    break
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
+        except GeneratorExit:  # between two passes, and what was launched has been computed
+            raise
+        except BaseException:
+            self._batcher.clear(failed=True)
+            raise
         finally:
             self._totals.end(began_s + self._wall_s - wall_before)
             self._batcher.clear()
@@ -253,26 +284,28 @@ class Engine:
 
         When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
         or streams, while it runs. Where a device computes the next is launched too, before the tokens are here: a
-        sequence that ended early rides in it once more, for nothing. Elsewhere it waits for the tokens, and is packed
-        anew if a sequence ended early.
+        sequence that ended early rides in it once more, for nothing. Elsewhere, and where the next token of a sequence
+        depends on those before it in the host's hands, it waits for the tokens, and is packed anew if a sequence ended
+        early.
         """
         passes, batcher, landed_s = self._loaded, self._batcher, time.perf_counter()
         flying = self._launch(answers, self._pack_next())
         try:
             while flying is not None:
                 packed = self._pack_next()
-                landing, flying = flying, self._launch(answers, packed) if self._ahead else None
+                early = not answers.needs_history
+                landing, flying = flying, self._launch(answers, packed) if self._ahead and early else None
                 self.timeline, tokens = passes.land(landing)
                 self._num_passes += 1
                 self._totals.add(self.timeline)
-                if not self._ahead and not answers.may_end(tokens):
+                if early and not self._ahead and not answers.may_end(tokens):
                     flying = self._launch(answers, packed)
                 alive = len(batcher.alive)
                 finished = answers.collect(batcher, landing.loads, tokens)
                 before_s, landed_s = landed_s, time.perf_counter()
                 if self._adapting is not None:
-                    self._adapting.after(landing.loads, finished, landed_s - before_s, self._totals.busy_s)
-                if not self._ahead and flying is None:
+                    self._adapting.after(landing.loads, landed_s - before_s, self._totals.busy_s)
+                if flying is None:
                     flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
                 yield finished
         finally:
@@ -286,21 +319,26 @@ class Engine:
         if packed is None:
             return None
         self._batcher.launched(packed.loads)
-        return self._loaded.launch(packed, answers.choose, follows=self._batcher.busy)
+        return self._loaded.launch(packed, answers.choose, answers.score, follows=self._batcher.busy)
 
     @property
     def stats(self) -> Stats:
         """Figures of everything run so far."""
+        admitted = self._batcher.admitted
         return Stats(
             wall_s=self._wall_s,
             load_s=self._load_s,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=admitted.prompt_tokens,
             completion_tokens=self.progress_tokens,
             passes=self._num_passes,
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
-            counts=dict(self._counts),
+            counts={
+                **self._counts,
+                "prefix_cache_queries": admitted.prompt_tokens,
+                "prefix_cache_hits": admitted.cached_tokens,
+            },
             adaptations=self.adaptations,
             device_peak_bytes=device_peak(self._device).reserved,
         )

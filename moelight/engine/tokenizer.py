@@ -7,20 +7,22 @@ know models, sampling and files of prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
-from moelight.engine.chat import ChatTemplate, read_chat_template
+from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
+from moelight.engine.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
+_PIECES = ("tokenizer.model", "spiece.model")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MOST_TOKENS_PER_CHARACTER = 4
+_LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -31,15 +33,17 @@ class Tokenizer:
         self, inner: tokenizers.Tokenizer, *, template: ChatTemplate | None, eos_token_ids: frozenset[int]
     ) -> None:
         self._inner = inner
+        self._bytes = TokenBytes(inner)
         self._template = template
         self.eos_token_ids = eos_token_ids
 
     @classmethod
-    def from_dir(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in ``directory``.
+    def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
+        """The tokenizer of the checkpoint in ``directory``; ``chat_template`` is a file to take instead of its own.
 
         Raises:
             CheckpointError: tokenizer.json is missing, or one of the tokenizer's files is damaged.
+            ConfigError: ``chat_template`` cannot be read.
         """
         config = _read_object(directory / "tokenizer_config.json")
         named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
@@ -48,9 +52,13 @@ class Tokenizer:
             _add_tokens(inner, config, named)
             inner.no_truncation()
             inner.no_padding()
+        if chat_template is None:
+            template = read_chat_template(directory, config, named)
+        else:
+            template = ChatTemplate.from_file(chat_template, special_tokens=named)
         return cls(
             inner,
-            template=read_chat_template(directory, config, named),
+            template=template,
             eos_token_ids=_read_eos_token_ids(directory),
         )
 
@@ -67,19 +75,57 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens=True)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, special tokens left out."""
-        return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def render(self, messages: object) -> list[int]:
-        """The ids of a conversation, written by the checkpoint's chat template and open for the model's answer.
+    def context(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of ``token_ids``, the last ones, that decide how the text of what follows them begins: none where every
+        token stands for itself, a few where the first one of a text loses its space."""
+        if not self._bytes.first_differs:
+            return []
+        for count in range(_LEAST_CONTEXT, _MOST_CONTEXT):
+            last = list(token_ids[-count:])
+            if "\ufffd" not in self.decode(last) or count >= len(token_ids):
+                break
+        return last
+
+    def decode_after(
+        self, context: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text that ``token_ids`` add to that of the ``context`` before them."""
+        if not context:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        before = self.decode(context, skip_special_tokens=skip_special_tokens)
+        whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
+        return whole.removeprefix(before)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for in the middle of a text, which may be a part of a character; none for an id
+        without a token."""
+        return self._bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text, with ``\ufffd`` for a part of a character."""
+        return self._bytes(token_id).decode(errors="replace")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self._bytes.special_ids
+
+    def render(self, conversation: Conversation | object) -> list[int]:
+        """The ids of a conversation as the chat template writes it; a plain list of messages is open for the answer.
 
         Raises:
-            InputError: ``messages`` is not a conversation, there is no template, or the template refuses it.
+            InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
         """
         if self._template is None:
-            raise InputError("this model has no chat template; send a prompt instead", code="no_chat_template")
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+            raise InputError(
+                "this model has no chat template; send a prompt instead, or name a template of your own",
+                code="no_chat_template",
+            )
+        return self._encode(self._template.render(conversation), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -87,47 +133,6 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """``text`` before the first place where any of ``stops`` begins, and whether one was found."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return (text[: min(places)], True) if places else (text, False)
-
-
-class StopMatcher:
-    """Watches the growing token ids of one sequence for stop strings, decoding only the newest of them.
-
-    ::
-
-        token_ids   0 .......... context .......... searched .......... len
-                    never again   decoded for place    new: decoded and
-                    decoded       in the word only     searched with the tail
-
-    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character cut between tokens
-    stays new until it is whole.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._decode = decode
-        self._stops = tuple(stops)
-        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._context = 0
-        self._searched = 0
-        self._tail = ""
-
-    def found(self, token_ids: Sequence[int]) -> bool:
-        """True as soon as the text of ``token_ids``, all of the sequence so far, holds a stop string."""
-        known = self._decode(token_ids[self._context : self._searched])
-        whole = self._decode(token_ids[self._context :])
-        tail = self._tail + whole[len(known) :]
-        if any(stop in tail for stop in self._stops):
-            return True
-        unfinished = whole.endswith("\ufffd") and len(token_ids) - self._searched < _MOST_TOKENS_PER_CHARACTER
-        if not unfinished:
-            self._tail = tail[max(0, len(tail) - self._keep) :]
-            self._context, self._searched = self._searched, len(token_ids)
-        return False
 
 
 class _DamageIn:
@@ -153,20 +158,37 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(_nothing_there(directory)) from None
+        return _convert_pieces(directory)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     return tokenizers.Tokenizer.from_str(text)
 
 
-def _nothing_there(directory: Path) -> str:
-    pieces = [name for name in ("tokenizer.model", "spiece.model") if (directory / name).exists()]
-    if pieces:
-        return (
-            f"{directory}: only {pieces[0]} is there, a SentencePiece tokenizer; moelight reads {TOKENIZER} "
-            "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
+def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
+    """A SentencePiece tokenizer as transformers converts it, where that is installed."""
+    pieces = next((name for name in _PIECES if (directory / name).exists()), None)
+    if pieces is None:
+        raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
+    only = f"{directory}: only {pieces} is there, a SentencePiece tokenizer; "
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    return f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too"
+    except ImportError as error:
+        needed = error.name or "transformers, sentencepiece and protobuf"
+        raise CheckpointError(
+            f"{only}to convert it takes {needed}: pip install transformers sentencepiece protobuf, or put a "
+            f"{TOKENIZER} beside it"
+        ) from None
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(f"{only}transformers cannot convert it ({reason}); put a {TOKENIZER} beside it") from None
+    inner = getattr(loaded, "backend_tokenizer", None)
+    if inner is None:
+        raise CheckpointError(f"{only}transformers has no fast form of it; put a {TOKENIZER} beside it")
+    return cast("tokenizers.Tokenizer", inner)
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:

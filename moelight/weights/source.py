@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
@@ -22,7 +25,7 @@ DEMO = "demo"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _MAX_INDEX_BYTES = 100_000_000
 _HUB_FILES = [
     "config.json",
@@ -30,7 +33,11 @@ _HUB_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     INDEX,
     "model*.safetensors",
 ]
@@ -39,7 +46,8 @@ _HUB_FILES = [
 def resolve_model(model: str) -> Path:
     """The directory of ``model``: the word ``demo``, a local directory, or the id of a model on the hub.
 
-    Only an id of the form ``owner/name`` that is no local path is asked of the hub; only the files needed are fetched.
+    Only an id of the form ``owner/name`` or ``owner/name@revision`` that is no local path is asked of the hub. Only the
+    files needed are fetched, into the hub's own cache, and no file that is there already.
 
     Raises:
         CheckpointError: there is no such directory and no such model, or the hub cannot be reached.
@@ -56,26 +64,64 @@ def resolve_model(model: str) -> Path:
             raise CheckpointError(f"{model}: a model is a directory with config.json and safetensors, not a file")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{model!r}: not a usable path ({error})") from None
-    if not _HUB_ID.fullmatch(model):
+    identity = _HUB_ID.fullmatch(model)
+    if identity is None:
         raise CheckpointError(
             f"no model at {model!r}: no such directory, and an id on the Hugging Face hub has the form owner/name"
         )
-    return _download(model)
+    return _download(identity["name"], identity["revision"])
 
 
-def _download(model: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     # The first base of the hub's HTTP error is the HTTP library's own root error, whichever library that is.
     failures: tuple[type[BaseException], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
+    with _bars_on_terminals_only():
+        try:
+            return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+        except failures as error:
+            shown = name if revision is None else f"{name}@{revision}"
+            raise CheckpointError(f"no model at {shown!r}: no such directory, and {_hub_said(name, error)}") from None
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
-    except failures as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(
-            f"no model at {model!r}: no such directory, and the Hugging Face hub did not provide it ({reason.strip()})"
-        ) from None
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _hub_said(name: str, error: BaseException) -> str:
+    """Why the hub gave nothing, and what to do, as the end of a sentence."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    page = f"{constants.ENDPOINT}/{name}"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, GatedRepoError) or status == HTTPStatus.FORBIDDEN:
+        return f"the Hugging Face hub asks for permission: accept its terms at {page}, then `hf auth login` or HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError) or status == HTTPStatus.UNAUTHORIZED:
+        return (
+            "the Hugging Face hub has none of that name for you; check the spelling, and for a private model "
+            "`hf auth login` or set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"the Hugging Face hub has no such revision of it; see {page}"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "not all of it is in the hub's cache, and HF_HUB_OFFLINE forbids to fetch it; unset that, or fetch it first"
+        )
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"the Hugging Face hub did not provide it ({reason}); run again, complete files are kept"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Chat templates against transformers' apply_chat_template; refusals; what a hostile template may not do."""
+"""Chat templates against transformers' apply_chat_template; which template is taken; refusals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from moelight.core.errors import InputError
-from moelight.engine.chat import ChatTemplate
+from moelight.core.errors import CheckpointError, ConfigError, InputError
+from moelight.engine.chat import ChatTemplate, Conversation, check_messages
 from moelight.engine.tokenizer import Tokenizer
 
 CHATML = (
@@ -148,8 +148,13 @@ def test_no_template_is_said(template: object, tmp_path: Path) -> None:
         [{"content": "x"}],
         [{"role": 1, "content": "x"}],
         [{"role": "user", "content": None}],
-        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": {"type": "text", "text": "x"}}],
         [{"role": "user", "content": "x"}, 3],
+        [{"role": "assistant", "tool_calls": "x"}],
+        [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
     ],
 )
 def test_what_is_no_conversation(messages: object) -> None:
@@ -162,6 +167,45 @@ def test_keys_that_are_null_are_dropped() -> None:
     assert template.render([{"role": "user", "content": "x", "name": None}]) == '{"role": "user", "content": "x"}'
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_what_is_no_text_is_refused_and_never_opened(kind: str, tmp_path: Path) -> None:
+    part = {"type": kind, kind: {"url": f"file://{tmp_path}/absent"}, "text": "x"}
+    with pytest.raises(InputError, match=f"message 1, part 2: '{kind}' is not served"):
+        check_messages([{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+
+
+def test_text_parts_are_joined_unless_the_template_walks_them() -> None:
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    plain = "{{ messages[0]['content'] }}"
+    walking = "{% for m in messages %}{% set c = m.content %}{% for p in c %}<{{ p.text }}>{% endfor %}{% endfor %}"
+    words = "{% for word in messages[0].content.split() %}<{{ word }}>{% endfor %}"
+    shown = [ChatTemplate(text, special_tokens={}).render(talk) for text in (plain, walking, words)]
+    assert shown == ["a\nb", "<a><b>", "<a><b>"]
+
+
+def test_tool_calls_reach_the_template_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
+    empty = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    talk = [
+        {"role": "assistant", "content": None, "tool_calls": [call, empty]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"},
+    ]
+    template = ChatTemplate(
+        "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ messages[0].content is defined }} {{ messages[1].tool_call_id }} {{ messages[1].name }}",
+        special_tokens={},
+    )
+    assert template.render(talk) == '{"x": [1, 2]}{}False c1 f'
+    assert call["function"]["arguments"] == '{"x": [1, 2]}'  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "raise_exception", "add_generation_prompt", "range", "_x"])
+def test_kwargs_do_not_shadow_what_the_template_has(name: str) -> None:
+    conversation = Conversation(messages=TALKS[0], template_kwargs={name: 1})
+    with pytest.raises(InputError, match=f"may not set '{name}'"):
+        ChatTemplate(CHATML, special_tokens={}).render(conversation)
+
+
 FAULTS = {
     "its own refusal": "{{ raise_exception('no\nsystem role') }}",
     "syntax": "{% for %}",
@@ -171,8 +215,6 @@ FAULTS = {
     "division": "{{ 1 / 0 }}",
     "missing key": "{{ {}.pop('x') }}",
     "value": "{{ 'x'.index('y') }}",
-    "endless": "{% for i in range(1000000000) %}x{% endfor %}",
-    "recursion": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     "unknown tag": "{% foo %}",
     "unclosed generation": "{% generation %}x",
 }
@@ -184,41 +226,6 @@ def test_a_fault_is_one_clear_line(kind: str) -> None:
         ChatTemplate(FAULTS[kind], special_tokens={}).render(TALKS[0])
     assert refusal.value.code == "chat_template"
     assert "\n" not in str(refusal.value)
-
-
-ESCAPES = {
-    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "by filter": "{{ '' | attr('__class__') }}",
-    "by item": "{{ ''['__class__'] }}",
-    "globals of a function": "{{ raise_exception.__globals__ }}",
-    "globals of a helper": "{{ strftime_now.__globals__['datetime'] }}",
-    "globals of cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "self": "{{ self.__init__.__globals__ }}",
-    "namespace": "{{ namespace.__init__.__globals__ }}",
-    "format": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "format map": "{{ '{a.__class__}'.format_map({'a': ''}) }}",
-    "format by reference": "{% set f = '{0.__class__}'.format %}{{ f('') }}",
-    "format by filter": "{{ ['{0.__class__}'] | map('format', '') | list }}",
-    "namespace attribute": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__ }}",
-    "namespace at birth": "{{ namespace(__html__=raise_exception) }}",
-    "import": "{% import 'os' as os %}",
-    "include": "{% include '/etc/passwd' %}",
-    "change a message": "{{ messages.append({}) }}",
-    "change a key": "{{ messages[0].update({'role': 'root'}) }}",
-    "generator frame": "{{ (messages | map('upper')).gi_frame.f_back }}",
-}
-
-
-@pytest.mark.parametrize("kind", ESCAPES)
-def test_a_template_cannot_leave_its_sandbox(kind: str) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    try:
-        text = ChatTemplate(ESCAPES[kind], special_tokens={}).render(messages)
-    except InputError:
-        text = ""
-    for secret in ("<class", "<module", "uid=", "root:", "frame", "function"):
-        assert secret not in text
-    assert messages == [{"role": "user", "content": "x"}]
 
 
 def test_strftime_now_is_today() -> None:

@@ -1,0 +1,153 @@
+"""Rows become requests as the engine asks for them, and completions become output lines.
+
+Knows rows, requests, completions and the journal they end in. Refuses to know where rows come from and how completions
+are made. Every row that is read is open (some of its completions are still to come) or put into the journal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moelight.batch.format import to_json_line
+from moelight.batch.ledger import Ledger
+from moelight.batch.progress import Progress, Shown
+from moelight.batch.rows import BadRow, Format, Row, Served, bad_row
+from moelight.batch.scan import Encode, duplicate, room
+from moelight.core.errors import InputError, MoelightError
+from moelight.core.request import Completion, Request
+
+LONGEST_SHOWN = 400
+
+
+class Checks(Protocol):
+    """What is asked of an engine before a request is sent to it."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served; raises InputError."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Open:
+    """A row on its way. ``first`` is the index of its first prompt's request; ``missing`` completions are to come."""
+
+    row: Row
+    first: int
+    missing: int
+    room: int
+    asked_s: float
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Answering:
+    """One run over the rows that are not done yet."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        answers: Format,
+        encode: Encode,
+        context: int,
+        repeated: Collection[int],
+        model: str,
+        job: str,
+        told: Progress,
+    ) -> None:
+        """``context`` is the model's, in tokens; an earlier row has the custom_id of those that are ``repeated``;
+        ``model`` and ``job`` are what answers say of themselves (`Served`)."""
+        self._ledger, self._answers, self._encode, self._context = ledger, answers, encode, context
+        self._repeated = frozenset(repeated)
+        self._model, self._job, self._told = model, job, told
+        self._open: dict[int, _Open] = {}
+        self._next = 0
+        self.first_error: BadRow | None = None
+        self.spared = 0  # tokens that were expected and will not come: rows that ended early, or were refused
+
+    @property
+    def running(self) -> int:
+        """Rows whose completions are not all here."""
+        return len({id(each) for each in self._open.values()})
+
+    def refuse_all(self, rows: Iterable[Row | BadRow]) -> None:
+        """Put every row of an input of which none can be served."""
+        for _ in self.requests(rows, None):
+            raise MoelightError("a row that the first reading refused can be served")
+
+    def requests(self, rows: Iterable[Row | BadRow], engine: Checks | None) -> Iterator[Request]:
+        """The requests of ``rows``, made as they are asked for. What ``engine`` can never serve is refused here."""
+        for row in rows:
+            if isinstance(row, BadRow):
+                self._refuse(row)
+                continue
+            if row.number in self._repeated:
+                self._refuse(duplicate(row))
+                continue
+            try:
+                prompts = self._encode(row)
+                requests = [
+                    Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)
+                    for k, prompt in enumerate(prompts)
+                ]
+                for request in requests:
+                    if engine is not None:
+                        engine.check(request)
+            except InputError as error:
+                self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind))
+                continue
+            opened = _Open(
+                row=row,
+                first=self._next,
+                missing=len(requests) * row.sampling.n,
+                room=sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n,
+                asked_s=time.monotonic(),
+            )
+            self._next += len(requests)
+            for request in requests:
+                self._open[request.index] = opened
+            yield from requests
+
+    def take(self, completion: Completion) -> None:
+        """A completion arrived; the row whose last it was is written."""
+        opened = self._open[completion.index]
+        opened.completions.append(completion)
+        opened.missing -= 1
+        most = room(opened.row, completion.prompt_tokens, self._context)
+        self._told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
+        if opened.missing:
+            return
+        for index in {each.index for each in opened.completions}:
+            del self._open[index]
+        completions = sorted(opened.completions, key=lambda each: (each.index, each.sample))
+        row, generated = opened.row, sum(each.completion_tokens for each in completions)
+        self.spared += opened.room - generated
+        prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
+        self._ledger.put(
+            row.number,
+            to_json_line(self._answers.answer(row, completions, self._served())),
+            totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
+        )
+        first = completions[0]
+        self._told.row(
+            Shown(number=row.number, prompt=_short(row.shown), text=first.text, finish_reason=first.finish_reason)
+        )
+
+    def check_complete(self) -> None:
+        """Nothing is open, or the engine broke its promise."""
+        if self._open:
+            first = min(each.row.line for each in self._open.values())
+            raise MoelightError(f"line {first} was never answered")
+
+    def _refuse(self, bad: BadRow) -> None:
+        self.first_error = self.first_error or bad
+        self._ledger.put(bad.number, to_json_line(self._answers.refuse(bad, self._served())), failed=True)
+        self._told.row(Shown(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
+
+    def _served(self) -> Served:
+        return Served(model=self._model, created=int(time.time()), job=self._job)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"

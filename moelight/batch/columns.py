@@ -1,0 +1,238 @@
+"""Tables as rows: CSV with a header, and Parquet. One record is one prompt or conversation.
+
+Knows the csv module, pyarrow (which is optional) and which columns are read: the prompt, the messages, the id and
+sampling fields by their names; other columns are left alone. Refuses to know what the values may be.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from moelight.batch.fields import FieldError, Reading, Samplings, Skip, refused
+from moelight.batch.rows import BadRow, Row
+from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
+from moelight.batch.source import LONGEST_LINE, Source
+from moelight.core.errors import InputError, did_you_mean
+
+_ID_COLUMNS = ("custom_id", "id")
+_AS_TEXT = ("prompt", "custom_id")
+_RECORDS_AT_ONCE = 1024
+_MOST_NAMED = 12
+_TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
+
+
+class _Columns:
+    """Which column of a table is which field of a row."""
+
+    def __init__(self, names: Sequence[str], reading: Reading, name: str) -> None:
+        self._name = name
+        self._names = list(names)
+        twice = sorted({each for each in names if names.count(each) > 1})
+        self.fields: dict[str, str] = {each: each for each in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if each in names}
+        if reading.prompt_column is not None:
+            self._need(reading.prompt_column)
+            for each in PROMPT_FIELDS:
+                self.fields.pop(each, None)
+            given = reading.prompt_column
+            self.fields[given if given in PROMPT_FIELDS else "prompt"] = given
+        elif not any(each in self.fields for each in PROMPT_FIELDS):
+            raise InputError(
+                f"{name}: no column prompt or messages; name it with --prompt-column (there are {self._listed()})",
+                code="prompts_file",
+            )
+        if reading.id_column is not None:
+            self._need(reading.id_column)
+        found = reading.id_column or next((each for each in _ID_COLUMNS if each in names), None)
+        if found is not None and found not in self.fields.values():
+            self.fields["custom_id"] = found
+        for each in twice:
+            if each in self.fields.values():
+                raise InputError(f"{name}: there are two columns {each!r}", code="prompts_file")
+
+    @property
+    def told(self) -> str:
+        """What is read, and what is not."""
+        left = [each for each in self._names if each not in self.fields.values()]
+        told = f"; columns {', '.join(self.fields.values())}"
+        return f"{told}; not read: {_some(left)}" if left else told
+
+    def _need(self, column: str) -> None:
+        if column not in self._names:
+            raise InputError(
+                f"{self._name}: no column {column!r}{did_you_mean(column, self._names)} (there are {self._listed()})",
+                code="prompts_file",
+            )
+
+    def _listed(self) -> str:
+        return _some(self._names) or "none"
+
+
+class CsvReader:
+    """Rows out of the records of a CSV or TSV file."""
+
+    def __init__(self, reading: Reading, source: Source) -> None:
+        self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
+        self._delimiter = "\t" if source.name.lower().endswith(_TAB_BY_SUFFIX) else ","
+        self._samplings = Samplings(reading.defaults)
+        header = next(self._records(source), None)
+        if header is None:
+            raise InputError(f"{source.name}: no prompts", code="prompts_file")
+        if isinstance(header[1], csv.Error):
+            raise InputError(f"{source.name}: the header cannot be read ({header[1]})", code="prompts_file")
+        self._header = header[1]
+        columns = _Columns(self._header, reading, source.name)
+        self._places = {name: self._header.index(column) for name, column in columns.fields.items()}
+        self.told = columns.told
+
+    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+        records = self._records(source)
+        next(records)
+        for number, (line, record) in enumerate(records):
+            if skip is None or not skip(number):
+                yield self._row(record, number, line)
+
+    def _records(self, source: Source) -> Iterator[tuple[int, list[str] | csv.Error]]:
+        """``(place of its first line, values)`` of each record that is not blank."""
+        # The module's own limit, 128 KiB, is one for the whole process; without any, a quote that is never closed
+        # would take in the rest of the file.
+        csv.field_size_limit(LONGEST_LINE)
+        lines = _Lines(source)
+        records = csv.reader(lines, delimiter=self._delimiter)
+        while True:
+            first = lines.number + 1
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield first, error
+                continue
+            if any(value.strip() for value in record):
+                yield first, record
+
+    def _row(self, record: list[str] | csv.Error, number: int, line: int) -> Row | BadRow:
+        if isinstance(record, csv.Error):
+            return refused(number, line, None, InputError(f"not CSV: {record}", code="invalid_csv"))
+        place = self._places.get("custom_id", len(record))
+        custom_id = record[place] or None if place < len(record) else None
+        try:
+            if len(record) != len(self._header):
+                raise InputError(
+                    f"{len(record)} values where the header has {len(self._header)} columns", code="invalid_csv"
+                )
+            values = {name: _value(name, record[at]) for name, at in self._places.items() if record[at]}
+        except (InputError, RecursionError) as error:
+            return refused(number, line, custom_id, error)
+        return read_values(values, number, line, self._samplings)
+
+
+class _Lines:
+    """The lines of a CSV file as text; what is not UTF-8 becomes half surrogates, which only it can."""
+
+    def __init__(self, source: Source) -> None:
+        self.number = 0
+        self._lines = source.lines()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.number, raw = next(self._lines)
+        if raw is None:
+            raise csv.Error(f"line {self.number} is longer than {LONGEST_LINE >> 20} MiB")
+        return raw.decode("utf-8", "surrogateescape") + "\n"
+
+
+class ParquetReader:
+    """Rows out of a Parquet table, read in batches of some records."""
+
+    def __init__(self, reading: Reading, source: Source) -> None:
+        self.format = SimpleFormat(name="parquet", token_ids=reading.token_ids, numbered=reading.numbered)
+        self._samplings = Samplings(reading.defaults)
+        if source.packed:
+            raise InputError(f"{source.name}: a gzipped Parquet file; unpack it", code="prompts_file")
+        with source.raw() as file:
+            table = _open_parquet(file, source.name)
+            if table.metadata.num_rows == 0:
+                raise InputError(f"{source.name}: no prompts", code="prompts_file")
+            columns = _Columns(table.schema_arrow.names, reading, source.name)
+        self._columns = columns.fields
+        self.told = columns.told
+
+    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+        number = -1
+        for record in self._batches(source):
+            names = list(self._columns)
+            values = [record.column(column) for column in self._columns.values()]
+            for at in range(record.num_rows):
+                number += 1
+                if skip is not None and skip(number):
+                    continue
+                yield self._row({name: each[at].as_py() for name, each in zip(names, values, strict=True)}, number)
+
+    def _batches(self, source: Source) -> Iterator[Any]:
+        import pyarrow
+
+        with source.raw() as file:
+            table = _open_parquet(file, source.name)
+            try:
+                yield from table.iter_batches(
+                    batch_size=_RECORDS_AT_ONCE, columns=list(self._columns.values()), use_threads=False
+                )
+            except (pyarrow.ArrowException, OSError) as error:
+                raise _damaged(source.name, error) from None
+
+    def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
+        line = number + 1
+        given = {name: value for name, value in values.items() if value is not None}
+        custom_id = given.get("custom_id")
+        if isinstance(custom_id, int):
+            given["custom_id"] = custom_id = str(custom_id)
+        try:
+            if isinstance(given.get("messages"), str):
+                given["messages"] = _value("messages", given["messages"])
+        except (InputError, RecursionError) as error:
+            return refused(number, line, custom_id if isinstance(custom_id, str) else None, error)
+        return read_values(given, number, line, self._samplings)
+
+
+def _open_parquet(file: io.BufferedReader, name: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(
+            f"{name}: reading Parquet needs pyarrow; install it with: pip install 'moelight[parquet]'",
+            code="prompts_file",
+        ) from None
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(name, error) from None
+
+
+def _damaged(name: str, error: Exception) -> InputError:
+    return InputError(f"{name}: no readable Parquet ({' '.join(str(error).split())[:200]})", code="prompts_file")
+
+
+def _value(name: str, text: str) -> Any:
+    """The value of a field that a table holds as text: prompts, ids and plain stop texts as they stand, else JSON."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise FieldError(f"{name} is not UTF-8", param=name, code="invalid_utf8") from None
+    if name in _AS_TEXT or (name == "stop" and not text.startswith("[")):
+        return text
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError as error:
+        raise FieldError(f"{name} is not JSON: {error}", param=name, code="invalid_json") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,177 @@
+"""When a job will end, from tokens: how many are left, and what each has cost so far.
+
+What is left: prompts are counted; answers are as long as those of this run turn out to be (`lengths`). What it costs:
+seconds a pass, a prompt token and a generated token, fitted to this run and held together by the plan's prediction
+until the run has told enough. Rows of an earlier run are neither work nor speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from moelight.batch.lengths import Lengths
+from moelight.batch.progress import JobCounts, JobStart, Progress
+from moelight.core.request import Completion
+
+_PASSES, _PROMPT, _GENERATED = range(3)
+_PROMPT_COST = 0.1  # of a generated token's, where no plan says; prompts share each weight's way among many tokens
+_PASS_SHARE = 0.5  # of a generated token's cost that a pass takes however full it is, until the run shows it
+_PLAN_WEIGHT = 0.005  # the plan counts as much as this share of the job, measured
+_HELD = 0.05  # how strongly the three costs keep the proportions they begin with
+_REMEMBERED = 0.3  # of the job's work: older passes fade, so that a change of policy shows
+_SMOOTHED_S = 5.0
+_LEAST_S = 1.0  # of running, before anything is said without a plan
+
+
+class Eta(Progress):
+    """Seconds until the job ends, renewed at each `counts`. Let it hear the events before those who ask it."""
+
+    def __init__(self) -> None:
+        self.remaining_s: float | None = None
+        self._plan: JobStart | None = None
+        self._lengths = Lengths()
+        self._normal = [[0.0] * 3 for _ in range(3)]
+        self._right = [0.0] * 3
+        self._at = JobCounts()
+        self._most_running = 1
+        self._end_s: float | None = None
+
+    @property
+    def expected_tokens(self) -> float:
+        """Generated tokens that the whole run is expected to come to."""
+        return self._at.generation_tokens + self._left()[_GENERATED]
+
+    def started(self, start: JobStart) -> None:
+        """What the plan says holds until the run has something to say."""
+        self._plan = start
+        self.remaining_s = start.predicted_s
+
+    def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
+        """Learn how long answers are."""
+        tokens = completion.completion_tokens
+        self._lengths.add(tokens, cut=tokens >= room)
+
+    def counts(self, counts: JobCounts) -> None:
+        """Learn what tokens cost, and foretell."""
+        if counts.state in ("completed", "failed", "cancelled"):
+            self.remaining_s = 0.0
+            return
+        before, self._at = self._at, counts
+        self._most_running = max(self._most_running, counts.running)
+        self._lengths.running(counts.running, counts.passes)
+        seconds = counts.running_s - before.running_s
+        if seconds > 0:
+            self._learn(_work(before, counts), seconds)
+        self._foretell(counts, before)
+
+    def _learn(self, work: Sequence[float], seconds: float) -> None:
+        """One more stretch of the run, as weighty as it is long."""
+        whole = self._prior_of(self._total())
+        kept = math.exp(-self._prior_of(work) / (_REMEMBERED * whole)) if whole > 0 else 1.0
+        for row in range(3):
+            self._right[row] = self._right[row] * kept + work[row]
+            for column in range(3):
+                self._normal[row][column] = self._normal[row][column] * kept + work[row] * work[column] / seconds
+
+    def _foretell(self, counts: JobCounts, before: JobCounts) -> None:
+        predicted = self._plan.predicted_s if self._plan is not None else None
+        if not counts.generation_tokens and not counts.prompt_tokens:
+            return
+        if predicted is None and counts.running_s < _LEAST_S:
+            return
+        costs = self._costs()
+        left_s = sum(cost * work for cost, work in zip(costs, self._left(), strict=True))
+        end_s = counts.elapsed_s + left_s
+        if self._end_s is not None:
+            kept = math.exp(-max(0.0, counts.elapsed_s - before.elapsed_s) / _SMOOTHED_S)
+            end_s = kept * self._end_s + (1 - kept) * end_s
+        self._end_s = end_s
+        self.remaining_s = max(0.0, end_s - counts.elapsed_s)
+
+    def _prior(self) -> tuple[float, float, float]:
+        """What a pass, a prompt token and a generated token cost by the plan, or in proportion where there is none."""
+        plan, each = self._plan, _PROMPT_COST
+        scale = 1.0
+        if plan is not None and plan.predicted_s and plan.expected_tokens and plan.prompt_tokens:
+            prompts_s = plan.predicted_prompt_s
+            if prompts_s is None:
+                prompts_s = plan.predicted_s / (1 + plan.expected_tokens / (each * plan.prompt_tokens))
+            scale = max(plan.predicted_s - prompts_s, 1e-3 * plan.predicted_s) / plan.expected_tokens
+            each = prompts_s / plan.prompt_tokens / scale
+        in_passes = _PASS_SHARE if self._at.passes else 0.0
+        return scale * in_passes * self._most_running, scale * each, scale * (1 - in_passes)
+
+    def _prior_of(self, work: Sequence[float]) -> float:
+        return sum(cost * each for cost, each in zip(self._prior(), work, strict=True))
+
+    def _costs(self) -> list[float]:
+        """Seconds of a pass, a prompt token, a generated token: least squares, held to the prior's proportions.
+
+        With u the work in the prior's seconds and θ what each of its kinds costs more than the prior says, this solves
+        Σ (uᵀθ − t)² / t + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds together.
+        """
+        prior = self._prior()
+        matrix = [[self._normal[i][j] * prior[i] * prior[j] for j in range(3)] for i in range(3)]
+        right = [self._right[i] * prior[i] for i in range(3)]
+        seen, squares = sum(right), sum(map(sum, matrix))
+        scale = seen / squares if squares > 0 else 1.0
+        plan = self._plan.predicted_s if self._plan is not None else None
+        if plan:
+            weight = _PLAN_WEIGHT * plan
+            scale = (seen + weight) / (squares + weight)
+        held = _HELD * squares + 1e-12
+        for i in range(3):
+            matrix[i][i] += held
+            right[i] += held * scale
+        return [max(0.0, found) * cost for found, cost in zip(_solve(matrix, right), prior, strict=True)]
+
+    def _left(self) -> tuple[float, float, float]:
+        """Passes, prompt tokens and generated tokens to come."""
+        counts = self._at
+        prompt = max(0.0, float(counts.expected_prompt_tokens - counts.prompt_tokens))
+        unfinished = counts.running + counts.waiting
+        if not unfinished:
+            return 0.0, prompt, 0.0
+        room = max(1.0, (counts.expected_tokens - self._lengths.tokens) / unfinished)
+        ages = self._lengths.ages(max(0.0, float(counts.generation_tokens - self._lengths.tokens)))
+        known = self._lengths.survival(ages)
+        each = known.rest(0.0, room)
+        generated = sum(count * known.rest(age, room) for age, count in ages) + counts.waiting * each
+        if not counts.waiting:
+            return known.last_of(ages, room), prompt, generated
+        # Full passes while answers wait for a place, and then as many as the longest of the last ones takes.
+        places = max(1, min(self._most_running, unfinished))
+        running_out = min(generated, places * each / 2)
+        longest = known.last_of([(0.0, places)], room)
+        return (generated - running_out) / places + longest / 2, prompt, generated
+
+    def _total(self) -> tuple[float, float, float]:
+        counts = self._at
+        return (
+            float(counts.passes),
+            float(max(counts.expected_prompt_tokens, counts.prompt_tokens)),
+            float(max(counts.expected_tokens, counts.generation_tokens)),
+        )
+
+
+def _work(before: JobCounts, now: JobCounts) -> tuple[float, float, float]:
+    return (
+        float(now.passes - before.passes),
+        float(now.prompt_tokens - before.prompt_tokens),
+        float(now.generation_tokens - before.generation_tokens),
+    )
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """x of ``matrix`` x = ``right``; the matrix is symmetric and positive definite, so no pivot is needed."""
+    size = len(right)
+    rows = [[*matrix[i], right[i]] for i in range(size)]
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [below - factor * above for below, above in zip(rows[j], rows[i], strict=True)]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[i][i]
+    return found

@@ -1,0 +1,65 @@
+"""Points where a test kills this process or makes its disk fail. Nothing happens unless ``MOELIGHT_FAULT`` is set.
+
+``MOELIGHT_FAULT=POINT:COUNT:ACTION`` acts when ``POINT`` (``*``: any point) is reached for the ``COUNT``-th time, from
+1. ``kill`` is SIGKILL to the process itself; any other action is the name of an error number (``ENOSPC``, ``EIO``) that
+the system is made to answer with. At points named ``mid_...`` half of the bytes are written first: a torn line.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+from dataclasses import dataclass, field
+
+POINTS = (
+    "before_write",
+    "mid_write",
+    "after_write",
+    "before_fsync_rows",
+    "after_fsync_rows",
+    "before_journal_write",
+    "mid_journal_write",
+    "after_journal_write",
+    "after_journal_fsync",
+    "before_rename",
+    "after_rename",
+    "before_final_record",
+    "after_final_record",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fault:
+    point: str
+    count: int
+    action: str
+    reached: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def reach(self, point: str, fd: int, data: bytes, offset: int) -> None:
+        if self.point not in (point, "*") or next(self.reached) != self.count:
+            return
+        if point.startswith("mid_"):
+            os.pwrite(fd, data[: len(data) // 2], offset)
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = getattr(errno, self.action)
+        raise OSError(number, os.strerror(number))
+
+
+def _asked() -> _Fault | None:
+    told = os.environ.get("MOELIGHT_FAULT")
+    if told is None:
+        return None
+    point, count, action = told.split(":")
+    return _Fault(point=point, count=int(count), action=action)
+
+
+_FAULT = _asked()
+
+
+def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:
+    """``point`` is reached, at ``mid_...`` with ``data`` about to be written at ``offset`` of ``fd``."""
+    if _FAULT is not None:
+        _FAULT.reach(point, fd, data, offset)

@@ -1,0 +1,87 @@
+"""What decides the rows of a job: its input, its model, and how tokens are chosen. Two runs with equal facts give equal
+rows, so the second may go on where the first ended.
+
+Knows which settings change tokens. Refuses to know how the facts are kept and compared (``journal``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from moelight.core.errors import CheckpointError
+from moelight.core.policy import Policy
+from moelight.core.request import SamplingParams
+
+_CONFIG = ("config.json", "generation_config.json")
+_TEXT = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+_SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
+
+
+def model_facts(directory: Path) -> dict[str, str]:
+    """Digests of the model's config, of what turns text into tokens, and of its weights, of which a sample is read:
+    64 KiB at 32 places of each file, which no training leaves as they were.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return {
+        "config": _digest_of(directory, _CONFIG, whole=True),
+        "tokenizer": _digest_of(directory, _TEXT, whole=True),
+        "weights": _digest_of(directory, ("*.safetensors",), whole=False),
+    }
+
+
+def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
+    """Every default of the job's sampling."""
+    return {each.name: _plain(getattr(sampling, each.name)) for each in fields(sampling)}
+
+
+def number_facts(policy: Policy | None) -> dict[str, str]:
+    """The number formats in which a policy computes: of all that it says, only these change tokens."""
+    if policy is None:
+        return {"weight_dtype": "auto", "kv_dtype": "auto"}
+    return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
+
+
+def digest_of_file(path: Path | None) -> str | None:
+    """The digest of a small file; None for none."""
+    return None if path is None else hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(found for pattern in patterns for found in directory.glob(pattern)):
+        digest.update(f"{path.relative_to(directory)}\0".encode())
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                digest.update(size.to_bytes(8, "little"))
+                if whole or size <= _SAMPLES * _SAMPLE_BYTES:
+                    digest.update(file.read())
+                    continue
+                for k in range(_SAMPLES):
+                    file.seek((size - _SAMPLE_BYTES) * k // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return digest.hexdigest()
+
+
+def _plain(value: object) -> Any:
+    """``value`` as JSON knows it."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value  # type: ignore[call-overload]

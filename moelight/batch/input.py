@@ -1,0 +1,188 @@
+"""One input of a job: what kind of file it is, and its rows, as often as they are wanted.
+
+Knows how to tell the formats apart. Refuses to know what a row may ask for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any
+
+from moelight.batch.fields import Reader, Reading, Skip, Vocabulary
+from moelight.batch.format import FORMATS
+from moelight.batch.model_names import ModelNames
+from moelight.batch.rows import BadRow, Format, Row
+from moelight.batch.source import Source, open_source
+from moelight.core.errors import InputError
+from moelight.core.request import SamplingParams
+
+AUTO = "auto"
+_PARQUET = b"PAR1"
+_BY_SUFFIX = {".txt": "text", ".text": "text", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
+# The first line may be the one that is damaged: the first of so many that is an object decides.
+_LINES_TRIED = 100
+_OPENAI_KEYS = ("body", "url", "method")
+
+
+class Input:
+    """Rows of one file, pipe or standard input. A context manager: it holds a descriptor.
+
+    Attributes:
+        name: what a person calls the file.
+        format: how its rows are answered.
+        why: one line on what it was taken for, and from what.
+    """
+
+    def __init__(self, source: Source, reader: Reader, why: str) -> None:
+        self.name = source.name
+        self.why = why
+        self._source = source
+        self._reader = reader
+
+    @property
+    def format(self) -> Format:
+        """How the rows are answered."""
+        return self._reader.format
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file as it stands, packed or not."""
+        return self._source.size_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """How far the latest reading has come, of ``size_bytes``."""
+        return self._source.read_bytes
+
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        """Every row in order, from the start at each call; those whose number ``skip`` is true for are passed over,
+        and their lines not looked into.
+
+        Raises:
+            InputError: the file cannot be read to its end; the rows before were yielded.
+        """
+        return self._reader.rows(self._source, skip=skip)
+
+    def digest(self) -> str:
+        """BLAKE2b of the file's bytes: whether it is still the same. Reads all of it."""
+        return self._source.digest()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+
+    def __enter__(self) -> Input:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_input(
+    path: Path,
+    *,
+    format: str = AUTO,  # noqa: A002 (the option's name)
+    defaults: SamplingParams | None = None,
+    models: ModelNames | None = None,
+    prompt_column: str | None = None,
+    id_column: str | None = None,
+    vocabulary: Vocabulary | None = None,
+    token_ids: bool = False,
+    numbered: bool = False,
+) -> Input:
+    """The rows of ``path`` (``-`` is standard input), read as ``format`` says or as its name and start show.
+
+    Raises:
+        ConfigError: no such format.
+        InputError: the file is missing, cannot be read, holds no row, or cannot be of that format.
+    """
+    path = Path(path)
+    reading = Reading(
+        defaults=defaults if defaults is not None else SamplingParams(),
+        models=models if models is not None else ModelNames(),
+        prompt_column=prompt_column,
+        id_column=id_column,
+        vocabulary=vocabulary,
+        token_ids=token_ids,
+        numbered=numbered,
+    )
+    source = open_source(path)
+    try:
+        if format == AUTO:
+            name, why = _detect(source, path)
+        else:
+            name, why = format, "as asked"
+        reader = FORMATS.get(name)(reading, source)
+        _check_some(source)
+    except BaseException:
+        source.close()
+        raise
+    return Input(source, reader, f"{source.name}: {_CALLED[name]} ({why}{reader.told})")
+
+
+_CALLED = {
+    "openai": "OpenAI batch lines",
+    "simple": "one JSON object a line",
+    "text": "one prompt a line",
+    "csv": "a table, one prompt a record",
+    "parquet": "a Parquet table, one prompt a row",
+}
+
+
+def _detect(source: Source, path: Path) -> tuple[str, str]:
+    """``(format, why)``."""
+    if source.start(len(_PARQUET)) == _PARQUET:
+        return "parquet", "it begins as Parquet does"
+    suffix = _suffix(path)
+    if suffix in _BY_SUFFIX:
+        return _BY_SUFFIX[suffix], f"by its name, {suffix}"
+    first: tuple[int, bytes] | None = None
+    for tried, (line, raw) in enumerate(_filled(source)):
+        first = first or (line, raw)
+        found = _object(raw)
+        if found is not None:
+            names = [name for name in _OPENAI_KEYS if name in found]
+            if names:
+                return "openai", f"{' and '.join(names)} on line {line}"
+            return "simple", f"no url and no body on line {line}"
+        if tried >= _LINES_TRIED:
+            break
+    if first is None or suffix in _JSON_SUFFIXES:
+        return "simple", f"by its name, {suffix}"
+    line, raw = first
+    if raw.lstrip()[:1] in (b"{", b"["):
+        return "simple", f"line {line} begins as JSON"
+    return "text", f"line {line} is no JSON"
+
+
+def _suffix(path: PurePath) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in (".gz", ".gzip"):
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _filled(source: Source) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank and not too long."""
+    return ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check_some(source: Source) -> None:
+    for _, raw in source.lines():
+        if raw is None or raw.strip():
+            return
+    raise InputError(f"{source.name}: no prompts", code="prompts_file")

@@ -1,0 +1,365 @@
+"""The durable output of a job: every finished row is on the disk once, whatever happens to the process.
+
+Knows row numbers, bytes and the order of writes. Refuses to know what is in a row, or who makes it.
+
+A commit is: the rows since the last one are written and fsynced; then one record of the journal, which says how long
+the files are now, is written and fsynced. What the files hold behind the ends of the last record does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+from moelight.batch import faults
+from moelight.batch.append import AppendFile, open_private, sync_directory
+from moelight.batch.journal_file import Record
+from moelight.batch.lock import hold
+from moelight.batch.numbers import ranges
+from moelight.batch.opening import Opened, open_job, take_names
+from moelight.batch.places import Outputs, failed
+from moelight.batch.waiting import Waiting
+from moelight.core.errors import InputError, MoelightError
+
+State = Literal["new", "resumed", "complete"]
+_HELD_BYTES = 16 << 20  # of waiting rows in memory before they are put down
+_MOVED_BYTES = 16 << 20  # the file of waiting rows grows to this before it is written anew without the gaps
+
+
+class Journal:
+    """The rows of one job on the disk. Not for several threads; close it, or use it as a context.
+
+    ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` has the differences that ``allow_changed`` accepted;
+    ``completed`` and ``failed`` count rows, ``totals`` has the sums of what ``put`` was given. All of these speak of
+    rows that were put; of those, what was not committed is lost if the process is killed.
+    """
+
+    def __init__(self, outputs: Outputs, opened: Opened) -> None:
+        past = opened.past
+        self.state: State = "complete" if opened.complete else "new" if opened.new else "resumed"
+        self.changed = opened.changed
+        self.scan = past.scan
+        self.completed, self.failed, self.totals = past.completed, past.failed, dict(past.totals)
+        self._outputs = outputs
+        self._opened = opened
+        self._done = past.done
+        self._fresh: list[int] = []
+        self._next = past.next
+        # A file of waiting rows that nobody waits for is not gone on with.
+        self._generation = past.generation if past.waiting else past.generation + 1
+        places = [(number, *place) for number, place in past.waiting.items()]
+        self._waiting = Waiting(places=places)
+        self._ends = dict(past.ends)  # on the disk, and recorded
+        self._sealed_ends = self._ends  # of the commit under way
+        self._files: dict[str, AppendFile] = {}
+        self._pending: Future[None] | None = None
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._counted = self._counts()
+        self._last = time.monotonic()
+        self._failure: InputError | None = None
+        self._torn = False
+        if not opened.complete:
+            self._open_files()
+
+    @classmethod
+    def open(
+        cls,
+        outputs: Outputs,
+        facts: Mapping[str, Any],
+        *,
+        informative: Iterable[str] = (),
+        restart: bool = False,
+        allow_changed: bool = False,
+    ) -> Journal:
+        """Begin the job, or go on with it.
+
+        Args:
+            facts: what the rows depend on, as JSON values; compared with those of the job's first start, key by key.
+            informative: dotted keys of ``facts`` that are kept and not compared.
+            restart: forget what was done; earlier files go (``atomic``: when the new ones take their names).
+            allow_changed: go on with other facts. The scan of the input is forgotten.
+
+        Raises:
+            InputError: ``job_running``: another process writes this output. ``job_changed``: facts differ. ``journal``:
+                an output without its journal, a journal without its output, or one that does not fit the other.
+                ``output_path``: the files cannot be written.
+        """
+        opened = open_job(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
+        try:
+            return cls(outputs, opened)
+        except BaseException:
+            os.close(opened.fd)
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # What ended the block is what is to be reported.
+        with contextlib.suppress(InputError):
+            self.close()
+
+    def done(self, number: int) -> bool:
+        """Row ``number`` needs no work: it was put, by this process or an earlier one."""
+        return number in self._done
+
+    def note_scan(self, scan: Mapping[str, Any]) -> None:
+        """Keep what was found out by reading the input once."""
+        self._ready()
+        self._settle()
+        self.scan = dict(scan)
+        self._record({"kind": "scan", "scan": self.scan})
+
+    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
+        """Row ``number``, from 0, is ``data``, its line end included. ``totals`` is added to the job's.
+
+        Raises:
+            InputError: the disk refuses; every later call says so again, and what was committed is kept.
+        """
+        self._ready()
+        if number in self._done:
+            raise MoelightError(f"row {number} was answered twice")
+        self._torn = True
+        self._done.add(number)
+        if failed:
+            self.failed += 1
+        else:
+            self.completed += 1
+        for name, count in (totals or {}).items():
+            self.totals[name] = self.totals.get(name, 0) + count
+        try:
+            self._place(number, data, failed=failed)
+        except OSError as error:
+            self._fail(error)
+        self._torn = False
+        if self._waiting.held_bytes > _HELD_BYTES:
+            self.commit()
+
+    def tick(self) -> None:
+        """Begin a commit if it is time for one; does not wait for the disk."""
+        self._ready()
+        if self._pending is None and time.monotonic() - self._last >= self._outputs.sync_s:
+            self._begin()
+
+    def commit(self) -> None:
+        """Everything that was put is on the disk when this returns."""
+        self._ready()
+        self._settle()
+        self._begin()
+        self._settle()
+
+    def finish(self, total: int) -> None:
+        """All rows from 0 to ``total`` - 1 were put: complete the files.
+
+        Raises:
+            MoelightError: a row is missing.
+            InputError: the disk refuses.
+        """
+        self._ready()
+        missing = self._done.missing(total)
+        if missing is not None:
+            raise MoelightError(f"row {missing} was never answered")
+        for file in self._files.values():
+            file.make_valid()
+        self.commit()
+        self._close_files()
+        if self._outputs.atomic:
+            self._record({"kind": "renaming", "total": total})
+        try:
+            assert self._opened.journal is not None
+            take_names(self._opened.places, self._opened.journal, total)
+        except OSError as error:
+            self._fail(error)
+        self.state = "complete"
+
+    def close(self) -> None:
+        """Commit what was put, and let go of the files. After a failure, what was not committed is cut off.
+
+        Raises:
+            InputError: the last commit failed.
+        """
+        if self._opened.fd < 0:
+            return
+        try:
+            if self.state != "complete" and not self._torn:
+                self.commit()
+        finally:
+            self._worker.shutdown()
+            if self.state != "complete" and (self._failure is not None or self._torn):
+                # The next start does the same; this only spares readers of the file the torn end.
+                with contextlib.suppress(OSError):
+                    self._cut_back()
+            self._close_files()
+            os.close(self._opened.fd)
+            self._opened.fd = -1
+
+    def _open_files(self) -> None:
+        places = self._opened.places
+        try:
+            for name, place in places.files.items():
+                self._files[name] = self._open_file(place.written, self._ends.get(name, 0), gzip=place.gzip)
+            if self._waiting:
+                path = places.waiting(self._generation)
+                self._files["waiting"] = self._waiting.file = self._open_file(path, self._ends["waiting"])
+            for directory in places.directories():
+                sync_directory(directory)
+        except BaseException as error:
+            self._close_files()
+            if isinstance(error, OSError):
+                raise failed(error, places.output) from None
+            raise
+
+    def _open_file(self, path: Path, end: int, *, gzip: bool = False) -> AppendFile:
+        fd = open_private(path)
+        try:
+            hold(fd, path, shown=self._outputs.rows)
+            return AppendFile(fd, path, end=end, gzip=gzip)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _place(self, number: int, data: bytes, *, failed: bool) -> None:
+        if self._outputs.order == "completion":
+            self._fresh.append(number)
+            self._file(failed=failed).append(data)
+            return
+        if number != self._next:
+            self._waiting.hold(number, data, failed=failed)
+            return
+        self._file(failed=failed).append(data)
+        self._next += 1
+        while (ready := self._waiting.take(self._next)) is not None:
+            self._file(failed=ready[1]).append(ready[0])
+            self._next += 1
+
+    def _file(self, *, failed: bool) -> AppendFile:
+        return self._files["errors" if failed and "errors" in self._files else "output"]
+
+    def _ready(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.state == "complete" or self._opened.fd < 0:
+            raise MoelightError("this output is complete or closed, nothing can be added to it")
+        if self._pending is not None and self._pending.done():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the commit that is under way."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except OSError as error:
+            self._fail(error)
+        self._ends = self._sealed_ends
+
+    def _begin(self) -> None:
+        """Begin a commit, if there is something to commit. None is under way."""
+        self._last = time.monotonic()
+        if self._counts() == self._counted:
+            return
+        self._torn = True
+        try:
+            record, spent = self._seal()
+        except OSError as error:
+            self._fail(error)
+        self._torn = False
+        files = [self._files[name] for name in record["files"]]
+        self._pending = self._worker.submit(self._make_durable, files, record, spent)
+
+    def _seal(self) -> tuple[Record, AppendFile | None]:
+        """The record of a commit, its bytes being with the system; and a file of waiting rows it makes superfluous."""
+        record: Record = {"kind": "rows", "completed": self.completed, "failed": self.failed}
+        record["totals"] = dict(self.totals)
+        spent = None
+        if self._outputs.order == "completion":
+            record["done"], self._fresh = ranges(self._fresh), []
+        else:
+            record["next"] = self._next
+            rows, spent = self._put_down()
+            if rows or spent is not None:
+                record["waiting"] = {"file": self._generation, "rows": rows}
+        extents = {name: file.seal() for name, file in self._files.items()}
+        self._sealed_ends = {name: extent.end for name, extent in extents.items()}
+        record["files"] = {
+            name: [extent.start, extent.end, f"{extent.crc:08x}"]
+            for name, extent in extents.items()
+            if extent.end > extent.start
+        }
+        self._counted = self._counts()
+        return record, spent
+
+    def _put_down(self) -> tuple[list[tuple[int, int, int, bool]], AppendFile | None]:
+        """Waiting rows out of memory: where they now are, and a file of them that nobody needs any more."""
+        file = self._files.get("waiting")
+        if file is None:
+            if not self._waiting:
+                return [], None
+            return self._waiting.put_down(self._open_waiting()), None
+        if file.end <= max(_MOVED_BYTES, 4 * self._waiting.filed_bytes):
+            return self._waiting.put_down(file), None
+        self._generation += 1
+        del self._files["waiting"]
+        return (self._waiting.move(self._open_waiting()) if self._waiting else []), file
+
+    def _open_waiting(self) -> AppendFile:
+        path = self._opened.places.waiting(self._generation)
+        file = self._files["waiting"] = self._open_file(path, 0)
+        sync_directory(path.parent)
+        return file
+
+    def _make_durable(self, files: list[AppendFile], record: Record, spent: AppendFile | None) -> None:
+        """The rest of a commit, beside the job. Raises OSError."""
+        try:
+            for file in files:
+                file.sync()
+            faults.reach("after_fsync_rows")
+            assert self._opened.journal is not None
+            self._opened.journal.write(record)
+            if spent is not None:
+                spent.path.unlink(missing_ok=True)
+        finally:
+            if spent is not None:
+                spent.close()
+
+    def _record(self, record: Record) -> None:
+        try:
+            assert self._opened.journal is not None
+            self._opened.journal.write(record)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        """Nothing more is written: after a refused write or fsync nobody knows what of it is there."""
+        self._failure = failed(error, self._opened.places.output)
+        raise self._failure from None
+
+    def _cut_back(self) -> None:
+        """Files end where the last record says. A failed record goes first: none may name bytes that are gone."""
+        if self._pending is not None and self._pending.exception() is None:
+            self._ends = self._sealed_ends
+        assert self._opened.journal is not None
+        self._opened.journal.take_back()
+        for name in self._opened.places.files:
+            if name in self._files:
+                self._files[name].cut(self._ends.get(name, 0))
+
+    def _counts(self) -> tuple[int, int]:
+        return self.completed, self.failed

@@ -1,0 +1,133 @@
+"""How long answers turn out to be, learned while most of them are still being written.
+
+Answers that end early are the first to be known, so their mean is far too low for long. The estimate of Kaplan and
+Meier (1958) counts the others too: an unfinished answer says that it is at least as long as it is now. How long each
+unfinished one is, nobody tells; it follows from when places were taken, one token a pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+_MOST_COHORTS = 256
+
+
+class Survival:
+    """The share of answers longer than so many tokens. ``shares[i]`` holds from ``steps[i]`` to the next step; past the
+    last one each token ends the share ``tail`` of those that are left."""
+
+    def __init__(self, steps: Sequence[int], shares: Sequence[float], tail: float) -> None:
+        self._steps, self._shares, self._tail = steps, shares, tail
+        self._tokens = [0.0]  # of an answer up to each step, on average
+        for (start, end), share in zip(pairwise(steps), shares, strict=False):
+            self._tokens.append(self._tokens[-1] + (end - start) * share)
+
+    def share(self, length: float) -> float:
+        """The share of answers longer than ``length``."""
+        at = bisect_right(self._steps, length) - 1
+        past = length - self._steps[at] if at == len(self._steps) - 1 else 0.0
+        return float(self._shares[at] * (1 - self._tail) ** past)
+
+    def _upto(self, length: float) -> float:
+        at = bisect_right(self._steps, length) - 1
+        past = length - self._steps[at]
+        if at == len(self._steps) - 1 and self._tail > 0:
+            past = (1 - (1 - self._tail) ** past) / self._tail
+        return self._tokens[at] + self._shares[at] * past
+
+    def rest(self, age: float, room: float) -> float:
+        """Tokens that an answer of ``age`` tokens still gets, on average, if ``room`` is the most it can have."""
+        alive = self.share(age)
+        if room <= age or alive <= 0:
+            return 0.0
+        return (self._upto(room) - self._upto(age)) / alive
+
+    def last_of(self, answers: Sequence[tuple[float, float]], room: float) -> float:
+        """Tokens until the last of ``answers`` ends, each an age and how many have it."""
+        alive = [(age, count / share) for age, count in answers if (share := self.share(age)) > 0]
+        low, high = 0.0, max((room - age for age, _ in alive), default=0.0)
+        while high - low > 1:
+            middle = (low + high) / 2
+            left = sum(weight * self.share(age + middle) for age, weight in alive if age + middle < room)
+            low, high = (middle, high) if left > 0.5 else (low, middle)
+        return max(0.0, high)
+
+
+class Lengths:
+    """The answers of a run by their tokens, and the unfinished ones by the pass that began them."""
+
+    def __init__(self) -> None:
+        self.tokens = 0  # of the finished ones
+        self._ended: Counter[int] = Counter()  # of their own accord
+        self._cut: Counter[int] = Counter()  # at the most that they could have
+        self._pass = 0
+        self._begun: list[int] = []  # passes, rising
+        self._running: list[int] = []  # how many unfinished ones each began
+
+    def add(self, tokens: int, *, cut: bool) -> None:
+        """An answer of ``tokens`` has ended; ``cut`` at its limit."""
+        (self._cut if cut else self._ended)[tokens] += 1
+        self.tokens += tokens
+        if self._begun:
+            begun = self._pass - tokens
+            at = bisect_left(self._begun, begun)
+            if at == len(self._begun) or (at and begun - self._begun[at - 1] < self._begun[at] - begun):
+                at -= 1
+            self._take(at, 1)
+
+    def running(self, count: int, passes: int) -> None:
+        """``count`` are unfinished after ``passes``: whoever is new has begun since this was last told."""
+        new = count - sum(self._running)
+        if new > 0:
+            self._begun.append((self._pass + passes) // 2)
+            self._running.append(new)
+        while new < 0:
+            new += self._take(len(self._begun) - 1, -new)
+        self._pass = passes
+        if len(self._begun) > _MOST_COHORTS:
+            self._begun = self._begun[::2]
+            self._running = [sum(self._running[i : i + 2]) for i in range(0, len(self._running), 2)]
+
+    def _take(self, at: int, count: int) -> int:
+        taken = min(count, self._running[at])
+        self._running[at] -= taken
+        if not self._running[at]:
+            del self._begun[at], self._running[at]
+        return taken
+
+    def ages(self, tokens: float) -> list[tuple[float, float]]:
+        """The unfinished answers: tokens so far, and how many have them; ``tokens`` is the sum over all."""
+        ages = [
+            (float(self._pass - begun), float(count)) for begun, count in zip(self._begun, self._running, strict=True)
+        ]
+        total = sum(age * count for age, count in ages)
+        if total <= 0:
+            return [(tokens / max(1, sum(self._running)), count) for _, count in ages]
+        return [(age * tokens / total, count) for age, count in ages]
+
+    def survival(self, ages: Sequence[tuple[float, float]]) -> Survival:
+        """What is known now, the unfinished answers having ``ages``."""
+        events: list[tuple[float, int, float]] = [
+            (float(length), ended, self._cut[length]) for length, ended in self._ended.items()
+        ]
+        events += [(float(length), 0, cut) for length, cut in self._cut.items() if length not in self._ended]
+        events += [(age, 0, count) for age, count in ages]
+        at_risk = float(sum(ended + left for _, ended, left in events))
+        alive, steps, shares = 1.0, [0], [1.0]
+        for length, ended, left in sorted(events):
+            if ended:
+                alive *= max(0.0, 1 - ended / at_risk)
+                steps.append(int(length))
+                shares.append(alive)
+            at_risk -= ended + left
+        oldest = max((length for length, _, _ in events), default=0.0)
+        if oldest > steps[-1]:
+            steps.append(int(oldest))
+            shares.append(alive)
+        # Past what anyone has seen, answers end as often as they did in the later half of what was seen.
+        late = [(length - oldest / 2, ended, ended + left) for length, ended, left in events if length > oldest / 2]
+        lived = sum(past * count for past, _, count in late)
+        return Survival(steps, shares, min(1.0, sum(ended for _, ended, _ in late) / lived) if lived else 0.0)

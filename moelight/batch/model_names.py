@@ -1,0 +1,51 @@
+"""The names by which the rows of a job may call the model that answers them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moelight.core.errors import InputError
+
+# A folder of the hub's cache: hub/models--ORGANISATION--NAME/snapshots/REVISION
+_CACHED = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNames:
+    """``names`` of the loaded model; with ``ignore``, any other is taken for it as well."""
+
+    names: frozenset[str] = frozenset()
+    ignore: bool = False
+
+    @classmethod
+    def of(cls, *given: str | Path, ignore: bool = False) -> ModelNames:
+        """All names of the model that was ``given`` as a path, a hub id or both: each as it stands, as an absolute
+        path, its last component, and the hub id whose cached copy a path is."""
+        names: set[str] = set()
+        for each in given:
+            text = str(each).rstrip("/")
+            path = Path(text)
+            names |= {text, f"{text}/", path.name}
+            if path.is_dir():
+                whole = path.resolve()
+                names |= {str(path.absolute()), str(whole), whole.name}
+                names |= _hub_ids(whole)
+        return cls(names=frozenset(names - {"", "/"}), ignore=ignore)
+
+    def check(self, name: str) -> None:
+        """Raises InputError (``model_not_found``) where a row asks for another model."""
+        if not self.ignore and name not in self.names:
+            known = min(self.names, key=lambda each: (len(each), each), default="none")
+            raise InputError(
+                f"model {name!r} is not the loaded one ({known}); correct it, or ignore models in rows",
+                code="model_not_found",
+            )
+
+
+def _hub_ids(path: Path) -> set[str]:
+    found = [_CACHED.fullmatch(part) for part in path.parts]
+    return {
+        name for match in found if match for name in (f"{match['organisation']}/{match['name']}", str(match["name"]))
+    }

@@ -1,0 +1,389 @@
+"""OpenAI batch lines: what may stand in them, and the rows they become.
+
+Knows the fields of ``/v1/chat/completions`` and ``/v1/completions``, and those that vLLM adds. Where a body is silent
+the job's defaults hold, not OpenAI's (whose temperature is 1). Nothing that a line points to is fetched or opened.
+Refuses to know files, tokens and the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from moelight.batch.fields import (
+    FieldError,
+    Reading,
+    Samplings,
+    Skip,
+    line_rows,
+    read_custom_id,
+    read_object,
+    refused,
+)
+from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
+from moelight.batch.rows import BadRow, Prompt, Row
+from moelight.batch.source import Source
+from moelight.core.errors import InputError, did_you_mean
+from moelight.engine.chat import Conversation, check_messages
+
+HOLDING = "custom_id, method, url and body"
+_LINE_FIELDS = ("custom_id", "method", "url", "body")
+_MOST_LOGPROBS = 20
+
+# Fields that go to SamplingParams as they stand.
+_SAMPLING = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs",
+    "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+# Constraints by their older names, and what each is in StructuredOutputs.
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# What a service needs and a job does not: any value is accepted, none has an effect.
+_IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend", "include_reasoning",
+    "cache_salt",
+})  # fmt: skip
+# Known fields that would change the answer and are not served: they may stand there switched off.
+_REFUSED = {
+    "stream": "a batch is not streamed",
+    "stream_options": "a batch is not streamed",
+    "suffix": "text is continued, not filled in",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "audio": "only text is generated",
+    "prediction": "predicted outputs are not used",
+    "web_search_options": "nothing is fetched",
+    "chat_template": "the checkpoint's own template is used",
+    "documents": "send them in chat_template_kwargs",
+    "add_special_tokens": "the tokenizer decides",
+    "echo": "only completions echo",
+    "use_beam_search": "no beam search",
+    "length_penalty": "no beam search",
+    "allowed_token_ids": "use logit_bias or structured_outputs",
+    "bad_words": "use logit_bias or structured_outputs",
+    "truncate_prompt_tokens": "prompts are not cut",
+    "mm_processor_kwargs": "only text is read",
+    "return_tokens_as_token_ids": "use the simple format with token_ids",
+    "return_token_ids": "use the simple format with token_ids",
+}  # fmt: skip
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class _Chat(_Body, kw_only=True):
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class _Completion(_Body, kw_only=True):
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+_BODIES: dict[str, type[_Chat] | type[_Completion]] = {CHAT: _Chat, COMPLETIONS: _Completion}
+_FIELDS = {url: frozenset(body.__struct_fields__) for url, body in _BODIES.items()}
+_SAMPLING_FIELDS = frozenset(_SAMPLING)
+_B = TypeVar("_B", bound=_Body)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What a body asks for, before its sampling fields are judged."""
+
+    prompts: tuple[Prompt, ...] = ()
+    conversation: Conversation | None = None
+    sampling: dict[str, Any]
+    answered: Mapping[str, Any]
+
+
+class OpenAIReader:
+    """Rows out of OpenAI batch lines."""
+
+    told = ""
+
+    def __init__(self, reading: Reading, source: Source) -> None:  # noqa: ARG002 (every reader is made of both)
+        self.format = OpenAIFormat(vocabulary=reading.vocabulary)
+        self._models = reading.models
+        self._vocabulary = reading.vocabulary
+        self._samplings = Samplings(reading.defaults)
+
+    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+        return line_rows(source, skip, self.read)
+
+    def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
+        """The row in one line."""
+        custom_id: str | None = None
+        kind = ""
+        try:
+            values = read_object(raw, holding=HOLDING)
+            custom_id = read_custom_id(values)
+            url = _url(values)
+            kind = url
+            if custom_id is None:
+                raise FieldError("custom_id is missing", param="custom_id", code="missing_required_parameter")
+            asked = self._asked(url, _body(values))
+            return Row(
+                number=number,
+                line=line,
+                custom_id=custom_id,
+                kind=url,
+                prompts=asked.prompts,
+                conversation=asked.conversation,
+                sampling=self._sampling(asked.sampling, values["body"]),
+                answered=asked.answered,
+            )
+        except (InputError, RecursionError) as error:
+            return refused(number, line, custom_id, error, kind=kind)
+
+    def _sampling(self, given: dict[str, Any], body: dict[str, Any]) -> Any:
+        try:
+            return self._samplings.make(given)
+        except FieldError as error:
+            if error.param == "max_tokens" and body.get("max_tokens") is None:
+                error.param = "max_completion_tokens"
+            raise
+
+    def _asked(self, url: str, values: dict[str, Any]) -> _Asked:
+        _check_names(values, url)
+        if url == CHAT:
+            chat = _convert(values, _Chat)
+            self._check_model(chat)
+            return _chat(chat, _sampling_fields(values))
+        completion = _convert(values, _Completion)
+        self._check_model(completion)
+        return self._completion(completion, _sampling_fields(values))
+
+    def _check_model(self, body: _Body) -> None:
+        if body.model is not None:
+            try:
+                self._models.check(body.model)
+            except InputError as error:
+                raise FieldError(str(error), param="model", code=error.code) from None
+
+    def _completion(self, body: _Completion, sampling: dict[str, Any]) -> _Asked:
+        prompts = _prompts(body.prompt)
+        _constrain(sampling, body)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise FieldError("best_of must be equal to n, or left out", param="best_of", code="unsupported_parameter")
+        shown = body.prompt_logprobs is not None
+        if body.logprobs is not None:
+            _check_logprobs("logprobs", body.logprobs)
+            sampling["logprobs"] = body.logprobs
+        if body.echo:
+            if self._vocabulary is None and (body.logprobs is not None or not isinstance(prompts[0], str)):
+                raise FieldError("echo needs the model's tokenizer", param="echo", code="unsupported_parameter")
+            # Echoed tokens have log-probabilities too, and a prompt that is only scored must ask for some.
+            if not shown and (body.logprobs is not None or body.max_tokens == 0):
+                sampling["prompt_logprobs"] = body.logprobs or 0
+        answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
+        return _Asked(prompts=prompts, sampling=sampling, answered=answered)
+
+
+def _url(values: dict[str, Any]) -> str:
+    for name in values:
+        if name not in _LINE_FIELDS:
+            raise FieldError(
+                f"unknown field {name!r}{did_you_mean(name, _LINE_FIELDS)}", param=name, code="unknown_field"
+            )
+    url = values.get("url")
+    if url is None:
+        raise FieldError("url is missing", param="url", code="missing_required_parameter")
+    if not isinstance(url, str) or url not in _BODIES:
+        raise FieldError(
+            f"unknown endpoint {url!r}: {' and '.join(_BODIES)} are served", param="url", code="invalid_url"
+        )
+    method = values.get("method", "POST")
+    if method != "POST":
+        raise FieldError(f"method must be POST, not {method!r}", param="method", code="invalid_method")
+    return url
+
+
+def _body(values: dict[str, Any]) -> dict[str, Any]:
+    body = values.get("body")
+    if body is None:
+        raise FieldError("body is missing", param="body", code="missing_required_parameter")
+    if not isinstance(body, dict):
+        raise FieldError("body must be an object", param="body")
+    return body
+
+
+def _check_names(values: dict[str, Any], url: str) -> None:
+    """Refuse what is unknown, or known and not served."""
+    fields = _FIELDS[url]
+    for name in values.keys() - fields - _IGNORED:
+        if name not in _REFUSED:
+            known = sorted(fields | _IGNORED | _REFUSED.keys())
+            raise FieldError(f"unknown field {name!r}{did_you_mean(name, known)}", param=name, code="unknown_field")
+        if values[name]:
+            raise FieldError(f"{name}: {_REFUSED[name]}", param=name, code="unsupported_parameter")
+
+
+def _convert(values: dict[str, Any], body: type[_B]) -> _B:
+    try:
+        return msgspec.convert(values, body)
+    except msgspec.ValidationError as error:
+        # msgspec says what it expected, what it got, and after this mark where.
+        said, _, path = str(error).partition(" - at `$.")
+        path = path.removesuffix("`")
+        said = said.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
+        raise FieldError(f"{path} {said}".strip(), param=path or None) from None
+    except UnicodeEncodeError:
+        raise InputError("a key holds half of a surrogate pair", code="invalid_text") from None
+
+
+def _sampling_fields(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None and name in _SAMPLING_FIELDS}
+
+
+def _chat(body: _Chat, sampling: dict[str, Any]) -> _Asked:
+    if body.messages is None:
+        raise FieldError("messages is missing", param="messages", code="missing_required_parameter")
+    conversation = _conversation(body)
+    _constrain(sampling, body)
+    if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            raise FieldError("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+        sampling["max_tokens"] = body.max_completion_tokens
+    if body.top_logprobs is not None:
+        _check_logprobs("top_logprobs", body.top_logprobs)
+        if body.top_logprobs and not body.logprobs:
+            raise FieldError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    asked = (body.top_logprobs or 0) if body.logprobs else None
+    if asked is not None:
+        sampling["logprobs"] = asked
+    answered = {"logprobs": asked, "prompt_logprobs": body.prompt_logprobs is not None}
+    return _Asked(conversation=conversation, sampling=sampling, answered=answered)
+
+
+def _conversation(body: _Chat) -> Conversation:
+    try:
+        messages = check_messages(body.messages)
+    except InputError as error:
+        raise FieldError(str(error), param="messages", code=error.code) from None
+    if body.tool_choice not in (None, "none", "auto"):
+        raise FieldError(
+            "tool_choice: calls cannot be forced; only none and auto are served",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if body.modalities not in (None, ["text"]):
+        raise FieldError("modalities: only text is generated", param="modalities", code="unsupported_parameter")
+    goes_on = bool(body.continue_final_message)
+    if goes_on and body.add_generation_prompt:
+        raise FieldError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return Conversation(
+        messages=messages,
+        tools=body.tools if body.tools and body.tool_choice != "none" else None,
+        add_generation_prompt=not goes_on if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=goes_on,
+        template_kwargs=kwargs,
+    )
+
+
+def _constrain(sampling: dict[str, Any], body: _Body) -> None:
+    """Put what the answer must match into ``sampling``, by whichever name it was asked for."""
+    found: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None:
+        constraint = _response_format(body.response_format)
+        if constraint is not None:
+            found["response_format"] = constraint
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs
+    for alias, name in _GUIDED.items():
+        if getattr(body, alias) is not None:
+            found[alias] = {name: getattr(body, alias)}
+    if len(found) > 1:
+        raise FieldError(f"{' and '.join(found)} are given; send one of them", param=next(iter(found)))
+    for constraint in found.values():
+        sampling["structured_outputs"] = constraint
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise FieldError("response_format: type must be text, json_object or json_schema", param="response_format.type")
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise FieldError(
+            "response_format: json_schema must be an object with a name and a schema",
+            param="response_format.json_schema",
+        )
+    return {"json": schema}
+
+
+def _check_logprobs(name: str, value: int) -> None:
+    if not 0 <= value <= _MOST_LOGPROBS:
+        raise FieldError(f"{name} must be between 0 and {_MOST_LOGPROBS}, not {value}", param=name)
+
+
+def _prompts(given: object) -> tuple[Prompt, ...]:
+    """One text, several, one list of token ids, or several."""
+    if given is None:
+        raise FieldError("prompt is missing", param="prompt", code="missing_required_parameter")
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list) and given:
+        if all(isinstance(each, str) for each in given):
+            return tuple(given)
+        if _are_token_ids(given):
+            return (tuple(given),)
+        if all(_are_token_ids(each) for each in given):
+            return tuple(tuple(each) for each in given)
+    raise FieldError(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", param="prompt"
+    )
+
+
+def _are_token_ids(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(each) is int and each >= 0 for each in given)

@@ -1,0 +1,218 @@
+"""OpenAI batch answers: the bodies ``chat.completion`` and ``text_completion`` around completions, and refusals.
+
+Knows the exact shapes. What has no place in JSON is bent as vLLM does: a log-probability of minus infinity is written
+as -9999. Ids are made of the input and the row, so that a job that is resumed writes the same. Refuses to know requests
+and files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moelight.batch.fields import Vocabulary
+from moelight.batch.rows import BadRow, Row, Served
+from moelight.core.request import Completion, Logprob
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_OK = 200
+_LEAST_LOGPROB = -9999.0
+_REPLACEMENT = "\ufffd"
+_IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenAIFormat:
+    """Answers as OpenAI's batches write them. Without ``vocabulary`` the bytes of a token are those of its text."""
+
+    vocabulary: Vocabulary | None = None
+    name: str = "openai"
+
+    def answer(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+        """The output line of ``row``: its ``completions`` in the order of prompts, each prompt's samples in order."""
+        body = (self._chat if row.kind == CHAT else self._completions)(row, completions, served)
+        return _line(served, row.number, row.custom_id, status=_OK, body=body, error=None)
+
+    def refuse(self, bad: BadRow, served: Served) -> dict[str, Any]:
+        """The output line of a row that was not served; one without custom_id carries its line number."""
+        message = bad.message if bad.custom_id is not None else f"line {bad.line}: {bad.message}"
+        told = {"message": message, "type": "invalid_request_error", "param": bad.param, "code": bad.code}
+        error = {"code": bad.code, "message": message}
+        line = _line(served, bad.number, bad.custom_id, status=bad.status, body={"error": told}, error=error)
+        return line if bad.custom_id is not None else {**line, "line": bad.line}
+
+    def _chat(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+        asked = row.answered["logprobs"]
+        body = {
+            "id": f"chatcmpl-{_id(served, row.number, 'body')}",
+            "object": "chat.completion",
+            "created": served.created,
+            "model": served.model,
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": each.text, "refusal": None},
+                    "logprobs": None if asked is None else {"content": self._content(each, asked), "refusal": None},
+                    "finish_reason": each.finish_reason,
+                }
+                for index, each in enumerate(completions)
+            ],
+            "usage": _usage(completions),
+            "system_fingerprint": None,
+        }
+        if row.answered["prompt_logprobs"]:
+            body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
+        return body
+
+    def _completions(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{_id(served, row.number, 'body')}",
+            "object": "text_completion",
+            "created": served.created,
+            "model": served.model,
+            "choices": [self._choice(row, index, each, completions) for index, each in enumerate(completions)],
+            "usage": _usage(completions),
+            "system_fingerprint": None,
+        }
+
+    def _choice(
+        self, row: Row, index: int, completion: Completion, completions: Sequence[Completion]
+    ) -> dict[str, Any]:
+        prompt = row.prompts[index * len(row.prompts) // len(completions)]
+        echo = row.answered["echo"]
+        choice = {
+            "text": (self._prompt_text(prompt) if echo else "") + completion.text,
+            "index": index,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+        }
+        if row.answered["logprobs"] is not None:
+            choice["logprobs"] = self._lists(completion, prompt if echo else None)
+        if row.answered["prompt_logprobs"]:
+            choice["prompt_logprobs"] = prompt_logprobs_row(completion)
+        return choice
+
+    def _content(self, completion: Completion, most: int) -> list[dict[str, Any]]:
+        """Chat's log-probabilities: each token, and at most ``most`` of the likeliest in its place."""
+        return [
+            {
+                **self._token(token, likely[token]),
+                "top_logprobs": [self._token(other, likely[other]) for other in _by_rank(likely)[:most]],
+            }
+            for token, likely in zip(completion.token_ids, completion.logprobs or (), strict=False)
+        ]
+
+    def _token(self, token: int, of: Logprob) -> dict[str, Any]:
+        return {"token": of.decoded_token, "logprob": _finite(of.logprob), "bytes": list(self._bytes(token, of))}
+
+    def _lists(self, completion: Completion, prompt: str | tuple[int, ...] | None) -> dict[str, Any]:
+        """The log-probabilities of completions: parallel lists, the echoed ``prompt`` first. The first token of a
+        prompt has none."""
+        places: list[tuple[int, Mapping[int, Logprob] | None]] = []
+        if prompt is not None:
+            ids = self._ids(prompt)
+            places += zip(ids, completion.prompt_logprobs or (None,) * len(ids), strict=False)
+        places += zip(completion.token_ids, completion.logprobs or (), strict=False)
+        tokens = [self._text(token, likely[token] if likely else None) for token, likely in places]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [likely and _finite(likely[token].logprob) for token, likely in places],
+            "top_logprobs": [
+                likely and self._top(text, likely[token], likely)
+                for text, (token, likely) in zip(tokens, places, strict=True)
+            ],
+            "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+        }
+
+    def _top(self, text: str, own: Logprob, likely: Mapping[int, Logprob]) -> dict[str, float]:
+        """Log-probabilities by text, the likeliest first; of two tokens with one text the likelier, but for the token
+        itself, whose ``text`` has its ``own``."""
+        top: dict[str, float] = {}
+        for other in _by_rank(likely):
+            top.setdefault(self._text(other, likely[other]), _finite(likely[other].logprob))
+        return {**top, text: _finite(own.logprob)}
+
+    def _ids(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return self.vocabulary.encode(prompt) if self.vocabulary is not None else ()
+
+    def _prompt_text(self, prompt: str | tuple[int, ...]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if self.vocabulary is None:
+            return ""
+        return b"".join(map(self.vocabulary.token_bytes, prompt)).decode("utf-8", "replace")
+
+    def _bytes(self, token: int, of: Logprob) -> bytes:
+        if self.vocabulary is not None:
+            return self.vocabulary.token_bytes(token)
+        return of.decoded_token.encode("utf-8", "replace")
+
+    def _text(self, token: int, of: Logprob | None) -> str:
+        """A token's text; one that is no whole characters is shown by its bytes, so that two stay apart."""
+        if of is not None and _REPLACEMENT not in of.decoded_token:
+            return of.decoded_token
+        if self.vocabulary is None:
+            return of.decoded_token if of is not None else ""
+        raw = self.vocabulary.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs_row(completion: Completion) -> list[dict[str, Any] | None]:
+    """vLLM's shape: for each prompt token its likeliest ones by id, null where none were asked for."""
+    return [None if likely is None else logprobs_row(likely) for likely in completion.prompt_logprobs or ()]
+
+
+def logprobs_row(likely: Mapping[int, Logprob]) -> dict[str, Any]:
+    """The tokens of one place by their id, the likeliest first."""
+    return {
+        str(token): {
+            "logprob": _finite(likely[token].logprob),
+            "rank": likely[token].rank,
+            "decoded_token": likely[token].decoded_token,
+        }
+        for token in _by_rank(likely)
+    }
+
+
+def _line(
+    served: Served, number: int, custom_id: str | None, *, status: int, body: dict[str, Any], error: object
+) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{_id(served, number, 'line')}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": _id(served, number, "request"), "body": body},
+        "error": error,
+    }
+
+
+def _id(served: Served, number: int, what: str) -> str:
+    return uuid.uuid5(_IDS, f"{served.job}:{number}:{what}").hex
+
+
+def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens of each prompt once, of all its samples."""
+    prompts = [each for each in completions if each.sample == 0]
+    prompt_tokens = sum(each.prompt_tokens for each in prompts)
+    completion_tokens = sum(each.completion_tokens for each in completions)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+    }
+
+
+def _by_rank(likely: Mapping[int, Logprob]) -> list[int]:
+    return sorted(likely, key=lambda token: (likely[token].rank, token))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

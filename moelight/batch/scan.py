@@ -1,0 +1,136 @@
+"""The first reading of a job's input: what it asks for in all, and which rows repeat an earlier custom_id.
+
+Knows rows and token counts. Memory: 24 bytes a row while it reads, and no more than the summary afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from moelight.batch.input import Input
+from moelight.batch.progress import Progress
+from moelight.batch.rows import BadRow, Row, bad_row
+from moelight.batch.summary import ScanSummary, Summing
+from moelight.core.errors import InputError
+from moelight.core.request import SamplingParams
+
+_DIGEST_BYTES = 16  # of a custom_id: two that differ have the same once in 2**64 rows
+_TOLD_EVERY_S = 0.2
+
+Encode = Callable[[Row], list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """``summary`` of the rows, and the numbers of those that are ``repeated``: an earlier row has their custom_id."""
+
+    summary: ScanSummary
+    repeated: frozenset[int] = frozenset()
+
+    @property
+    def servable(self) -> int:
+        """The most rows that may be served."""
+        return self.summary.served - len(self.repeated)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"summary": self.summary.as_dict(), "repeated": sorted(self.repeated)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Scan:
+        """What `as_dict` wrote."""
+        return cls(summary=ScanSummary.from_dict(given["summary"]), repeated=frozenset(given["repeated"]))
+
+
+def scan(source: Input, encode: Encode, told: Progress, *, context: int) -> Scan:
+    """Read ``source`` once. ``encode`` gives the token ids of a row's prompts; ``context`` is the model's, in tokens.
+
+    Raises:
+        InputError: the input cannot be read, or holds no row.
+    """
+    found, ids = Summing(), _CustomIds()
+    last_s = time.monotonic()
+    for rows, row in enumerate(source.rows(), start=1):
+        if row.custom_id is not None:
+            ids.add(row.custom_id, row.number)
+        _count(found, row, encode, context)
+        if time.monotonic() - last_s > _TOLD_EVERY_S:
+            last_s = time.monotonic()
+            told.reading(rows, source.read_bytes, source.size_bytes)
+    return Scan(summary=found.summary(), repeated=ids.repeated())
+
+
+def duplicate(row: Row | BadRow) -> BadRow:
+    """``row``, whose custom_id an earlier one has, as a row that is not served."""
+    error = InputError(f"custom_id {row.custom_id!r} was used by an earlier line", code="duplicate_custom_id")
+    return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
+
+
+def check_length(tokens: int, context: int) -> None:
+    """Refuse a prompt that leaves no room in the model's context.
+
+    Raises:
+        InputError: says both lengths.
+    """
+    if tokens >= context:
+        raise InputError(
+            f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
+        )
+
+
+def room(row: Row, tokens: int, context: int) -> int:
+    """The most tokens that may be generated for one sample of a prompt of ``row``."""
+    return max(0, min(row.sampling.max_tokens, context - tokens))
+
+
+def key_of(sampling: SamplingParams) -> int:
+    """A number that equal parameters share."""
+    return hash(tuple(str(getattr(sampling, each.name)) for each in fields(sampling)))
+
+
+def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> None:
+    if isinstance(row, BadRow):
+        found.refuse(row)
+        return
+    try:
+        prompts = encode(row)
+        for prompt in prompts:
+            check_length(len(prompt), context)
+    except InputError as error:
+        found.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind))
+        return
+    first, *others = prompts
+    found.add(
+        row.kind, len(first), room(row, len(first), context), samples=row.sampling.n, sampling=key_of(row.sampling)
+    )
+    for prompt in others:
+        found.prompt(len(prompt), room(row, len(prompt), context), samples=row.sampling.n)
+
+
+class _CustomIds:
+    """Which rows repeat an earlier custom_id: found by sorting digests, so that no id is kept."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+        self._numbers = array("q")
+
+    def add(self, custom_id: str, number: int) -> None:
+        self._digests += hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+        self._numbers.append(number)
+
+    def repeated(self) -> frozenset[int]:
+        """The numbers of the rows whose id an earlier row has."""
+        if not self._numbers:
+            return frozenset()
+        halves = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)
+        numbers = np.frombuffer(self._numbers, dtype=np.int64)
+        order = np.lexsort((numbers, halves[:, 0], halves[:, 1]))
+        same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
+        return frozenset(numbers[order[1:][same]].tolist())

@@ -1,0 +1,177 @@
+"""The simple format: one object a line with a prompt or messages, and plain text, one prompt a line.
+
+Knows the names of the fields, which are vLLM's, and the rows that answer them. Refuses to know files and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moelight.batch.fields import (
+    FieldError,
+    Reading,
+    Samplings,
+    Skip,
+    line_rows,
+    read_custom_id,
+    read_object,
+    refused,
+)
+from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
+from moelight.batch.rows import BadRow, Prompt, Row, Served
+from moelight.batch.source import Source
+from moelight.core.errors import InputError, did_you_mean
+from moelight.core.request import Completion, SamplingParams
+from moelight.engine.chat import Conversation, check_messages
+
+SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+_FIELDS = (*PROMPT_FIELDS, "custom_id", *SAMPLING_FIELDS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimpleFormat:
+    """Rows with ``text``, ``finish_reason`` and ``usage``; more where it was asked for.
+
+    With ``token_ids`` they hold the generated ids; with ``numbered`` the line they answer, which an input without
+    custom_ids needs where rows leave in another order.
+    """
+
+    name: str = "simple"
+    token_ids: bool = False
+    numbered: bool = False
+
+    def answer(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:  # noqa: ARG002
+        """The output line of ``row``; of ``n`` samples, ``choices`` holds what else stands in the line itself."""
+        head: dict[str, Any] = {} if row.custom_id is None else {"custom_id": row.custom_id}
+        if self.numbered:
+            head["line"] = row.line
+        usage = {
+            "prompt_tokens": completions[0].prompt_tokens,
+            "completion_tokens": sum(each.completion_tokens for each in completions),
+        }
+        if row.sampling.n > 1:
+            choices = [{"index": each.sample, **self._said(row, each), **self._more(row, each)} for each in completions]
+            return {**head, "choices": choices, "usage": usage, **_of_prompt(row, completions[0])}
+        only = completions[0]
+        return {**head, **self._said(row, only), "usage": usage, **self._more(row, only), **_of_prompt(row, only)}
+
+    def refuse(self, bad: BadRow, served: Served) -> dict[str, Any]:  # noqa: ARG002
+        """The output line of a row that was not served."""
+        head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
+        return {**head, "line": bad.line, "error": {"code": bad.code, "message": bad.message}}
+
+    def _said(self, row: Row, completion: Completion) -> dict[str, Any]:
+        said: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
+        if row.sampling.stop or row.sampling.stop_token_ids:
+            said["stop_reason"] = completion.stop_reason
+        return said
+
+    def _more(self, row: Row, completion: Completion) -> dict[str, Any]:
+        more: dict[str, Any] = {"token_ids": list(completion.token_ids)} if self.token_ids else {}
+        if row.sampling.logprobs is not None:
+            more["cumulative_logprob"] = completion.cumulative_logprob
+            more["logprobs"] = [logprobs_row(likely) for likely in completion.logprobs or ()]
+        return more
+
+
+class SimpleReader:
+    """Rows out of lines that are objects with a prompt or messages."""
+
+    told = ""
+
+    def __init__(self, reading: Reading, source: Source) -> None:  # noqa: ARG002 (every reader is made of both)
+        self.format = SimpleFormat(token_ids=reading.token_ids, numbered=reading.numbered)
+        self._samplings = Samplings(reading.defaults)
+
+    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+        return line_rows(source, skip, self.read)
+
+    def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
+        """The row in one line."""
+        try:
+            values = read_object(raw, holding="prompt or messages")
+        except (InputError, RecursionError) as error:
+            return refused(number, line, None, error)
+        return read_values(values, number, line, self._samplings)
+
+
+class TextReader:
+    """Rows out of lines that are prompts."""
+
+    told = ""
+
+    def __init__(self, reading: Reading, source: Source) -> None:  # noqa: ARG002 (every reader is made of both)
+        self.format = SimpleFormat(name="text", token_ids=reading.token_ids, numbered=reading.numbered)
+        self._sampling = reading.defaults
+
+    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+        return line_rows(source, skip, self.read)
+
+    def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
+        """The row in one line."""
+        try:
+            text = raw.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            bad = InputError(f"not UTF-8 (byte {error.start + 1})", code="invalid_utf8")
+            return refused(number, line, None, bad)
+        return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=self._sampling)
+
+
+def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Samplings) -> Row | BadRow:
+    """The row that the fields ``values`` ask for."""
+    custom_id: str | None = None
+    kind = ""
+    try:
+        custom_id = read_custom_id(values)
+        for name in values:
+            if name not in _FIELDS:
+                raise FieldError(
+                    f"unknown field {name!r}{did_you_mean(name, _FIELDS)}", param=name, code="unknown_field"
+                )
+        kind = _kind(values)
+        prompts, conversation = _asked(kind, values[kind])
+        given = {name: values[name] for name in values if name in SAMPLING_FIELDS and values[name] is not None}
+        return Row(
+            number=number,
+            line=line,
+            custom_id=custom_id,
+            kind="messages" if conversation is not None else "prompt",
+            prompts=prompts,
+            conversation=conversation,
+            sampling=samplings.make(given),
+        )
+    except InputError as error:
+        return refused(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    given = [name for name in PROMPT_FIELDS if values.get(name) is not None]
+    if not given:
+        raise InputError("neither prompt nor messages is given", code="missing_prompt")
+    if len(given) > 1:
+        raise FieldError(f"both {given[0]} and {given[1]} are given; send one of them", param=given[0])
+    return given[0]
+
+
+def _asked(kind: str, given: Any) -> tuple[tuple[Prompt, ...], Conversation | None]:
+    if kind == "messages":
+        try:
+            return (), Conversation(messages=check_messages(given))
+        except InputError as error:
+            raise FieldError(str(error), param=kind, code=error.code) from None
+    if kind == "prompt":
+        if not isinstance(given, str):
+            raise FieldError("prompt must be a string", param=kind)
+        return (given,), None
+    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+        raise FieldError("prompt_token_ids must be a list of token ids", param=kind)
+    return (tuple(given),), None
+
+
+def _of_prompt(row: Row, completion: Completion) -> dict[str, Any]:
+    if row.sampling.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs_row(completion)}

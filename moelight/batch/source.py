@@ -1,0 +1,222 @@
+"""The bytes of an input: a file, a pipe or standard input, gzipped or not, read any number of times.
+
+Knows descriptors, gzip and lines, and that a file may be larger than memory. Refuses to know what the lines say.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import gzip
+import hashlib
+import io
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from moelight.core.errors import InputError
+
+STANDARD_STREAM = Path("-")
+# A prompt of a million tokens is some 6 MB of JSON: a longer line is damage (a file that lost its line ends), and would
+# be held in memory whole.
+LONGEST_LINE = 64 << 20
+_BLOCK = 1 << 20
+_GZIP = b"\x1f\x8b"
+_OTHER_PACKERS = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class Source:
+    """An input as it was when it was opened; what is appended later is not read.
+
+    Attributes:
+        name: what a person calls it.
+        size_bytes: of the file as it stands, packed or not.
+        packed: it is gzipped.
+        read_bytes: how far the latest reading has come, of ``size_bytes``.
+    """
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self.name = name
+        self.size_bytes = os.fstat(descriptor).st_size
+        self.read_bytes = 0
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        start = self.start(len(_GZIP))
+        self.packed = start == _GZIP
+        _refuse_packed(name, self.start(8))
+
+    def close(self) -> None:
+        """Let go of the file. Nothing can be read any more."""
+        self._close()
+
+    def start(self, count: int) -> bytes:
+        """Its first bytes, as they stand: at most ``count``."""
+        try:
+            return os.pread(self._descriptor, count, 0)
+        except OSError as error:
+            raise _unreadable(self.name, error) from None
+
+    def raw(self) -> io.BufferedReader:
+        """The bytes as they stand, seekable."""
+        return io.BufferedReader(_Window(self, self._descriptor), _BLOCK)
+
+    def blocks(self) -> Iterator[bytes]:
+        """The unpacked bytes, at most 1 MiB at a time.
+
+        Raises:
+            InputError: the file cannot be read, has become shorter, or its packing is damaged; what stands before the
+                damage was yielded.
+        """
+        raw: io.BufferedReader = self.raw()
+        file: BinaryIO | gzip.GzipFile = gzip.GzipFile(fileobj=raw, mode="rb") if self.packed else raw
+        try:
+            while block := file.read1(_BLOCK):  # type: ignore[union-attr]
+                yield block
+        except EOFError:
+            raise InputError(f"{self.name}: the gzip data ends in the middle", code="prompts_file") from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise InputError(f"{self.name}: damaged gzip data ({error})", code="prompts_file") from None
+        except OSError as error:
+            raise _unreadable(self.name, error) from None
+
+    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+        r"""``(place from 1, bytes)`` of every line, without byte order mark and ``\n``.
+
+        None stands for a line above `LONGEST_LINE`, which is not held.
+        """
+        number, held, too_long = 1, 0, False
+        pieces: list[bytes] = []
+        blocks = self.blocks()
+        start = next(blocks, b"")
+        while len(start) < len(codecs.BOM_UTF8) and (more := next(blocks, b"")):
+            start += more
+        block = start.removeprefix(codecs.BOM_UTF8)
+        while True:
+            head, *rest = block.split(b"\n")
+            held += len(head)
+            too_long = too_long or held > LONGEST_LINE
+            if too_long:
+                pieces.clear()
+            else:
+                pieces.append(head)
+            if rest:
+                yield number, None if too_long else b"".join(pieces)
+                for line in rest[:-1]:
+                    number += 1
+                    yield number, line
+                number += 1
+                pieces, held, too_long = [rest[-1]], len(rest[-1]), False
+            if not (block := next(blocks, b"")):
+                break
+        yield number, None if too_long else b"".join(pieces)
+
+    def digest(self) -> str:
+        """BLAKE2b of the bytes as they stand, in hexadecimal."""
+        state = hashlib.blake2b(digest_size=32)
+        with self.raw() as file:
+            while block := file.read(_BLOCK):
+                state.update(block)
+        return state.hexdigest()
+
+
+def open_source(path: Path) -> Source:
+    """The file ``path``; ``-`` is standard input. What cannot be read twice is first copied to a file without a name,
+    in the folder that TMPDIR says.
+
+    Raises:
+        InputError: there is no such file, it cannot be read or copied, or is packed with something else than gzip.
+    """
+    name = "standard input" if path == STANDARD_STREAM else str(path)
+    try:
+        if path == STANDARD_STREAM:
+            stream = sys.stdin.buffer
+            return Source(name, _whole_file(stream) or _copied(stream))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return Source(name, descriptor)
+        with open(descriptor, "rb") as stream:
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            return Source(name, _copied(stream))
+    except OSError as error:
+        raise _unreadable(name, error) from None
+    except ValueError as error:
+        raise InputError(f"{name!r}: not a usable path ({error})", code="prompts_file") from None
+
+
+class _Window(io.RawIOBase):
+    """The bytes of a descriptor from a position of its own, so that several readers may share it."""
+
+    def __init__(self, source: Source, descriptor: int) -> None:
+        self._source = source
+        self._descriptor = descriptor
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = min(len(buffer), self._source.size_bytes - self._at)
+        if wanted <= 0:
+            return 0
+        count = os.preadv(self._descriptor, [buffer[:wanted]], self._at)
+        if count == 0:
+            raise InputError(f"{self._source.name}: became shorter while it was read", code="prompts_file")
+        self._at += count
+        self._source.read_bytes = self._at
+        return count
+
+
+def _whole_file(stream: BinaryIO) -> int | None:
+    """A descriptor of the file that was redirected into ``stream``, if it is one and still at its start."""
+    try:
+        descriptor = stream.fileno()
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and os.lseek(descriptor, 0, os.SEEK_CUR) == 0:
+            return os.dup(descriptor)
+    except (AttributeError, io.UnsupportedOperation):
+        pass
+    return None
+
+
+def _copied(stream: BinaryIO) -> int:
+    with tempfile.TemporaryFile() as copy:
+        try:
+            shutil.copyfileobj(stream, copy, _BLOCK)
+            copy.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            folder = tempfile.gettempdir()
+            raise OSError(errno.ENOSPC, f"no space to keep it in {folder}; set TMPDIR, or give a file") from None
+        return os.dup(copy.fileno())
+
+
+def _refuse_packed(name: str, start: bytes) -> None:
+    for magic, packer in _OTHER_PACKERS.items():
+        if start.startswith(magic):
+            raise InputError(f"{name}: packed with {packer}; unpack it, or use gzip", code="prompts_file")
+    if start.startswith(_UTF16):
+        raise InputError(f"{name}: UTF-16; save it as UTF-8", code="prompts_file")
+
+
+def _unreadable(name: str, error: OSError) -> InputError:
+    return InputError(f"{name}: cannot be read ({error.strerror or error})", code="prompts_file")

@@ -1,0 +1,116 @@
+"""The metrics file, read by a parser that forgives nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from moelight.batch.eta import Eta
+from moelight.batch.metrics import MetricsFile
+from moelight.batch.progress import JobCounts, JobStart
+from moelight.core.request import Completion
+from moelight.core.schedule import Lane
+from moelight.observe.stats import LaneStats, Stats
+
+NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-z_]+="(?:[^"\\\n]|\\\\|\\"|\\n)*",?)*)\} (\S+)')
+LABEL = re.compile(r'([a-z_]+)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(?:,|$)')
+ESCAPES = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+Labels = tuple[tuple[str, str], ...]
+
+
+def parse(text: str) -> dict[str, dict[Labels, float]]:
+    """Samples by name and labels. Each family has HELP, TYPE and then all its samples; nothing comes twice."""
+    assert text.endswith("\n") and "\n\n" not in text
+    found: dict[str, dict[Labels, float]] = {}
+    family = kind = ""
+    families: set[str] = set()
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith("# HELP "):
+            family = line.split(" ", 3)[2]
+            assert NAME.fullmatch(family) and family not in families
+            families.add(family)
+            hash_, type_, named, kind = next(lines).split(" ")
+            assert (hash_, type_, named) == ("#", "TYPE", family) and kind in ("counter", "gauge", "histogram")
+            assert (kind == "counter") == family.endswith("_total")
+            continue
+        match = SAMPLE.fullmatch(line)
+        assert match is not None, line
+        name, inside, value = match.groups()
+        suffix = name.removeprefix(family)
+        assert suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",)), line
+        labels = tuple(
+            (label, re.sub(r"\\.", lambda each: ESCAPES[each.group()], written))
+            for label, written in LABEL.findall(inside)
+        )
+        assert len(dict(labels)) == len(labels)
+        samples = found.setdefault(name, {})
+        assert labels not in samples
+        samples[labels] = float(value)
+        assert not math.isnan(samples[labels])
+    return found
+
+
+MODEL = 'a "quoted" \\ model\nname'
+OF_MODEL = ("model_name", MODEL)
+
+
+def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
+    path, eta = tmp_path / "moelight.prom", Eta()
+    metrics = MetricsFile(path, MODEL, eta)
+    assert parse(path.read_text())["vllm:num_requests_running"] == {(OF_MODEL,): 0}
+    start = JobStart(input="in", total=9, refused=1, predicted_s=50.0)
+    for each in (eta, metrics):
+        each.started(start)
+    for length, reason in ((1, "stop"), (3, "length"), (300_000, "length")):
+        metrics.completion(
+            Completion(
+                index=0, text="", token_ids=(0,) * length, finish_reason=reason, prompt_tokens=64, cached_tokens=32
+            ),
+            room=3,
+            latency_s=0.5,
+        )
+    lanes = {Lane.DISK: LaneStats(busy_s=1.5, bytes=1 << 40, tasks=1), Lane.CPU: LaneStats(busy_s=0.25)}
+    stats = Stats(wall_s=2.0, load_s=0.0, prompt_tokens=1, completion_tokens=1, passes=1, peak_rss_bytes=5, lanes=lanes)
+    metrics.measured(stats, {"overall": {"hits": 7, "misses": 3}})
+    metrics.counts(JobCounts(total=9, completed=3, failed=1, running=2, waiting=3, prompt_tokens=192, kv_usage=0.25))
+    metrics.ended("completed")
+    found = parse(path.read_text())
+    alone = (OF_MODEL,)
+    for name, value in (
+        ("vllm:num_requests_running", 2),
+        ("vllm:num_requests_waiting", 3),
+        ("vllm:kv_cache_usage_perc", 0.25),
+        ("vllm:prompt_tokens_total", 192),
+        ("vllm:prefix_cache_queries_total", 192),
+        ("vllm:prefix_cache_hits_total", 96),
+        ("vllm:request_prompt_tokens_sum", 192),
+        ("moelight_expert_cache_hits_total", 7),
+        ("moelight_job_eta_seconds", 50),
+    ):
+        assert found[name][alone] == value, name
+    assert found["vllm:request_success_total"][(OF_MODEL, ("finished_reason", "length"))] == 2
+    assert found["moelight_job_rows"][(OF_MODEL, ("state", "unfinished"))] == 5
+    assert found["moelight_transfer_bytes_total"][(OF_MODEL, ("lane", "disk"))] == 1 << 40
+    assert found["moelight_lane_busy_seconds_total"][(OF_MODEL, ("lane", "cpu"))] == 0.25
+
+
+@pytest.mark.parametrize("name", ["request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"])
+def test_buckets_hold_all_that_is_below_them(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "moelight.prom"
+    metrics = MetricsFile(path, "m", Eta())
+    values = (1, 5, 6, 10_000, 200_000)
+    for value in values:
+        ended = Completion(index=0, text="", token_ids=(0,) * value, finish_reason="stop", prompt_tokens=value)
+        metrics.completion(ended, room=1, latency_s=float(value))
+    metrics.ended("completed")
+    found = parse(path.read_text())
+    buckets = {float(dict(labels)["le"]): count for labels, count in found[f"vllm:{name}_bucket"].items()}
+    assert list(buckets) == sorted(buckets) and math.inf in buckets
+    assert buckets == {bound: sum(value <= bound for value in values) for bound in buckets}
+    assert found[f"vllm:{name}_count"][(("model_name", "m"),)] == 5
+    assert found[f"vllm:{name}_sum"][(("model_name", "m"),)] == sum(values)
