@@ -88,8 +88,9 @@ def serve_batch(
         raise ConfigError(f"serve-batch needs {' and '.join(missing)}: pip install 'moelight[serve]'")
     from moelight.serve.server import ServerOptions, serve
 
+    directory = Path(model).expanduser()
     server = ServerOptions(
-        model=model,
+        model=directory.resolve().name if directory.is_dir() else model,  # what rows may call it
         data=data if data is not None else Path.home() / ".local" / "share" / "moelight" / "serve-batch",
         host=host if host is not None else "127.0.0.1",
         port=port if port is not None else 8000,
