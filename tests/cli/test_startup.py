@@ -19,7 +19,9 @@ COMMANDS = ("generate", "optimize", "simulate", "roofline", "report", "inspect",
 PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in (*COMMANDS, "serve-batch")), ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in (*COMMANDS, "serve-batch")), ["--version"], []]
+)
 def test_torch_is_not_imported(arguments: list[str]) -> None:
     code = (
         "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
