@@ -38,10 +38,10 @@ async def chunks(request: Request) -> AsyncIterator[bytes]:
             raise ApiError(400, "the sender went away") from None
 
 
-def refuse_length(request: Request, most: int) -> None:
-    """Refuse a body that says at once that it is longer than ``most`` bytes."""
+def refuse_length(request: Request, most: int, *, around: int = 0) -> None:
+    """Refuse a body that says at once that it is longer than ``most`` bytes and what may be ``around`` them."""
     length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdigit() or int(length) > most:
+    if not length.isascii() or not length.isdigit() or int(length) > most + around:
         raise too_large(most)
 
 

@@ -59,7 +59,7 @@ class Files:
         ]
 
     async def create(self, request: Request) -> Response:
-        refuse_length(request, self._max_bytes + _FORM_BYTES)
+        refuse_length(request, self._max_bytes, around=_FORM_BYTES)
         file_id = f"file-{secrets.token_hex(16)}"
         path = self._data.files / file_id
         taken = 0
