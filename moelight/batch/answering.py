@@ -15,7 +15,7 @@ from moelight.batch.format import to_json_line
 from moelight.batch.ledger import Ledger
 from moelight.batch.progress import Progress, Shown
 from moelight.batch.rows import BadRow, Format, Row, Served, bad_row
-from moelight.batch.scan import Encode, duplicate, room
+from moelight.batch.scan import Encode, check_length, duplicate, room
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request
 
@@ -92,6 +92,7 @@ class Answering:
                     for k, prompt in enumerate(prompts)
                 ]
                 for request in requests:
+                    check_length(len(request.token_ids), self._context)
                     if engine is not None:
                         engine.check(request)
             except InputError as error:

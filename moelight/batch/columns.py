@@ -175,7 +175,7 @@ class ParquetReader:
                 yield self._row({name: each[at].as_py() for name, each in zip(names, values, strict=True)}, number)
 
     def _batches(self, source: Source) -> Iterator[Any]:
-        import pyarrow
+        from pyarrow import ArrowException
 
         with source.raw() as file:
             table = _open_parquet(file, source.name)
@@ -183,7 +183,7 @@ class ParquetReader:
                 yield from table.iter_batches(
                     batch_size=_RECORDS_AT_ONCE, columns=list(self._columns.values()), use_threads=False
                 )
-            except (pyarrow.ArrowException, OSError) as error:
+            except (ArrowException, OSError) as error:
                 raise _damaged(source.name, error) from None
 
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
@@ -202,16 +202,16 @@ class ParquetReader:
 
 def _open_parquet(file: io.BufferedReader, name: str) -> Any:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
     except ImportError:
         raise InputError(
             f"{name}: reading Parquet needs pyarrow; install it with: pip install 'moelight[parquet]'",
             code="prompts_file",
         ) from None
     try:
-        return pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
+        return ParquetFile(file)
+    except (ArrowException, OSError) as error:
         raise _damaged(name, error) from None
 
 

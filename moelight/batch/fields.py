@@ -6,18 +6,22 @@ Knows JSON and SamplingParams. Refuses to know files and formats.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import BadRow, Format, Row, bad_row
 from moelight.batch.source import LONGEST_LINE, Source
-from moelight.core.errors import InputError
+from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import SamplingParams
 
 Skip: TypeAlias = Callable[[int], bool]
-_MOST_KEPT = 1024
+# Of sampling fields that rows share: so many, none longer than that (a schema may be).
+_MOST_KEPT, _LONGEST_KEPT = 1024, 4096
+# Far more than any schema has, and so little that whatever walks the values later needs no guard of its own.
+_DEEPEST = 100
+_LONGEST_NAME = 64
 
 
 class Vocabulary(Protocol):
@@ -62,7 +66,13 @@ class FieldError(InputError):
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
         super().__init__(message, code=code)
-        self.param = param
+        self.param = param if param is None else param[:_LONGEST_NAME]
+
+
+def unknown_field(name: str, known: Iterable[str]) -> FieldError:
+    """The refusal of a field that is not ``known``; names the nearest."""
+    near = did_you_mean(name, known) if len(name) <= _LONGEST_NAME else ""
+    return FieldError(f"unknown field {name!r}{near}", param=name, code="unknown_field")
 
 
 class Samplings:
@@ -86,7 +96,8 @@ class Samplings:
             made = self._new(given)
             if len(self._made) >= _MOST_KEPT:
                 self._made.clear()
-            self._made[key] = made
+            if len(key) <= _LONGEST_KEPT:
+                self._made[key] = made
         return made
 
     def _new(self, given: dict[str, Any]) -> SamplingParams:
@@ -147,6 +158,8 @@ def read_object(raw: bytes, *, holding: str) -> dict[str, Any]:
         raise InputError(f"not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise InputError(f"must be a JSON object with {holding}")
+    if raw.count(b"[") + raw.count(b"{") > _DEEPEST:
+        _check_depth(values)
     return values
 
 
@@ -160,6 +173,20 @@ def read_custom_id(values: Mapping[str, Any]) -> str | None:
     if given is not None and not isinstance(given, str):
         raise FieldError("custom_id must be a string", param="custom_id")
     return given
+
+
+def _check_depth(values: dict[str, Any]) -> None:
+    level: list[Any] = [values]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise InputError("nested too deeply", code="invalid_json")
 
 
 def _refuse_constant(name: str) -> None:

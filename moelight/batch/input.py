@@ -15,17 +15,28 @@ from moelight.batch.fields import Reader, Reading, Skip, Vocabulary
 from moelight.batch.format import FORMATS
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import BadRow, Format, Row
+from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import Source, open_source
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
 AUTO = "auto"
 _PARQUET = b"PAR1"
-_BY_SUFFIX = {".txt": "text", ".text": "text", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_BY_SUFFIX = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_TEXT_SUFFIXES = (".txt", ".text")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 # The first line may be the one that is damaged: the first of so many that is an object decides.
 _LINES_TRIED = 100
-_OPENAI_KEYS = ("body", "url", "method")
+_OPENAI_KEYS = ("method", "url", "body")
+_ALL_KEYS = ("custom_id", *_OPENAI_KEYS)
+_CALLED = {
+    "openai": "OpenAI batch lines",
+    "simple": "one JSON object a line",
+    "text": "one prompt a line",
+    "csv": "a table, one prompt a record",
+    "parquet": "a Parquet table, one prompt a row",
+}
+_TABLES = ("csv", "parquet")
 
 
 class Input:
@@ -119,20 +130,14 @@ def open_input(
         else:
             name, why = format, "as asked"
         reader = FORMATS.get(name)(reading, source)
-        _check_some(source)
+        if name not in _TABLES and (prompt_column is not None or id_column is not None):
+            raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
+        if next(reader.rows(source, skip=None), None) is None:
+            raise InputError(f"{source.name}: no prompts", code="prompts_file")
     except BaseException:
         source.close()
         raise
     return Input(source, reader, f"{source.name}: {_CALLED[name]} ({why}{reader.told})")
-
-
-_CALLED = {
-    "openai": "OpenAI batch lines",
-    "simple": "one JSON object a line",
-    "text": "one prompt a line",
-    "csv": "a table, one prompt a record",
-    "parquet": "a Parquet table, one prompt a row",
-}
 
 
 def _detect(source: Source, path: Path) -> tuple[str, str]:
@@ -142,23 +147,28 @@ def _detect(source: Source, path: Path) -> tuple[str, str]:
     suffix = _suffix(path)
     if suffix in _BY_SUFFIX:
         return _BY_SUFFIX[suffix], f"by its name, {suffix}"
-    first: tuple[int, bytes] | None = None
+    first = b""
     for tried, (line, raw) in enumerate(_filled(source)):
-        first = first or (line, raw)
+        first = first or raw.strip()
+        if suffix == ".json" and first in (b"{", b"["):
+            raise InputError(
+                f"{source.name}: one JSON text over many lines; write each row as an object on a line of its own",
+                code="prompts_file",
+            )
         found = _object(raw)
         if found is not None:
-            names = [name for name in _OPENAI_KEYS if name in found]
-            if names:
-                return "openai", f"{' and '.join(names)} on line {line}"
-            return "simple", f"no url and no body on line {line}"
-        if tried >= _LINES_TRIED:
+            openai = any(name in found for name in _OPENAI_KEYS)
+            names = ", ".join(name for name in (_ALL_KEYS if openai else PROMPT_FIELDS) if name in found)
+            return "openai" if openai else "simple", f"{names or 'no url and no body'} on line {line}"
+        if tried >= _LINES_TRIED or suffix in _TEXT_SUFFIXES:
             break
-    if first is None or suffix in _JSON_SUFFIXES:
+    if suffix in _TEXT_SUFFIXES:
+        return "text", f"by its name, {suffix}"
+    if suffix in _JSON_SUFFIXES:
         return "simple", f"by its name, {suffix}"
-    line, raw = first
-    if raw.lstrip()[:1] in (b"{", b"["):
-        return "simple", f"line {line} begins as JSON"
-    return "text", f"line {line} is no JSON"
+    if first.startswith((b"{", b"[")):
+        return "simple", "it begins as JSON"
+    return "text", "it begins as no JSON"
 
 
 def _suffix(path: PurePath) -> str:
@@ -179,10 +189,3 @@ def _object(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _check_some(source: Source) -> None:
-    for _, raw in source.lines():
-        if raw is None or raw.strip():
-            return
-    raise InputError(f"{source.name}: no prompts", code="prompts_file")

@@ -33,6 +33,7 @@ from moelight.core.errors import InputError
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import Stats
 from moelight.profiles.families import profile_from_dir
+from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -123,11 +124,12 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
         numbered=options.durability.order == "completion",
     ) as source:
         directory = resolve_model(options.model)
+        context = profile_from_dir(directory).max_positions
         tokenizer = vocabulary.tokenizer = Tokenizer.from_dir(directory, chat_template=options.chat_template)
         yield Prepared(
             source=source,
             tokenizer=tokenizer,
-            context=profile_from_dir(directory).max_positions,
+            context=context,
             facts={
                 "prompts": {"format": source.format.name, "bytes": source.size_bytes, "digest": source.digest()},
                 "model": model_facts(directory),
@@ -159,7 +161,7 @@ class _Ran:
 
     state: str
     answering: Answering
-    stats: Stats | None = None
+    stats: Stats
 
 
 def _answer(
@@ -185,7 +187,7 @@ def _answer(
     rows = prepared.source.rows(skip=ledger.done)
     if workload is None or ledger.completed >= found.servable:
         answering.refuse_all(rows)
-        return _Ran(state=DONE, answering=answering)
+        return _Ran(state=DONE, answering=answering, stats=_nothing_ran())
     job = plan_job(options, workload)
     told.started(_start(options, prepared, summary, ledger, job))
     with job.load(options) as engine:
@@ -228,7 +230,7 @@ def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger
 def _write_figures(options: JobOptions, ran: _Ran, trace: RunTrace | None) -> None:
     """The files that hold the figures of this run."""
     if options.stats is not None:
-        figures = {} if ran.stats is None else ran.stats.as_dict()
+        figures = ran.stats.as_dict()
         with whole_file(options.stats, what="stats") as write:
             write(json.dumps(figures, indent=2).encode() + b"\n")
     if trace is not None:
@@ -273,3 +275,15 @@ def _check_paths(options: JobOptions) -> None:
             other = seen.setdefault(path.resolve(), what)
             if other != what:
                 raise InputError(f"{what} {path}: is the same file as the {other}", code="output_path")
+
+
+def _nothing_ran() -> Stats:
+    return Stats(
+        wall_s=0.0,
+        load_s=0.0,
+        prompt_tokens=0,
+        completion_tokens=0,
+        passes=0,
+        peak_rss_bytes=peak_rss_bytes(),
+        lanes={},
+    )

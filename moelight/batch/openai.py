@@ -22,11 +22,12 @@ from moelight.batch.fields import (
     read_custom_id,
     read_object,
     refused,
+    unknown_field,
 )
 from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
 from moelight.batch.rows import BadRow, Prompt, Row
 from moelight.batch.source import Source
-from moelight.core.errors import InputError, did_you_mean
+from moelight.core.errors import InputError
 from moelight.engine.chat import Conversation, check_messages
 
 HOLDING = "custom_id, method, url and body"
@@ -45,7 +46,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend", "include_reasoning",
-    "cache_salt",
+    "cache_salt", "length_penalty", "spaces_between_special_tokens",
 })  # fmt: skip
 # Known fields that would change the answer and are not served: they may stand there switched off.
 _REFUSED = {
@@ -59,11 +60,11 @@ _REFUSED = {
     "web_search_options": "nothing is fetched",
     "chat_template": "the checkpoint's own template is used",
     "documents": "send them in chat_template_kwargs",
-    "add_special_tokens": "the tokenizer decides",
     "echo": "only completions echo",
     "use_beam_search": "no beam search",
-    "length_penalty": "no beam search",
     "allowed_token_ids": "use logit_bias or structured_outputs",
+    "logits_processors": "no code is taken from a row",
+    "vllm_xargs": "there are none",
     "bad_words": "use logit_bias or structured_outputs",
     "truncate_prompt_tokens": "prompts are not cut",
     "mm_processor_kwargs": "only text is read",
@@ -75,6 +76,7 @@ _REFUSED = {
 class _Body(msgspec.Struct, kw_only=True):
     model: str | None = None
     n: int | None = None
+    add_special_tokens: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -188,13 +190,16 @@ class OpenAIReader:
         _check_names(values, url)
         if url == CHAT:
             chat = _convert(values, _Chat)
-            self._check_model(chat)
+            self._check(chat, special_tokens=False)
             return _chat(chat, _sampling_fields(values))
         completion = _convert(values, _Completion)
-        self._check_model(completion)
+        self._check(completion, special_tokens=True)
         return self._completion(completion, _sampling_fields(values))
 
-    def _check_model(self, body: _Body) -> None:
+    def _check(self, body: _Body, *, special_tokens: bool) -> None:
+        if body.add_special_tokens not in (None, special_tokens):
+            around = "around a prompt the tokenizer puts them" if special_tokens else "the chat template writes them"
+            raise FieldError(f"add_special_tokens: {around}", param="add_special_tokens", code="unsupported_parameter")
         if body.model is not None:
             try:
                 self._models.check(body.model)
@@ -223,9 +228,7 @@ class OpenAIReader:
 def _url(values: dict[str, Any]) -> str:
     for name in values:
         if name not in _LINE_FIELDS:
-            raise FieldError(
-                f"unknown field {name!r}{did_you_mean(name, _LINE_FIELDS)}", param=name, code="unknown_field"
-            )
+            raise unknown_field(name, _LINE_FIELDS)
     url = values.get("url")
     if url is None:
         raise FieldError("url is missing", param="url", code="missing_required_parameter")
@@ -253,8 +256,7 @@ def _check_names(values: dict[str, Any], url: str) -> None:
     fields = _FIELDS[url]
     for name in values.keys() - fields - _IGNORED:
         if name not in _REFUSED:
-            known = sorted(fields | _IGNORED | _REFUSED.keys())
-            raise FieldError(f"unknown field {name!r}{did_you_mean(name, known)}", param=name, code="unknown_field")
+            raise unknown_field(name, sorted(fields | _IGNORED | _REFUSED.keys()))
         if values[name]:
             raise FieldError(f"{name}: {_REFUSED[name]}", param=name, code="unsupported_parameter")
 

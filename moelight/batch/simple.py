@@ -18,11 +18,12 @@ from moelight.batch.fields import (
     read_custom_id,
     read_object,
     refused,
+    unknown_field,
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
 from moelight.batch.rows import BadRow, Prompt, Row, Served
 from moelight.batch.source import Source
-from moelight.core.errors import InputError, did_you_mean
+from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.chat import Conversation, check_messages
 
@@ -128,9 +129,7 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
         custom_id = read_custom_id(values)
         for name in values:
             if name not in _FIELDS:
-                raise FieldError(
-                    f"unknown field {name!r}{did_you_mean(name, _FIELDS)}", param=name, code="unknown_field"
-                )
+                raise unknown_field(name, _FIELDS)
         kind = _kind(values)
         prompts, conversation = _asked(kind, values[kind])
         given = {name: values[name] for name in values if name in SAMPLING_FIELDS and values[name] is not None}

@@ -53,6 +53,11 @@ class Source:
         self.packed = start == _GZIP
         _refuse_packed(name, self.start(8))
 
+    @property
+    def is_open(self) -> bool:
+        """It was not closed yet."""
+        return self._close.alive
+
     def close(self) -> None:
         """Let go of the file. Nothing can be read any more."""
         self._close()
@@ -175,6 +180,8 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not self._source.is_open:
+            raise ValueError(f"{self._source.name} is closed")
         wanted = min(len(buffer), self._source.size_bytes - self._at)
         if wanted <= 0:
             return 0

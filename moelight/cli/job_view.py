@@ -58,8 +58,7 @@ def _how_it_ended(result: JobResult, options: JobOptions) -> int:
     if result.first_error is not None:
         first = result.first_error
         _say(
-            f"{result.failed} of {result.total} lines were not served; "
-            f"the first is line {first.line}: {first.message}"
+            f"{result.failed} of {result.total} lines were not served; the first is line {first.line}: {first.message}"
         )
     if result.state == INTERRUPTED:
         left = result.total - result.completed - result.failed

@@ -140,8 +140,9 @@ class _Compiled:
         from moelight.engine.sandbox import Sandbox
 
         environment = Sandbox({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
-        self.wants_parts = _walks_content(environment.parse(source))
-        self.template = environment.from_string(source)
+        tree = environment.parse(source)
+        self.wants_parts = _walks_content(tree)
+        self.template = environment.from_string(tree)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

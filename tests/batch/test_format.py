@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-import io
 import json
+import math
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from moelight.batch.format import BadLine, InputLine, bad_line, completion_row, error_row, read_lines, to_json_line
+from moelight.batch.format import to_json_line
+from moelight.batch.input import open_input
+from moelight.batch.rows import BadRow, Row, Served, bad_row
+from moelight.batch.simple import SimpleFormat
 from moelight.core.errors import InputError
-from moelight.core.request import Completion, SamplingParams
+from moelight.core.request import Completion, Logprob, SamplingParams
+
+SERVED = Served(model="m", created=1, job="job")
 
 
-def read(tmp_path: Path, content: str | bytes, **options: object) -> list[InputLine | BadLine]:
+def read(tmp_path: Path, content: str | bytes, **options: Any) -> list[Row | BadRow]:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return list(read_lines(path, **options))  # type: ignore[arg-type]
+    with open_input(path, format="simple", **options) as found:
+        return list(found.rows())
+
+
+def error_row(bad: BadRow) -> dict[str, Any]:
+    return SimpleFormat().refuse(bad, SERVED)
+
+
+def asked(**given: Any) -> Row:
+    sampling = SamplingParams(**given.pop("sampling", {}))
+    return Row(**{"number": 4, "line": 6, "custom_id": None, "kind": "prompt", "sampling": sampling, **given})
+
+
+def completion_row(completion: Completion, *, custom_id: str | None, token_ids: bool) -> dict[str, Any]:
+    return SimpleFormat(token_ids=token_ids).answer(asked(custom_id=custom_id), [completion], SERVED)
 
 
 def test_a_prompt_and_a_conversation(tmp_path: Path) -> None:
@@ -27,10 +46,12 @@ def test_a_prompt_and_a_conversation(tmp_path: Path) -> None:
         '{"prompt": "Grüße", "custom_id": "a", "max_tokens": 3, "stop": ["x", "y"], "seed": 5}\n'
         + json.dumps({"messages": talk, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "ignore_eos": True}),
     )
-    assert isinstance(first, InputLine) and isinstance(second, InputLine)
-    assert (first.line, first.custom_id, first.prompt, first.messages) == (1, "a", "Grüße", None)
+    assert isinstance(first, Row) and isinstance(second, Row)
+    assert (first.line, first.custom_id, first.prompts, first.conversation) == (1, "a", ("Grüße",), None)
     assert first.sampling == SamplingParams(max_tokens=3, stop=("x", "y"), seed=5)
-    assert (second.line, second.custom_id, second.prompt, second.messages) == (2, None, None, talk)
+    assert second.conversation is not None and second.conversation.messages == talk
+    assert (second.number, second.line, second.custom_id, second.prompts) == (1, 2, None, ())
+    assert (first.kind, second.kind) == ("prompt", "messages")
     assert second.sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=4, ignore_eos=True)
     assert (first.shown, second.shown) == ("Grüße", "u")
 
@@ -40,14 +61,15 @@ def test_defaults_hold_where_a_line_is_silent_or_null(tmp_path: Path) -> None:
     (line,) = read(
         tmp_path, '{"prompt": "p", "max_tokens": 1, "seed": null, "custom_id": null, "messages": null}', defaults=base
     )
-    assert isinstance(line, InputLine)
+    assert isinstance(line, Row)
     assert line.sampling == SamplingParams(max_tokens=1, temperature=0.7, seed=4, stop=("z",))
 
 
 def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \t\n{"prompt": "b\\u2028"}\r\n\n{"prompt": "c\xe2\x80\xa8"}'
     lines = read(tmp_path, content)
-    assert [(line.line, line.prompt) for line in lines] == [(1, "a"), (4, "b\u2028"), (6, "c\u2028")]  # type: ignore[union-attr]
+    found = [(line.line, line.prompts) for line in lines if isinstance(line, Row)]
+    assert found == [(1, ("a",)), (4, ("b\u2028",)), (6, ("c\u2028",))]
 
 
 BAD = {
@@ -97,8 +119,8 @@ BAD = {
 def test_a_bad_line_is_a_row_and_the_rest_goes_on(kind: str, tmp_path: Path) -> None:
     content, code = BAD[kind]
     good, bad, last = read(tmp_path, b'{"prompt": "first"}\n' + content + b'\n{"prompt": "last"}\n')
-    assert isinstance(good, InputLine) and isinstance(last, InputLine) and last.line == 3
-    assert isinstance(bad, BadLine)
+    assert isinstance(good, Row) and isinstance(last, Row) and last.line == 3
+    assert isinstance(bad, BadRow)
     assert bad.line == 2
     assert code is None or bad.code == code
     row = json.loads(to_json_line(error_row(bad)))
@@ -108,53 +130,27 @@ def test_a_bad_line_is_a_row_and_the_rest_goes_on(kind: str, tmp_path: Path) -> 
 
 def test_an_unknown_field_names_the_nearest(tmp_path: Path) -> None:
     (line,) = read(tmp_path, '{"promt": "a"}')
-    assert isinstance(line, BadLine)
+    assert isinstance(line, BadRow)
     assert "'promt'" in line.message and "did you mean 'prompt'?" in line.message
 
 
 def test_the_custom_id_stays_with_the_error(tmp_path: Path) -> None:
     (line,) = read(tmp_path, '{"custom_id": "q-1", "prompt": 5}')
-    assert isinstance(line, BadLine)
+    assert isinstance(line, BadRow)
     assert list(error_row(line)) == ["custom_id", "line", "error"]
     assert error_row(line)["custom_id"] == "q-1"
 
 
-def test_a_custom_id_may_be_used_once(tmp_path: Path) -> None:
-    lines = read(tmp_path, '{"custom_id": "a", "prompt": "1"}\n{"custom_id": "a", "prompt": "2"}\n{"prompt": "3"}')
-    assert [type(line) for line in lines] == [InputLine, BadLine, InputLine]
-    assert isinstance(lines[1], BadLine)
-    assert (lines[1].code, lines[1].custom_id) == ("duplicate_custom_id", "a")
+def test_a_prompt_may_be_token_ids(tmp_path: Path) -> None:
+    good, bad = read(tmp_path, '{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [5, "6"]}')
+    assert isinstance(good, Row) and good.prompts == ((5, 6),) and good.shown == "(2 token ids)"
+    assert isinstance(bad, BadRow) and bad.param == "prompt_token_ids"
 
 
-@pytest.mark.parametrize("content", ["", "\n", " \n\t\r\n\n", "\ufeff"])
-def test_no_prompts(content: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"prompts\.jsonl: no prompts"):
-        read(tmp_path, content)
-
-
-def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.jsonl.*No such file"):
-        list(read_lines(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(InputError, match="directory"):
-        list(read_lines(tmp_path))
-    with pytest.raises(InputError, match="not a usable path"):
-        list(read_lines(Path("a\0b")))
-
-
-def test_the_file_is_read_as_it_is_needed(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n' * 10)
-    lines = read_lines(path)
-    assert isinstance(next(lines), InputLine)
-
-
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b'{"prompt": "a"}')))
-    (line,) = read_lines(Path("-"))
-    assert isinstance(line, InputLine) and line.prompt == "a"
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
-    with pytest.raises(InputError, match="standard input: no prompts"):
-        list(read_lines(Path("-")))
+def test_the_field_at_fault_is_named(tmp_path: Path) -> None:
+    first, second = read(tmp_path, '{"prompt": "a", "top_k": 1, "seed": -1}\n{"prompt": "a", "min_tokens": 90}')
+    assert isinstance(first, BadRow) and isinstance(second, BadRow)
+    assert (first.param, second.param) == ("seed", "min_tokens")
 
 
 def completion(text: str = "t") -> Completion:
@@ -174,6 +170,47 @@ def test_the_row_of_a_completion() -> None:
     assert list(completion_row(completion(), custom_id=None, token_ids=False)) == ["text", "finish_reason", "usage"]
 
 
+def test_what_was_asked_for_is_in_the_row() -> None:
+    likely = {
+        9: Logprob(logprob=-math.inf, rank=2, decoded_token="i"),
+        4: Logprob(logprob=-1.0, rank=1, decoded_token="h"),
+    }
+    given = Completion(
+        index=0, text="t", token_ids=(4,), finish_reason="stop", prompt_tokens=7, stop_reason="x",
+        cumulative_logprob=-1.0, logprobs=(likely,), prompt_logprobs=(None, likely),
+    )  # fmt: skip
+    row = asked(sampling={"logprobs": 1, "prompt_logprobs": 1, "stop": "x"})
+    shown = {
+        "4": {"logprob": -1.0, "rank": 1, "decoded_token": "h"},
+        "9": {"logprob": -9999.0, "rank": 2, "decoded_token": "i"},
+    }
+    assert SimpleFormat(numbered=True).answer(row, [given], SERVED) == {
+        "line": 6,
+        "text": "t",
+        "finish_reason": "stop",
+        "stop_reason": "x",
+        "usage": {"prompt_tokens": 7, "completion_tokens": 1},
+        "cumulative_logprob": -1.0,
+        "logprobs": [shown],
+        "prompt_logprobs": [None, shown],
+    }
+
+
+def test_samples_are_choices() -> None:
+    both = [
+        Completion(index=0, text=text, token_ids=(4,), finish_reason="stop", prompt_tokens=7, sample=number)
+        for number, text in enumerate("ab")
+    ]
+    assert SimpleFormat(token_ids=True).answer(asked(custom_id="i", sampling={"n": 2}), both, SERVED) == {
+        "custom_id": "i",
+        "choices": [
+            {"index": 0, "text": "a", "finish_reason": "stop", "token_ids": [4]},
+            {"index": 1, "text": "b", "finish_reason": "stop", "token_ids": [4]},
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 2},
+    }
+
+
 @pytest.mark.parametrize("text", ["Grüße 世 🦊", 'a "quote"\nand\u2028lines\r', "half \ud800", "\x00"])
 def test_a_row_is_one_line_of_utf8_and_reads_back(text: str) -> None:
     line = to_json_line(completion_row(completion(text), custom_id=text, token_ids=False))
@@ -184,5 +221,5 @@ def test_a_row_is_one_line_of_utf8_and_reads_back(text: str) -> None:
 
 
 def test_a_long_message_is_shortened() -> None:
-    bad = bad_line(3, None, InputError("x" * 10_000 + "\ny", code="c"))
+    bad = bad_row(2, 3, None, InputError("x" * 10_000 + "\ny", code="c"))
     assert len(bad.message) == 300 and bad.message.endswith("…")
