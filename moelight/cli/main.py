@@ -27,6 +27,7 @@ from moelight.cli.policy_tune import tune
 from moelight.cli.profile import profile
 from moelight.cli.report import report
 from moelight.cli.roofline import roofline
+from moelight.cli.serve_batch import serve_batch
 from moelight.cli.simulate import simulate
 from moelight.core.errors import UserError
 
@@ -36,6 +37,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="moelight", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(generate)
+app.command(name="serve-batch")(serve_batch)
 app.command()(optimize)
 app.command()(simulate)
 app.command()(roofline)
