@@ -28,9 +28,16 @@ class Tokenizer:
     """The tokenizer of one checkpoint. ``eos_token_ids`` end a completion."""
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, *, template: ChatTemplate | None, eos_token_ids: frozenset[int]
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        named: Mapping[str, str],
     ) -> None:
+        """``named``: the texts of special tokens by role (``bos_token``, ...)."""
         self._inner = inner
+        self._named = named
         self._template = template
         self.eos_token_ids = eos_token_ids
 
@@ -52,6 +59,7 @@ class Tokenizer:
             inner,
             template=read_chat_template(directory, config, named),
             eos_token_ids=_read_eos_token_ids(directory),
+            named=named,
         )
 
     @property
@@ -59,17 +67,22 @@ class Tokenizer:
         """Tokens it knows, added ones included: ids are below this unless the ids have gaps."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text`` with the special tokens this checkpoint puts around a prompt.
+    def token_id(self, role: str) -> int | None:
+        """The id of the special token with this ``role`` (``bos_token``, ``eos_token``, ...); None where there is none."""
+        text = self._named.get(role)
+        return None if text is None else self._inner.token_to_id(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt.
 
         Raises:
             InputError: ``text`` holds half of a surrogate pair.
         """
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, special tokens left out."""
-        return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def render(self, messages: object) -> list[int]:
         """The ids of a conversation, written by the checkpoint's chat template and open for the model's answer.
