@@ -1,7 +1,6 @@
 """Chat templates: a conversation becomes the one text the model was trained to continue.
 
-Knows jinja2, sandboxed, because a template comes with a downloaded model and is nobody's trusted code. Refuses to know
-token ids.
+Knows messages, and where a checkpoint keeps its templates; they run in the `sandbox`. Refuses to know token ids.
 """
 
 from __future__ import annotations
@@ -10,16 +9,32 @@ import datetime as dt
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moelight.core.errors import CheckpointError, InputError
+from moelight.core.errors import CheckpointError, ConfigError, InputError
 
 if TYPE_CHECKING:
-    import jinja2
+    from jinja2 import nodes
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_DIRECTORY = "additional_chat_templates"
+DEFAULT, TOOL_USE = "default", "tool_use"
+_MOST_TEMPLATE_BYTES = 1_000_000  # the longest in use have 50,000
+_LONGEST_COMPLAINT = 300  # characters
+# What `ChatTemplate.render` and the sandbox give a template under these names; a row's template_kwargs may not.
+_TAKEN = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+        *("raise_exception", "strftime_now", "namespace", "range", "dict", "cycler", "joiner"),
+        *("self", "loop", "caller", "varargs", "kwargs"),
+    }
+)
+# A message's thoughts go by several names; templates read the first, or gpt-oss's the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_SAY_WITHOUT_CONTENT = ("tool_calls", *_REASONING)
+# Put behind the last message's text, to see where the template wrote it; the blank tells whether it trims.
+_MARK = "<|moelight:continue-here|> "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,125 +57,246 @@ class Conversation:
 
 
 class ChatTemplate:
-    """One template and the special tokens it may write; compiled at first use."""
+    """The chat templates of one checkpoint by name, and the special tokens they may write; compiled at first use.
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+    ``source`` is the only one, or a mapping of names to them: ``default``, and ``tool_use`` for conversations with
+    tools.
+    """
+
+    def __init__(self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
+        self._sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, _Compiled] = {}
 
-    def render(self, messages: object) -> str:
-        """The conversation as text, open for the assistant's turn.
+    @classmethod
+    def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """The template a user wrote into a file of its own.
 
         Raises:
-            InputError: ``messages`` is not a list of messages, or the template refuses or fails.
+            ConfigError: it cannot be read.
         """
-        import jinja2
-
-        conversation = check_messages(messages)
-        # What a template may raise: its own refusal, the sandbox's, and what wrong types and sizes lead to.
-        faults = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
         try:
-            return self._compiled.render(
-                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except (*faults, TypeError, ValueError) as error:
+            return cls(_read_template(path), special_tokens=special_tokens)
+        except CheckpointError as error:
+            raise ConfigError(f"chat template {error}") from None
+
+    def render(self, conversation: Conversation | object) -> str:
+        """The conversation as text; a list of messages is open for the assistant's turn.
+
+        Raises:
+            InputError: ``conversation`` is not a list of messages, or the template refuses, fails or overworks.
+        """
+        if not isinstance(conversation, Conversation):
+            conversation = Conversation(messages=check_messages(conversation))
+        _check_conversation(conversation)
+        name = TOOL_USE if conversation.tools and TOOL_USE in self._sources else DEFAULT
+        if name not in self._sources:
+            named = ", ".join(sorted(self._sources))
+            raise InputError(f"this model has no default chat template, only {named}", code="no_chat_template")
+        if conversation.continue_final_message:
+            marked, text = _mark_last(conversation.messages)
+            return _cut_at_mark(self._render(name, conversation, marked), text)
+        return self._render(name, conversation, conversation.messages)
+
+    def _render(self, name: str, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+        from moelight.engine.meter import Meter, tree_size
+        from moelight.engine.sandbox import FAULTS, LEAST_WORK, WORK_PER_SIZE
+
+        values: dict[str, Any] = {
+            "documents": None,
+            **self._special_tokens,
+            **conversation.template_kwargs,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": conversation.tools or None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        try:
+            with Meter(LEAST_WORK + WORK_PER_SIZE * tree_size(values)):
+                if name not in self._compiled:
+                    self._compiled[name] = _Compiled(self._sources[name])
+                compiled = self._compiled[name]
+                if not compiled.wants_parts:
+                    values["messages"] = [_with_text(message) for message in values["messages"]]
+                return compiled.template.render(values)
+        except FAULTS as error:
             raise InputError(f"the chat template fails: {_one_line(error)}", code="chat_template") from None
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        return _environment().from_string(self._source)
+
+class _Compiled:
+    """A template ready to run, and whether it walks through the parts of a message's content itself."""
+
+    def __init__(self, source: str) -> None:
+        from moelight.engine.sandbox import Sandbox
+
+        environment = Sandbox({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
+        self.wants_parts = _walks_content(environment.parse(source))
+        self.template = environment.from_string(source)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """``messages`` as a list of objects with a string ``role`` and ``content``; keys that are null are dropped.
+    """``messages`` as a list of objects with a string ``role``; keys that are null are dropped.
+
+    ``content`` is a string or a list of text parts, or nothing where tool calls or thoughts are. The arguments of tool
+    calls become objects where they are JSON text. All other keys pass.
 
     Raises:
         InputError: it is anything else; names the message at fault, counted from 1.
     """
     if not isinstance(messages, list) or not messages:
         raise InputError("messages must be a non-empty list of objects with role and content")
-    conversation = []
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not message:
-            raise InputError(f"message {number} must be an object with role and content")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InputError(f"message {number}: {key} must be a string")
-        conversation.append({key: value for key, value in message.items() if value is not None})
-    return conversation
+    return [_checked(message, f"message {number}") for number, message in enumerate(messages, start=1)]
 
 
 def read_chat_template(
     directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The checkpoint's template: ``chat_template.jinja``, else tokenizer_config.json's; None where there is none.
+    """The checkpoint's templates: its files, else tokenizer_config.json's; None where there are none.
+
+    The files are ``chat_template.jinja``, the default, and those of ``additional_chat_templates``.
 
     Raises:
-        CheckpointError: the template is there but cannot be read, or is neither text nor a list of named texts.
+        CheckpointError: a template is there but cannot be read, or is neither text nor a list of named texts.
     """
-    path = directory / TEMPLATE_FILE
+    paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
+    if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATE_FILE).is_symlink():
+        paths[DEFAULT] = directory / TEMPLATE_FILE
+    sources = {name: _read_template(path) for name, path in paths.items()}
+    given = config.get("chat_template")
+    if not sources and isinstance(given, str):
+        sources = {DEFAULT: given}
+    elif not sources and given is not None:
+        if not isinstance(given, list) or not all(
+            isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+            for entry in given
+        ):
+            raise CheckpointError(
+                f"{directory / 'tokenizer_config.json'}: chat_template must be a string or a list of {{name, template}}"
+            )
+        sources = {entry["name"]: entry["template"] for entry in given}
+    return ChatTemplate(sources, special_tokens=special_tokens) if sources else None
+
+
+def _read_template(path: Path) -> str:
     try:
-        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
-    except FileNotFoundError:
-        pass
+        if path.stat().st_size > _MOST_TEMPLATE_BYTES:
+            raise CheckpointError(f"{path}: larger than {_MOST_TEMPLATE_BYTES} bytes, so not a chat template")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    given = config.get("chat_template")
-    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
-        given = next((entry.get("template") for entry in given if entry.get("name") == "default"), None)
-    if given is not None and not isinstance(given, str):
-        raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be a string or a list of {{name, template}}"
+
+
+def _checked(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not message:
+        raise InputError(f"{where} must be an object with role and content")
+    kept = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(kept.get("role"), str):
+        raise InputError(f"{where}: role must be a string")
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _checked_calls(kept["tool_calls"], where)
+    content = kept.get("content")
+    if isinstance(content, list):
+        kept["content"] = [_checked_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1)]
+    elif not isinstance(content, str) and (content is not None or kept.keys().isdisjoint(_SAY_WITHOUT_CONTENT)):
+        raise InputError(f"{where}: content must be a string or a list of text parts")
+    return kept
+
+
+def _checked_part(part: object, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise InputError(f'{where} must be an object like {{"type": "text", "text": "..."}}')
+    if kind != "text":
+        raise InputError(f"{where}: {kind!r} is not served, only text; nothing was fetched or opened")
+    if not isinstance(part.get("text"), str):
+        raise InputError(f"{where}: text must be a string")
+    return part
+
+
+def _checked_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InputError(f"{where}: tool_calls must be a list of objects")
+    return [_with_arguments(call, f"{where}, tool call {number}") for number, call in enumerate(calls, start=1)]
+
+
+def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InputError(f"{where}: function must be an object with name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise InputError(f"{where}: arguments is not JSON") from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _check_conversation(conversation: Conversation) -> None:
+    if conversation.add_generation_prompt and conversation.continue_final_message:
+        raise InputError(
+            "add_generation_prompt and continue_final_message exclude each other; set one of them to false"
         )
-    return None if given is None else ChatTemplate(given, special_tokens=special_tokens)
+    tools: object = conversation.tools
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise InputError("tools must be a list of objects")
+    for name in conversation.template_kwargs:
+        if name in _TAKEN or name.startswith("_"):
+            raise InputError(f"chat_template_kwargs may not set {name!r}, which the template has already")
 
 
-def _environment() -> jinja2.Environment:
-    """The environment transformers gives its templates, so that one text serves both."""
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.parser
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks the assistant's words for training; here its body is simply written."""
-
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class Namespace(jinja2.utils.Namespace):
-        """``namespace()`` without the names by which Python calls an object's internals."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__()
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: object) -> None:
-            if str(name).startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-            super().__setitem__(name, value)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=Namespace)
-    return environment
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is, not escaped for HTML as jinja2's own filter does."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the parts of its content joined by line breaks, as vLLM joins them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _mark_last(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """``messages`` with the mark behind the last one's text, and that text."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + _MARK}], content
+    if not content:
+        raise InputError("continue_final_message: the final message has no content to continue")
+    *parts, part = content
+    return [*before, {**last, "content": [*parts, {**part, "text": part["text"] + _MARK}]}], part["text"]
+
+
+def _cut_at_mark(rendered: str, text: str) -> str:
+    place = rendered.rfind(_MARK.strip())
+    if place < 0 or text.strip() not in rendered:
+        raise InputError("continue_final_message: the chat template does not write the final message as it is")
+    return rendered[:place] if rendered.startswith(_MARK, place) else rendered[:place].rstrip()
+
+
+def _walks_content(tree: nodes.Template) -> bool:
+    """Whether the template loops over a message's content, under whatever name it took it."""
+    from jinja2 import nodes
+
+    names = {"content"}
+    for assignment in tree.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
+            names.add(assignment.target.name)
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(expression: nodes.Node | None, names: set[str]) -> bool:
+    from jinja2 import nodes
+
+    while isinstance(expression, nodes.Filter):
+        expression = expression.node
+    if isinstance(expression, nodes.Name):
+        return expression.name in names
+    if isinstance(expression, nodes.Getitem):
+        return isinstance(expression.arg, nodes.Const) and expression.arg.value == "content"
+    return isinstance(expression, nodes.Getattr) and expression.attr == "content"
 
 
 def _raise_exception(message: str) -> None:
@@ -174,4 +310,5 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    line = " ".join(str(error)[: 2 * _LONGEST_COMPLAINT].split()) or type(error).__name__
+    return line if len(line) <= _LONGEST_COMPLAINT else f"{line[:_LONGEST_COMPLAINT]}…"

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import CheckpointError, InputError
-from moelight.engine.chat import ChatTemplate, read_chat_template
+from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
 
 if TYPE_CHECKING:
     import tokenizers
@@ -42,11 +42,12 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
 
     @classmethod
-    def from_dir(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in ``directory``.
+    def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
+        """The tokenizer of the checkpoint in ``directory``; ``chat_template`` is a file to take instead of its own.
 
         Raises:
             CheckpointError: tokenizer.json is missing, or one of the tokenizer's files is damaged.
+            ConfigError: ``chat_template`` cannot be read.
         """
         config = _read_object(directory / "tokenizer_config.json")
         named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
@@ -55,9 +56,13 @@ class Tokenizer:
             _add_tokens(inner, config, named)
             inner.no_truncation()
             inner.no_padding()
+        if chat_template is None:
+            template = read_chat_template(directory, config, named)
+        else:
+            template = ChatTemplate.from_file(chat_template, special_tokens=named)
         return cls(
             inner,
-            template=read_chat_template(directory, config, named),
+            template=template,
             eos_token_ids=_read_eos_token_ids(directory),
             named=named,
         )
@@ -84,15 +89,18 @@ class Tokenizer:
         """The text of ``token_ids``, special tokens left out."""
         return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def render(self, messages: object) -> list[int]:
-        """The ids of a conversation, written by the checkpoint's chat template and open for the model's answer.
+    def render(self, conversation: Conversation | object) -> list[int]:
+        """The ids of a conversation as the chat template writes it; a plain list of messages is open for the answer.
 
         Raises:
-            InputError: ``messages`` is not a conversation, there is no template, or the template refuses it.
+            InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
         """
         if self._template is None:
-            raise InputError("this model has no chat template; send a prompt instead", code="no_chat_template")
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+            raise InputError(
+                "this model has no chat template; send a prompt instead, or name a template of your own",
+                code="no_chat_template",
+            )
+        return self._encode(self._template.render(conversation), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
