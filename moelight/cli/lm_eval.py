@@ -21,7 +21,7 @@ _COMMANDS = ("run", "ls", "validate")
 
 _Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="OPTIONS", help="The harness's own commands and options; `run --help` lists them."),
+    typer.Argument(metavar="ARGUMENTS", help="The harness's own commands and options; `run --help` lists them."),
 ]
 
 

@@ -25,7 +25,7 @@ _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special"
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. ``eos_token_ids`` end a completion."""
+    """The tokenizer of one checkpoint and its chat ``template``, if it has one. ``eos_token_ids`` end a completion."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tokenizer:
         """``named``: the texts of special tokens by role (``bos_token``, ...)."""
         self._inner = inner
         self._named = named
-        self._template = template
+        self.template = template
         self.eos_token_ids = eos_token_ids
 
     @classmethod
@@ -73,7 +73,7 @@ class Tokenizer:
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def token_id(self, role: str) -> int | None:
-        """The id of the special token with this ``role`` (``bos_token``, ``eos_token``, ...); None where there is none."""
+        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), if there is one."""
         text = self._named.get(role)
         return None if text is None else self._inner.token_to_id(text)
 
@@ -95,12 +95,12 @@ class Tokenizer:
         Raises:
             InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
         """
-        if self._template is None:
+        if self.template is None:
             raise InputError(
                 "this model has no chat template; send a prompt instead, or name a template of your own",
                 code="no_chat_template",
             )
-        return self._encode(self._template.render(conversation), add_special_tokens=False)
+        return self._encode(self.template.render(conversation), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -1,12 +1,15 @@
 """moelight as a model of lm-evaluation-harness: ``--model moelight`` there, or an instance for ``simple_evaluate``.
 
 Texts become tokens, are cut and are answered as by the harness's own class for transformers models, so that results
-compare; scores are passes over prompts, of which nothing is generated. Knows lm_eval. Refuses to know tasks and metrics.
+compare; scores are passes over prompts, from which nothing is generated. Knows lm_eval. Refuses to know tasks and
+metrics.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 # Before registering: lm_eval lists its own models only when it is asked for one while the registry is empty.
@@ -15,11 +18,12 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
+from moelight.engine.chat import DEFAULT, Conversation, check_messages
 from moelight.engine.source import open_source
 from moelight.engine.tokenizer import Tokenizer
 from moelight.optimizer.plan import policy_as_dict
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from moelight.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MAX_GEN_TOKS = 256  # what the harness generates where a task does not say
@@ -166,19 +172,40 @@ class MoELightLM(TemplateLM):
         """The text of ``tokens``."""
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-    @property
+    @cached_property
     def _prefix_text(self) -> str:
         return self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the template that ``chat_template`` asks for by name, or by True."""
-        if chat_template is False or chat_template is None:
+        """The source of the template that conversations are written with, for the harness's records."""
+        template = self.tokenizer.template
+        if not chat_template or template is None:
             return None
-        return self.tokenizer.chat_template
+        return template.sources.get(DEFAULT)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as text: open for the assistant's turn, or with its last message left open."""
-        raise NotImplementedError
+        template = self.tokenizer.template
+        if template is None:
+            raise InputError(f"{self._name} has no chat template: evaluate it without --apply_chat_template")
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            conversation = Conversation(
+                messages=check_messages(messages),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                template_kwargs=self.chat_template_args,
+            )
+            return template.render(conversation)
+
+        try:
+            return rendered(chat_history)
+        except InputError as error:
+            spoken = [message for message in chat_history if message["role"] != "system"]
+            if error.code != "chat_template" or len(spoken) == len(chat_history):
+                raise
+            _log.warning("the chat template refuses a system message, so it is left out (%s)", error)
+            return rendered(spoken)
 
     def get_model_info(self) -> dict[str, Any]:
         """What results say of the model."""
@@ -248,9 +275,7 @@ class MoELightLM(TemplateLM):
                 f"{len(continuation)} after {len(context)}"
             )
         ids = (context + continuation)[-(self.max_length + 1) :]
-        return Request(
-            index=index, token_ids=tuple(ids), sampling=_SCORING, scored_from=len(ids) - len(continuation)
-        )
+        return Request(index=index, token_ids=tuple(ids), sampling=_SCORING, scored_from=len(ids) - len(continuation))
 
     def _generation(self, index: int, context: str, gen_kwargs: dict[str, Any]) -> Request:
         wishes: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
