@@ -1,51 +1,115 @@
 """Requests on their way to completions: seeds, the choice of each next token, and when a sequence ends.
 
-Knows sampling, eos ids and stop strings. Refuses to know batches and passes.
+Knows sampling, eos ids, stop strings and constraints. Refuses to know batches and passes.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
+import numpy as np
 from torch import Tensor
 
-from moelight.core.request import Completion, Request
+from moelight.core.errors import InputError
+from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import Batcher, Generation, Load, Piece
-from moelight.engine.sampling import next_tokens
-from moelight.engine.tokenizer import StopMatcher, Tokenizer, cut_at_stop
+from moelight.engine.constraints import Constraints
+from moelight.engine.detokenizer import cut_at_stop
+from moelight.engine.sampling import CHANGE_BYTES, blocks, change, next_tokens, sample_seed, score, there
+from moelight.engine.state import UNCHANGED, End, Kept, State, wants_state
+from moelight.engine.tokenizer import Tokenizer
+
+_LIKELIEST = SamplingParams()
 
 
 class Answers:
-    """The generations of one run, and the rules by which they end. ``tokens`` counts what was generated so far."""
+    """The generations of one run, and the rules by which they end. ``tokens`` counts what was generated so far.
 
-    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, max_positions: int) -> None:
-        self._tokenizer = tokenizer
+    A generation whose parameters ask for more than a token drawn from the logits, until eos, has a `State` as long as
+    it is alive.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], tokenizer: Tokenizer, constraints: Constraints, max_positions: int
+    ) -> None:
+        self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._matchers = {
-            request.index: StopMatcher(tokenizer.decode, request.sampling.stop)
-            for request in requests
-            if request.sampling.stop
-        }
+        self._ending = set(self._eos)
+        self._states: dict[Generation, State] = {}
+        self._historians = self._watching = 0
         self.tokens = 0
-        self.generations = [
-            Generation(request=request, seed=_seed(request), max_tokens=most_tokens(request, max_positions))
-            for request in requests
-        ]
+        self.generations = [generation for request in requests for generation in self._open(request)]
+
+    def _open(self, request: Request) -> Iterator[Generation]:
+        """The ``n`` answers to a request, one by one."""
+        how = request.sampling
+        seed = secrets.randbits(64) if how.seed is None else how.seed
+        self._ending.update(how.stop_token_ids)
+        for sample in range(how.n):
+            generation = Generation(
+                request=request,
+                seed=sample_seed(seed, sample),
+                max_tokens=most_tokens(request, self._max_positions),
+                sample=sample,
+            )
+            if wants_state(how):
+                self._states[generation] = state = State(request, self._tokenizer, self._constraints)
+                self._historians += state.needs_history
+                self._watching += state.matcher is not None
+            yield generation
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether some sequence's next token can be chosen only after `collect` has seen all before it."""
+        return self._historians > 0
 
     def choose(self, pieces: Sequence[Piece], logits: Tensor) -> Tensor:
         """The next token of each completing piece, int64 [S]; logits float32 [S, V]."""
         owners = [piece.generation for piece in pieces]
-        return next_tokens(
-            logits,
-            [owner.request.sampling for owner in owners],
-            [owner.seed for owner in owners],
-            [piece.earlier for piece in pieces],
-        )
+        params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
+        places = [piece.earlier for piece in pieces]
+        states = [self._states.get(owner) for owner in owners] if self._states else ()
+        special = [row for row, state in enumerate(states) if state is not None and state.chooses]
+        if not special:
+            return next_tokens(logits, params, seeds, places)
+        apart = set(special)
+        plain = [_LIKELIEST if row in apart else how for row, how in enumerate(params)]
+        tokens = next_tokens(logits, plain, seeds, places)
+        for rows in blocks(special, logits, CHANGE_BYTES):
+            index = there(np.asarray(rows), logits)
+            mine = [state for row in rows if (state := states[row]) is not None]
+            raw = logits[index]
+            changes = [state.change(places[row]) for row, state in zip(rows, mine, strict=True)]
+            changed = raw
+            if any(each is not UNCHANGED for each in changes):
+                changed = raw.clone()
+                change(changed, changes)
+            chosen = next_tokens(
+                changed, [params[row] for row in rows], [seeds[row] for row in rows], [places[row] for row in rows]
+            )
+            tokens[index] = chosen
+            wanted = [(row, state.top, state.chosen) for row, state in enumerate(mine) if state.top is not None]
+            _score(raw, chosen, wanted)
+        return tokens
+
+    def score(self, pieces: Sequence[Piece], first: int, logits: Tensor, targets: Tensor) -> None:
+        """Keep what ``logits`` float32 [R, V] say of ``targets`` int64 [R], tokens of prompts: those that ``pieces``
+        have scored, from the one with number ``first`` on."""
+        every = ((piece.generation, position) for piece in pieces for position in piece.scored)
+        wanted = []
+        for row, (generation, position) in enumerate(islice(every, first, first + len(logits))):
+            state = self._states.get(generation)
+            if state is not None:
+                state.positions.append(position)
+                wanted.append((row, generation.request.sampling.prompt_logprobs or 0, state.prompt))
+        _score(logits, targets, wanted)
 
     def may_end(self, tokens: Sequence[Sequence[int]]) -> bool:
         """Whether some sequence may have ended before its time with ``tokens``."""
-        return bool(self._matchers) or any(not self._eos.isdisjoint(new) for new in tokens)
+        return self._watching > 0 or any(not self._ending.isdisjoint(new) for new in tokens)
 
     def collect(self, batcher: Batcher, loads: Sequence[Load], tokens: Sequence[Sequence[int]]) -> list[Completion]:
         """Hand each new token to its generation; the completions of those that end with it."""
@@ -55,37 +119,101 @@ class Answers:
             for piece in load.pieces:
                 if not piece.completes:
                     continue
-                generation, token = piece.generation, next(arriving)
+                generation = piece.generation
+                token = next(arriving) if piece.samples else None
                 if generation.finished:
                     continue  # it had ended when this pass was launched ahead of its tokens
-                generation.generated.append(token)
-                self.tokens += 1
-                if reason := self._ends(generation, token):
+                if (end := self._ends(generation, token)) is not None:
                     generation.finished = True
                     batcher.retire(generation)
-                    finished.append(self._completion(generation, reason))
+                    finished.append(self._completion(generation, end))
+                    self._forget(generation)
         return finished
 
-    def _ends(self, generation: Generation, token: int) -> str | None:
-        if token in self._eos and not generation.request.sampling.ignore_eos:
-            generation.generated.pop()
-            self.tokens -= 1
-            return "stop"
-        matcher = self._matchers.get(generation.request.index) if self._matchers else None
-        if matcher is not None and matcher.found(generation.generated):
-            return "stop"
-        return "length" if len(generation.generated) >= generation.max_tokens else None
+    def _ends(self, generation: Generation, token: int | None) -> End | None:
+        """How the sequence ends with ``token``, if it does; None where nothing is to be generated."""
+        if token is None:
+            return End("length")
+        how, state = generation.request.sampling, self._states.get(generation) if self._states else None
+        end = None
+        if token in self._ending:
+            end = self._ends_by_token(how, token)
+        if state is not None:
+            text = self._tokenizer.token_text
+            if (stuck := state.arrived(token, closes=end is not None, text=text)) is not None:
+                return stuck
+        if end is not None:
+            return end
+        generation.generated.append(token)
+        self.tokens += 1
+        if state is not None and (found := state.ends(token)) is not None:
+            return found
+        return End("length") if len(generation.generated) >= generation.max_tokens else None
 
-    def _completion(self, generation: Generation, reason: str) -> Completion:
-        request = generation.request
-        text, _ = cut_at_stop(self._tokenizer.decode(generation.generated), request.sampling.stop)
+    def _ends_by_token(self, how: SamplingParams, token: int) -> End | None:
+        if token in self._eos and not how.ignore_eos:
+            return End("stop", closing=token)
+        return End("stop", closing=token, stop=token) if token in how.stop_token_ids else None
+
+    def _completion(self, generation: Generation, end: End) -> Completion:
+        request, state = generation.request, self._states.get(generation)
+        how, ids = request.sampling, generation.generated
+        text, stop = self._text(generation, end), end.stop
+        if end.by_text:
+            begin = 0
+            if how.min_tokens:
+                before = self._decoded(generation, ids[: how.min_tokens])
+                begin = len(before) - max(map(len, how.stop)) + 1
+            text, stop = cut_at_stop(text, how.stop, begin=begin, include=how.include_stop_str_in_output)
+        logprobs = None if state is None or state.top is None else tuple(state.logprobs)
         return Completion(
             index=request.index,
+            sample=generation.sample,
             text=text,
-            token_ids=tuple(generation.generated),
-            finish_reason=reason,
+            token_ids=tuple(ids),
+            finish_reason=end.reason,
+            stop_reason=stop,
             prompt_tokens=len(request.token_ids),
+            logprobs=logprobs,
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True)),
+            prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
         )
+
+    def _text(self, generation: Generation, end: End) -> str:
+        ids = generation.generated
+        if end.closing is not None and generation.request.sampling.include_stop_str_in_output:
+            ids = [*ids, end.closing]
+        return self._decoded(generation, ids)
+
+    def _decoded(self, generation: Generation, token_ids: Sequence[int]) -> str:
+        tokenizer, request = self._tokenizer, generation.request
+        return tokenizer.decode_after(
+            tokenizer.context(request.token_ids), token_ids, skip_special_tokens=request.sampling.skip_special_tokens
+        )
+
+    def _forget(self, generation: Generation) -> None:
+        state = self._states.pop(generation, None)
+        if state is not None:
+            self._historians -= state.needs_history
+            self._watching -= state.matcher is not None
+
+
+def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:
+    """Score ``tokens`` int64 [S] by ``logits`` float32 [S, V], as far as ``wanted``: a row, how many of the likeliest
+    tokens, and where it is kept."""
+    by_top: defaultdict[int, list[tuple[int, Kept]]] = defaultdict(list)
+    for row, top, kept in wanted:
+        by_top[top].append((row, kept))
+    for top, rows in by_top.items():
+        if len(rows) == len(logits):
+            found = score(logits, tokens, top)
+        else:
+            index = there(np.asarray([row for row, _ in rows]), logits)
+            found = score(logits[index], tokens[index], top)
+        for at, (_, kept) in enumerate(rows):
+            kept.append((found, at))
 
 
 def most_tokens(request: Request, max_positions: int) -> int:
@@ -93,6 +221,15 @@ def most_tokens(request: Request, max_positions: int) -> int:
     return min(request.sampling.max_tokens, max_positions - len(request.token_ids))
 
 
-def _seed(request: Request) -> int:
-    """The request's own seed, or a fresh one."""
-    return secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+def check_vocabulary(how: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        InputError: names the field and the id.
+    """
+    for name, token_ids in (("logit_bias", how.logit_bias or ()), ("stop_token_ids", how.stop_token_ids)):
+        for token in token_ids:
+            if token >= vocab_size:
+                raise InputError(
+                    f"{name}: token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id"
+                )

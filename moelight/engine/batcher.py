@@ -28,11 +28,13 @@ class Generation:
         chosen: tokens that were chosen, or will be by what was launched.
         generated: those of them that have arrived.
         finished: it has ended; what still arrives is dropped.
+        sample: which of the request's answers it is.
     """
 
     request: Request
     seed: int
     max_tokens: int
+    sample: int = 0
     blocks: list[int] = field(default_factory=list)
     place: int = -1
     computed: int = 0
@@ -64,6 +66,20 @@ class Piece:
     def completes(self) -> bool:
         """After it every token is in the cache, so the next one can be chosen."""
         return self.start + self.count >= len(self.generation.request.token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """A token is chosen after it."""
+        return self.completes and self.generation.max_tokens > 0
+
+    @property
+    def scored(self) -> range:
+        """The prompt's positions that are to be scored and follow one of its tokens."""
+        request = self.generation.request
+        if request.sampling.prompt_logprobs is None:
+            return range(0)
+        first, last = max(request.scored_from, self.start + 1), min(self.start + self.count, len(request.token_ids) - 1)
+        return range(first, max(first, last + 1))
 
     @property
     def earlier(self) -> int:
@@ -186,7 +202,7 @@ class Batcher:
                 generation = piece.generation
                 generation.computed += piece.count
                 if piece.completes:
-                    generation.chosen += 1
+                    generation.chosen += piece.samples
                     if generation.chosen == generation.max_tokens:
                         self.retire(generation)
 

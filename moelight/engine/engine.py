@@ -22,8 +22,9 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
-from moelight.engine.answers import Answers, most_tokens
+from moelight.engine.answers import Answers, check_vocabulary, most_tokens
 from moelight.engine.batcher import Batcher
+from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for, with_room
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
@@ -98,6 +99,7 @@ class Engine:
         speeds = speeds_for(self.plan, discrete=machine.discrete)
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device = machine.device
         watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
@@ -162,7 +164,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``.
+        """Completions in the order of ``prompts``, those of one prompt by their number.
 
         A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``, ``{"prompt_token_ids": [...]}`` or a list of
         token ids. ``sampling_params`` is one for all, or one each.
@@ -170,7 +172,7 @@ class Engine:
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
         """
-        return sorted(self.stream(prompts, sampling_params), key=lambda completion: completion.index)
+        return sorted(self.stream(prompts, sampling_params), key=lambda each: (each.index, each.sample))
 
     def stream(
         self,
@@ -190,14 +192,16 @@ class Engine:
         """Refuse what can never be served.
 
         Raises:
-            InputError: no tokens, a token outside the vocabulary, or a prompt longer than the context or the KV cache.
+            InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
+                a structure for the answer that cannot be compiled.
         """
         tokens, context = len(request.token_ids), self.profile.max_positions
         if not tokens:
             raise InputError("the prompt has no tokens", code="empty_prompt")
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.profile.vocab_size:
             raise InputError(f"token ids must be below the vocabulary's {self.profile.vocab_size}", code="bad_token_id")
-        if tokens >= context:
+        check_vocabulary(request.sampling, self.profile.vocab_size)
+        if tokens >= context + (request.sampling.max_tokens == 0):
             raise InputError(
                 f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
             )
@@ -209,6 +213,8 @@ class Engine:
                 code="kv_capacity_exceeded",
             )
         self._batcher.check_buffer(longest)
+        if request.sampling.structured_outputs is not None:
+            self._constraints.check(request.sampling.structured_outputs)
 
     def run(
         self,
@@ -224,7 +230,7 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        answers = Answers(requests, self.tokenizer, self.profile.max_positions)
+        answers = Answers(requests, self.tokenizer, self._constraints, self.profile.max_positions)
         self._batcher.add(answers.generations)
         if self._adapting is not None:
             self._adapting.begin(answers.generations, self._totals.busy_s)
@@ -253,26 +259,28 @@ class Engine:
 
         When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
         or streams, while it runs. Where a device computes the next is launched too, before the tokens are here: a
-        sequence that ended early rides in it once more, for nothing. Elsewhere it waits for the tokens, and is packed
-        anew if a sequence ended early.
+        sequence that ended early rides in it once more, for nothing. Elsewhere, and where the next token of a sequence
+        depends on those before it in the host's hands, it waits for the tokens, and is packed anew if a sequence ended
+        early.
         """
         passes, batcher, landed_s = self._loaded, self._batcher, time.perf_counter()
         flying = self._launch(answers, self._pack_next())
         try:
             while flying is not None:
                 packed = self._pack_next()
-                landing, flying = flying, self._launch(answers, packed) if self._ahead else None
+                early = not answers.needs_history
+                landing, flying = flying, self._launch(answers, packed) if self._ahead and early else None
                 self.timeline, tokens = passes.land(landing)
                 self._num_passes += 1
                 self._totals.add(self.timeline)
-                if not self._ahead and not answers.may_end(tokens):
+                if early and not self._ahead and not answers.may_end(tokens):
                     flying = self._launch(answers, packed)
                 alive = len(batcher.alive)
                 finished = answers.collect(batcher, landing.loads, tokens)
                 before_s, landed_s = landed_s, time.perf_counter()
                 if self._adapting is not None:
                     self._adapting.after(landing.loads, finished, landed_s - before_s, self._totals.busy_s)
-                if not self._ahead and flying is None:
+                if flying is None:
                     flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
                 yield finished
         finally:
@@ -286,7 +294,7 @@ class Engine:
         if packed is None:
             return None
         self._batcher.launched(packed.loads)
-        return self._loaded.launch(packed, answers.choose, follows=self._batcher.busy)
+        return self._loaded.launch(packed, answers.choose, answers.score, follows=self._batcher.busy)
 
     @property
     def stats(self) -> Stats:

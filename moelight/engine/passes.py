@@ -55,6 +55,7 @@ from moelight.weights.load import PageReader, load_dense, page_files, page_views
 from moelight.weights.torch_dtypes import to_torch
 
 Choose = Callable[[Sequence[Piece], Tensor], Tensor]
+Score = Callable[[Sequence[Piece], int, Tensor, Tensor], None]
 _SCHEDULES_KEPT = 256
 
 
@@ -160,6 +161,7 @@ class PassRunner:
             ),
             start_page=self._reader.start,
             pool=torch.zeros(alive, dtype=torch.int64, device=machine.device),
+            score_rows=policy.micro_batch_size,
         )
         # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
         room = torch.empty((3, alive), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
@@ -205,9 +207,10 @@ class PassRunner:
         shapes = tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True))
         return Packed(loads=loads, micro_batches=micro_batches, shapes=shapes)
 
-    def launch(self, packed: Packed, choose: Choose, *, follows: bool) -> Launched:
+    def launch(self, packed: Packed, choose: Choose, score: Score | None = None, *, follows: bool) -> Launched:
         """Put a pass on its way, which may be behind one that is. ``choose(pieces, logits)`` picks the new tokens of
-        the pieces that complete their sequences, on the device of the logits. ``follows``: another pass will come, so
+        the pieces that complete their sequences, on the device of the logits; ``score(pieces, first, logits, targets)``
+        scores the prompts' tokens of a load from its scored row ``first`` on. ``follows``: another pass will come, so
         its first pages may be fetched now."""
         small = self._small(sum(load.tokens for load in packed.loads))
         if small is None:
@@ -225,10 +228,13 @@ class PassRunner:
             ahead=ahead,
             foresee=ahead and present(small).near.foresees,
         )
-        completing = [[piece for piece in load.pieces if piece.completes] for load in packed.loads]
+        completing = [[piece for piece in load.pieces if piece.samples] for load in packed.loads]
 
         def sample(j: int, first: int, logits: Tensor) -> Tensor:
             return choose(completing[j][first : first + len(logits)], logits)
+
+        def note(j: int, first: int, logits: Tensor, targets: Tensor) -> None:
+            present(score)(packed.loads[j].pieces, first, logits, targets)
 
         schedule = self._schedule(shape)
         sweep = Sweep(
@@ -240,7 +246,9 @@ class PassRunner:
         )
         self._position += schedule.stream_advance
         self._streaming = small is None
-        return Launched(packed=packed, flight=self._executor.launch(schedule, self._operations.bind(sweep, sample)))
+        return Launched(
+            packed=packed, flight=self._executor.launch(schedule, self._operations.bind(sweep, sample, note))
+        )
 
     def _small(self, tokens: int) -> Pager | None:
         """Who brings the pages, where only those are to move that a pass of ``tokens`` is routed to."""
@@ -299,7 +307,7 @@ class PassRunner:
 
     def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
         """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""
-        samples = mb.sampled.numel() > 0
+        samples = mb.sampled.numel() + mb.targets.numel() > 0
         if mb.added is None or not self._layout.context_crosses:
             return MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples)
         shape = MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples, device_tokens=mb.added.there)
@@ -311,17 +319,7 @@ class PassRunner:
     def _pack(self, loads: Sequence[Load]) -> list[MicroBatch]:
         packed, row, sampled = [], 0, next(self._sampled)
         for load in loads:
-            chunks = [
-                Chunk(
-                    token_ids=piece.token_ids,
-                    start=piece.start,
-                    blocks=piece.generation.blocks,
-                    place=piece.generation.place,
-                    samples=piece.completes,
-                    decodes=piece.decodes,
-                )
-                for piece in load.pieces
-            ]
+            chunks = [_chunk(piece) for piece in load.pieces]
             mb = pack(
                 chunks,
                 block_size=self._policy.kv_block_size,
@@ -358,6 +356,20 @@ class PassRunner:
             if len(self._schedules) > _SCHEDULES_KEPT:
                 self._schedules.popitem(last=False)
         return self._schedules[shape]
+
+
+def _chunk(piece: Piece) -> Chunk:
+    generation, scored = piece.generation, piece.scored
+    return Chunk(
+        token_ids=piece.token_ids,
+        start=piece.start,
+        blocks=generation.blocks,
+        place=generation.place,
+        samples=piece.samples,
+        decodes=piece.decodes,
+        scores_from=scored.start - 1 - piece.start,
+        targets=generation.request.token_ids[scored.start : scored.stop] if scored else (),
+    )
 
 
 def _page_reader(source: Source, dtype: torch.dtype, opened: ExitStack) -> PageReader:

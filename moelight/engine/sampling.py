@@ -1,11 +1,16 @@
-"""From logits to the next token. A sampled token depends on its request's seed and position alone.
+"""From logits to the next token. A sampled token depends on its sequence's seed and position alone.
 
-Knows rows of logits and sampling parameters; refuses to know sequences and text.
+Knows rows of logits and sampling parameters; refuses to know sequences and text. The order is vLLM's: biases, the least
+number of tokens, penalties, what a grammar allows; then temperature, min-p, top-k, top-p.
+
+Legend: S rows, V vocabulary, K likeliest tokens asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +19,35 @@ from torch import Tensor
 from moelight.core.request import SamplingParams
 
 DRAW_BYTES = 64  # of a logit that is drawn from: in float64, sorted, with its id, and what sorting takes
+CHANGE_BYTES = 32  # of a logit that is changed first: twice in float32, and its mask as numbers
+FREE_BYTES = 1 << 20  # that nobody announces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """What happens to a row of logits before a token is taken from it.
+
+    ``biases`` are added. ``forbidden`` tokens cannot come. ``seen`` says how often each token of the sequence was
+    generated (0: it is only in the prompt), for the ``penalties`` (repetition, frequency, presence). Of ``allowed``
+    uint32 [V / 32] the bit of each token that may come is set; None: all may.
+    """
+
+    biases: Mapping[int, float] = field(default_factory=dict)
+    forbidden: Collection[int] = ()
+    seen: Mapping[int, int] = field(default_factory=dict)
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    allowed: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Of one token a row: its ``logprobs`` float32 [S] and ``ranks`` int64 [S], and the likeliest tokens
+    ``top_ids`` int64 [S, K] with theirs. In host memory; complete once the pass has landed."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
 
 
 def next_tokens(
@@ -22,17 +56,23 @@ def next_tokens(
     """One token id per row of ``logits`` float32 [S, V] -> int64 [S], on their device and without waiting for it.
 
     Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (how many tokens the
-    request has already generated), so neither the batch nor the order of work can change it.
+    sequence has already generated), so neither the batch nor the order of work can change it.
     """
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, how in enumerate(params) if not how.greedy]
-    most = max(1, len(params) * 4 // DRAW_BYTES)  # so that drawing takes no more memory than the logits
-    for first in range(0, len(drawn), most):
-        rows = drawn[first : first + most]
+    for rows in blocks(drawn, logits, DRAW_BYTES):
         numbers = [uniform(seeds[row], places[row]) for row in rows]
-        index = _there(np.asarray(rows), logits)
+        index = there(np.asarray(rows), logits)
         tokens[index] = _draw(logits[index], [params[row] for row in rows], numbers)
     return tokens
+
+
+def blocks(rows: Sequence[int], logits: Tensor, logit_bytes: int) -> Iterator[Sequence[int]]:
+    """``rows`` in parts of which work that takes ``logit_bytes`` a logit takes no more memory than all of ``logits``
+    float32 [S, V]."""
+    least = FREE_BYTES // (logits.shape[1] * logit_bytes)
+    most = max(1, least, len(logits) * 4 // logit_bytes)
+    return (rows[first : first + most] for first in range(0, len(rows), most))
 
 
 def uniform(seed: int, place: int) -> float:
@@ -40,17 +80,94 @@ def uniform(seed: int, place: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=place)).random())
 
 
+def sample_seed(seed: int, sample: int) -> int:
+    """The key of answer ``sample`` to a request with ``seed`` (below 2**64)."""
+    return seed + (sample << 64)
+
+
+def change(logits: Tensor, changes: Sequence[Change]) -> None:
+    """Row s of ``logits`` float32 [S, V] as ``changes[s]`` says, in place and without waiting for their device."""
+    _bias(logits, changes)
+    forbidden = [
+        (row, token) for row, each in enumerate(changes) for token in each.forbidden if token < logits.shape[1]
+    ]
+    if forbidden:
+        rows, tokens = there(np.array(forbidden, dtype=np.int64).T.copy(), logits)
+        logits.index_put_((rows, tokens), torch.full((), -torch.inf, device=logits.device))
+    _penalise(logits, changes)
+    masked = [row for row, each in enumerate(changes) if each.allowed is not None]
+    if masked:
+        bits = np.stack([each.allowed for each in changes if each.allowed is not None]).view(np.int32)
+        places = torch.arange(32, dtype=torch.int32, device=logits.device)
+        words = there(bits, logits).unsqueeze(2)
+        barred = (words >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[1]] == 0
+        index = there(np.asarray(masked), logits)
+        logits[index] = logits[index].masked_fill_(barred, -torch.inf)
+
+
+def _bias(logits: Tensor, changes: Sequence[Change]) -> None:
+    biased = [(row, token, bias) for row, each in enumerate(changes) for token, bias in each.biases.items()]
+    if biased:
+        rows, tokens, biases = there(np.array(biased, dtype=np.float64).T.copy(), logits)
+        logits.index_put_((rows.long(), tokens.long()), biases.float(), accumulate=True)
+
+
+def _penalise(logits: Tensor, changes: Sequence[Change]) -> None:
+    """Only the logits of tokens that were seen."""
+    seen = [(row, each) for row, each in enumerate(changes) if each.seen]
+    if not seen:
+        return
+    lengths = [len(each.seen) for _, each in seen]
+    rows = np.repeat([row for row, _ in seen], lengths)
+    tokens = np.concatenate([np.fromiter(each.seen.keys(), np.int64, len(each.seen)) for _, each in seen])
+    counts = np.concatenate([np.fromiter(each.seen.values(), np.float32, len(each.seen)) for _, each in seen])
+    penalties = np.repeat(np.array([each.penalties for _, each in seen], dtype=np.float32), lengths, axis=0)
+    row, token = there(np.stack([rows, tokens]), logits)
+    columns = np.concatenate([penalties.T, counts[None]])
+    repetition, frequency, presence, count = there(columns, logits)
+    values = logits[row, token]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * count
+    values -= presence * (count > 0)
+    logits.index_put_((row, token), values)
+
+
+def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
+    """The log-probability of ``tokens`` int64 [S] by ``logits`` float32 [S, V], before anything changed them, and of
+    the ``top`` likeliest ones (-1: all), without waiting for their device."""
+    vocabulary = logits.shape[1]
+    top = vocabulary if top < 0 else min(top, vocabulary)
+    found: list[tuple[Tensor, ...]] = []
+    for rows in blocks(range(len(logits)), logits, DRAW_BYTES if top else CHANGE_BYTES):
+        part, chosen = logits[rows[0] : rows[-1] + 1], tokens[rows[0] : rows[-1] + 1].unsqueeze(1)
+        logprobs = torch.log_softmax(part, dim=1)
+        likeliest = torch.topk(logprobs, top, dim=1)
+        found.append((logprobs.gather(1, chosen).squeeze(1), _ranks(part, chosen), likeliest.indices, likeliest.values))
+    columns = [_home(torch.cat(column)) for column in zip(*found, strict=True)]
+    return Scores(logprobs=columns[0], ranks=columns[1], top_ids=columns[2], top_logprobs=columns[3])
+
+
+def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """How many come before ``tokens`` int64 [S, 1] in the order of ``logits``, then of ids, and one: int64 [S]."""
+    own = logits.gather(1, tokens)
+    before = (logits == own) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
+    return (before | (logits > own)).sum(1) + 1
+
+
 def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    """Temperature, then top-k, then top-p (vLLM's order), then the inverse of the cumulative distribution at the row's
-    number; row by row, so that no row depends on another."""
+    """Temperature, then min-p, top-k and top-p, then the inverse of the cumulative distribution at the row's number;
+    row by row, so that no row depends on another."""
     vocabulary = logits.shape[1]
     limits = [how.top_k if 0 < how.top_k < vocabulary else vocabulary for how in params]
     temperatures = [how.temperature for how in params]
     columns = np.array([temperatures, [how.top_p for how in params], numbers, limits], dtype=np.float64)
-    temperature, top_p, number, limit = (column.unsqueeze(1) for column in _there(columns, logits))
+    temperature, top_p, number, limit = (column.unsqueeze(1) for column in there(columns, logits))
     scaled = logits.double()
     scaled -= scaled.amax(dim=1, keepdim=True)
     scaled /= temperature  # at most 0, so no temperature is too small
+    if any(how.min_p for how in params):
+        least = np.array([math.log(how.min_p) if how.min_p else -math.inf for how in params])
+        scaled.masked_fill_(scaled < there(least, logits).unsqueeze(1), -torch.inf)
     ordered, ids = torch.sort(scaled, dim=1, descending=True, stable=True)
     if min(limits) < vocabulary:
         ordered.masked_fill_(torch.arange(vocabulary, device=logits.device) >= limit, -torch.inf)
@@ -61,7 +178,14 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[fl
     return ids.gather(1, chosen).squeeze(1)
 
 
-def _there(numbers: np.ndarray, beside: Tensor) -> Tensor:
+def there(numbers: np.ndarray, beside: Tensor) -> Tensor:
     """``numbers`` on the device of ``beside``, which is not waited for."""
     host = torch.from_numpy(numbers)
     return host if beside.device.type == "cpu" else host.pin_memory().to(beside.device, non_blocking=True)
+
+
+def _home(tensor: Tensor) -> Tensor:
+    """``tensor`` in host memory, on its way there if it was not."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -7,20 +7,21 @@ know models, sampling and files of prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import CheckpointError, InputError
 from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
+from moelight.engine.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MOST_TOKENS_PER_CHARACTER = 4
+_LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -37,6 +38,7 @@ class Tokenizer:
     ) -> None:
         """``named``: the texts of special tokens by role (``bos_token``, ...)."""
         self._inner = inner
+        self._bytes = TokenBytes(inner)
         self._named = named
         self.template = template
         self.eos_token_ids = eos_token_ids
@@ -89,6 +91,41 @@ class Tokenizer:
         """The text of ``token_ids``, special tokens left out."""
         return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def context(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of ``token_ids``, the last ones, that decide how the text of what follows them begins: none where every
+        token stands for itself, a few where the first one of a text loses its space."""
+        if not self._bytes.first_differs:
+            return []
+        for count in range(_LEAST_CONTEXT, _MOST_CONTEXT):
+            last = list(token_ids[-count:])
+            if "\ufffd" not in self.decode(last) or count >= len(token_ids):
+                break
+        return last
+
+    def decode_after(
+        self, context: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text that ``token_ids`` add to that of the ``context`` before them."""
+        if not context:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        before = self.decode(context, skip_special_tokens=skip_special_tokens)
+        whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
+        return whole.removeprefix(before)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for in the middle of a text, which may be a part of a character; none for an id
+        without a token."""
+        return self._bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text, with ``\ufffd`` for a part of a character."""
+        return self._bytes(token_id).decode(errors="replace")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self._bytes.special_ids
+
     def render(self, conversation: Conversation | object) -> list[int]:
         """The ids of a conversation as the chat template writes it; a plain list of messages is open for the answer.
 
@@ -108,47 +145,6 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """``text`` before the first place where any of ``stops`` begins, and whether one was found."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return (text[: min(places)], True) if places else (text, False)
-
-
-class StopMatcher:
-    """Watches the growing token ids of one sequence for stop strings, decoding only the newest of them.
-
-    ::
-
-        token_ids   0 .......... context .......... searched .......... len
-                    never again   decoded for place    new: decoded and
-                    decoded       in the word only     searched with the tail
-
-    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character cut between tokens
-    stays new until it is whole.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._decode = decode
-        self._stops = tuple(stops)
-        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._context = 0
-        self._searched = 0
-        self._tail = ""
-
-    def found(self, token_ids: Sequence[int]) -> bool:
-        """True as soon as the text of ``token_ids``, all of the sequence so far, holds a stop string."""
-        known = self._decode(token_ids[self._context : self._searched])
-        whole = self._decode(token_ids[self._context :])
-        tail = self._tail + whole[len(known) :]
-        if any(stop in tail for stop in self._stops):
-            return True
-        unfinished = whole.endswith("\ufffd") and len(token_ids) - self._searched < _MOST_TOKENS_PER_CHARACTER
-        if not unfinished:
-            self._tail = tail[max(0, len(tail) - self._keep) :]
-            self._context, self._searched = self._searched, len(token_ids)
-        return False
 
 
 class _DamageIn:

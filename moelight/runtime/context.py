@@ -24,7 +24,8 @@ class Chunk:
 
     ``decodes``: one generated token, served by the decode kernel. It lies at ``place`` of the pool of tokens, where the
     next one goes too, so it has no ``token_ids`` here. A prompt's tokens never are, even where a cut leaves one alone:
-    its numbers would depend on the cut.
+    its numbers would depend on the cut. ``targets``: the prompt's tokens that are scored, by its row ``scores_from``
+    and the following ones.
     """
 
     token_ids: Sequence[int]
@@ -33,6 +34,8 @@ class Chunk:
     place: int
     samples: bool
     decodes: bool
+    scores_from: int = 0
+    targets: Sequence[int] = ()
 
     @property
     def count(self) -> int:

@@ -43,10 +43,11 @@ class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
     ``token_ids`` of decoding rows come from ``places`` int64 [D] of the pool of tokens when the pass runs, and what
-    follows ``sample_rows`` goes to its ``sample_places``. ``cache_slots int64 [T]``: where each token's key and value
-    go. ``block_tables int32 [D, B]`` and ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row,
-    last row, start, block table) each, and ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all
-    of them. For attention on the device ``added`` says where new keys and values go, and ``context`` where what came
+    follows ``sample_rows`` goes to its ``sample_places``. ``scored_rows`` int64 [R] score the tokens that follow them
+    in their prompts, ``targets`` int64 [R]. ``cache_slots int64 [T]``: where each token's key and value go.
+    ``block_tables int32 [D, B]`` and ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row, last
+    row, start, block table) each, and ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all of
+    them. For attention on the device ``added`` says where new keys and values go, and ``context`` where what came
     before lies. ``sampled`` int64 [S] is host memory for the new tokens.
     """
 
@@ -61,6 +62,8 @@ class MicroBatch:
     sample_rows: Tensor
     sample_places: Tensor
     sampled: Tensor
+    scored_rows: Tensor
+    targets: Tensor
     fresh: bool
     hidden: Tensor
     rope: Rotation | None = None
@@ -90,7 +93,7 @@ class MicroBatch:
     def land(self) -> None:
         """Bring to the device what it needs of the host's numbers, without waiting; by work of a lane of its own."""
         if (device := self.hidden.device).type != "cpu":
-            names = ("token_ids", "positions", "places", "sample_rows", "sample_places")
+            names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
             parts = [getattr(self, name) for name in names]
             moved = torch.cat(parts).pin_memory().to(device, non_blocking=True)
             for name, part in zip(names, moved.split([part.numel() for part in parts]), strict=True):
@@ -118,6 +121,7 @@ def pack(
     ids, positions = [np.zeros(first, dtype=np.int64)], [starts]
     slots = [tables[np.arange(first), starts // block_size] * np.int64(block_size) + starts % block_size]
     prompts, ends = [], [first]
+    scored, targets = [np.zeros(0, dtype=np.int64)], list[int]()
     for chunk in rest:
         row, end = ends[-1], ends[-1] + chunk.count
         ids.append(np.asarray(chunk.token_ids, dtype=np.int64))
@@ -125,6 +129,9 @@ def pack(
         slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
         table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
         prompts.append((row, end, chunk.start, table))
+        if chunk.targets:
+            scored.append(np.arange(len(chunk.targets), dtype=np.int64) + row + chunk.scores_from)
+            targets += chunk.targets
         ends.append(end)
     last = [*range(first), *(end - 1 for end in ends[1:])]
     sampling = [(row, chunk.place) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]
@@ -141,6 +148,8 @@ def pack(
         sample_rows=torch.from_numpy(rows[0]),
         sample_places=torch.from_numpy(rows[1]),
         sampled=sampled[: rows.shape[1]],
+        scored_rows=torch.from_numpy(np.concatenate(scored)),
+        targets=torch.tensor(targets, dtype=torch.int64),
         fresh=fresh,
         hidden=hidden,
         crossing=crossing,

@@ -23,6 +23,7 @@ from moelight.runtime.mixing import Mixing
 from moelight.runtime.paging import Sweep
 
 Sample = Callable[[int, int, Tensor], Tensor]
+Score = Callable[[int, int, Tensor, Tensor], None]
 
 
 class Operations:
@@ -42,18 +43,22 @@ class Operations:
         mixing: Mixing,
         start_page: StartPage,
         pool: Tensor,
+        score_rows: int,
     ) -> None:
+        """``score_rows``: rows of a prompt that are scored at once, at most."""
         self._decoder, self._pages, self._mixing, self._start_page = decoder, pages, mixing, start_page
         self._pool = pool
+        self._score_rows = min(score_rows, sample_rows(decoder.model))
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
             **attention,
         }
 
-    def bind(self, sweep: Sweep, sample: Sample) -> Perform:
+    def bind(self, sweep: Sweep, sample: Sample, score: Score) -> Perform:
         """The work of the pass ``sweep``; ``sample(j, first, logits)`` gives the tokens int64 that follow sample rows
-        ``first`` and on of micro-batch j."""
+        ``first`` and on of micro-batch j, ``score(j, first, logits, targets)`` scores the targets int64 of its scored
+        rows ``first`` and on."""
 
         def perform(task: Task) -> Work:
             if task.page is not None:
@@ -66,7 +71,7 @@ class Operations:
                 return partial(self._mixing.table[task.kind], task, sweep)
             micro_batch = sweep.micro_batches[task.micro_batch]
             if task.kind is TaskKind.SAMPLE:
-                return partial(self._sample, task, micro_batch, sample)
+                return partial(self._sample, task, micro_batch, sample, score)
             return partial(self._table[task.kind], task, micro_batch)
 
         return perform
@@ -94,14 +99,18 @@ class Operations:
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
         mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, present(mb.rope))
 
-    def _sample(self, task: Task, mb: MicroBatch, sample: Sample) -> None:
-        """Tokens to the pool, and on their way to the host: complete when the lane's ticket is."""
+    def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
+        """Tokens to the pool, and on their way to the host: complete when the lane's ticket is; and scores."""
         hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             tokens = sample(task.micro_batch, first, self._decoder.logits(hidden[part]))
             self._pool.index_copy_(0, mb.sample_places[part], tokens)
             mb.sampled[part].copy_(tokens, non_blocking=True)
+        for first in range(0, len(mb.targets), self._score_rows):
+            part = slice(first, first + self._score_rows)
+            logits = self._decoder.logits(mb.hidden[mb.scored_rows[part]])
+            score(task.micro_batch, first, logits, mb.targets[part])
 
 
 def _send(target: Tensor, source: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.answers import Answers, most_tokens
 from moelight.engine.batcher import Batcher
+from moelight.engine.constraints import Constraints
 from moelight.memory.kv import BlockPool
 
 EOS, STOPPER = 9, 5
@@ -18,10 +20,22 @@ EOS, STOPPER = 9, 5
 class Words:
     """A tokenizer of ten letters; 9 ends a sequence."""
 
-    eos_token_ids = frozenset({EOS})
+    eos_token_ids = special_ids = frozenset({EOS})
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join("abcdefghij"[token] for token in token_ids)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join("abcdefghij"[token] for token in token_ids if token != EOS or not skip_special_tokens)
+
+    def context(self, token_ids: Sequence[int]) -> list[int]:
+        return []
+
+    def decode_after(self, context: Sequence[int], token_ids: Sequence[int], **how: bool) -> str:
+        return self.decode(token_ids, **how)
+
+    def token_text(self, token: int) -> str:
+        return self.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.token_text(token).encode()
 
 
 def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000) -> tuple[Answers, Batcher]:
@@ -29,7 +43,8 @@ def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000
     policy = Policy(model="m", batch_size=n, micro_batch_size=4, micro_batch_tokens=4)
     batcher = Batcher(policy, BlockPool(100), discrete=False)
     made = [Request(index=i, token_ids=(1,) * length, sampling=how) for i, (length, how) in enumerate(requests)]
-    answers = Answers(made, Words(), context)  # type: ignore[arg-type]
+    words: Any = Words()
+    answers = Answers(made, words, Constraints(words, 10), context)
     batcher.add(answers.generations)
     return answers, batcher
 

@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from moelight.core.errors import CheckpointError, InputError
-from moelight.engine.tokenizer import StopMatcher, Tokenizer, cut_at_stop
+from moelight.engine.detokenizer import StopMatcher, cut_at_stop
+from moelight.engine.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps.",
@@ -183,16 +184,16 @@ def test_a_sentence_piece_file_alone_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "stops", "expected"),
     [
-        ("one two three", ["two"], ("one ", True)),
-        ("one two three", ["three", "two"], ("one ", True)),
-        ("aaa", ["aa"], ("", True)),
-        ("one", ["two"], ("one", False)),
-        ("one", [], ("one", False)),
-        ("", ["x"], ("", False)),
-        ("x\n\ny", ["\n\n", "\n"], ("x", True)),
+        ("one two three", ["two"], ("one ", "two")),
+        ("one two three", ["three", "two"], ("one ", "two")),
+        ("aaa", ["aa"], ("", "aa")),
+        ("one", ["two"], ("one", None)),
+        ("one", [], ("one", None)),
+        ("", ["x"], ("", None)),
+        ("x\n\ny", ["\n\n", "\n"], ("x", "\n\n")),
     ],
 )
-def test_cut_at_stop(text: str, stops: list[str], expected: tuple[str, bool]) -> None:
+def test_cut_at_stop(text: str, stops: list[str], expected: tuple[str, str | None]) -> None:
     assert cut_at_stop(text, stops) == expected
 
 
@@ -207,8 +208,8 @@ def test_the_matcher_finds_a_stop_at_the_token_that_completes_it(make: Any, stop
         ids = tokenizer.encode(text)
         matcher = StopMatcher(tokenizer.decode, stops)
         for count in range(1, len(ids) + 1):
-            expected = cut_at_stop(tokenizer.decode(ids[:count]), stops)[1]
-            assert matcher.found(ids[:count]) == expected, (text, count)
+            expected = cut_at_stop(tokenizer.decode(ids[:count]), stops)[1] is not None
+            assert matcher.found(ids[count - 1]) == expected, (text, count)
             if expected:
                 break
 
@@ -225,5 +226,5 @@ def test_the_matcher_decodes_a_few_tokens_at_a_time(tmp_path: Path) -> None:
     matcher = StopMatcher(decode, ["never"])
     ids = tokenizer.encode(CORPUS[0] * 20) + [tokenizer.encode("世")[0]] * 50
     for count in range(1, len(ids) + 1):
-        assert not matcher.found(ids[:count])
+        assert not matcher.found(ids[count - 1])
     assert longest <= 8

@@ -1,0 +1,142 @@
+"""From token ids back to text, a token at a time: the bytes of a token, and the stop texts in a growing answer.
+
+Knows how tokenizers write bytes and spaces. Refuses to know models, sampling parameters and what a prompt is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_MOST_TOKENS_PER_CHARACTER = 4
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# Decoders that treat the first token of a text in a way of its own.
+_FIRST_DIFFERS = {"Strip", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
+
+
+class TokenBytes:
+    """The bytes that each token of ``inner`` stands for in the middle of a text."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._added = inner.get_added_tokens_decoder()
+        self._steps = _steps(json.loads(inner.decoder.__getstate__())) if inner.decoder is not None else []
+        self.first_differs = not self._steps or any(step["type"] in _FIRST_DIFFERS for step in self._steps)
+
+    def __call__(self, token_id: int) -> bytes:
+        """None at all for an id without a token."""
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode()
+        piece = self._inner.id_to_token(token_id)
+        if piece is None:
+            return b""
+        for step in self._steps:
+            match step["type"]:
+                case "ByteLevel":
+                    return b"".join(_BYTE_OF.get(character) or character.encode() for character in piece)
+                case "ByteFallback":
+                    if byte := _BYTE.fullmatch(piece):
+                        return bytes.fromhex(byte[1])
+                case _:
+                    piece = _spaced(piece, step)
+        return str(piece).encode()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return frozenset(token_id for token_id, token in self._added.items() if token.special)
+
+
+def cut_at_stop(text: str, stops: Sequence[str], *, begin: int = 0, include: bool = False) -> tuple[str, str | None]:
+    """``text`` before the first place from ``begin`` on where any of ``stops`` begins, and which does, if any.
+    ``include``: that stop stays."""
+    places = [(place, stop) for stop in stops if (place := text.find(stop, max(0, begin))) >= 0]
+    if not places:
+        return text, None
+    place, stop = min(places, key=lambda found: found[0])
+    return text[: place + len(stop) * include], stop
+
+
+class StopMatcher:
+    """Watches the growing tokens of one sequence for stop strings, decoding only the newest of them.
+
+    ::
+
+        tokens   0 .......... context .......... searched .......... now
+                 never again   decoded for place    new: decoded and
+                 decoded       in the word only     searched with the tail
+
+    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character cut between tokens
+    stays new until it is whole. The first ``unsearched`` tokens are only read; ``context`` are tokens before the
+    sequence that its text depends on.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        *,
+        context: Sequence[int] = (),
+        unsearched: int = 0,
+    ) -> None:
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
+        self._ids = list(context)  # from ``context`` on
+        self._searched = len(self._ids)
+        self._unsearched = unsearched
+        self._tail = ""
+
+    def found(self, token_id: int) -> bool:
+        """True as soon as the text of the sequence, which goes on with this token, holds a stop string."""
+        self._ids.append(token_id)
+        self._unsearched -= 1
+        known = self._decode(self._ids[: self._searched])
+        whole = self._decode(self._ids)
+        tail = self._tail + whole[len(known) :]
+        if self._unsearched < 0 and any(stop in tail for stop in self._stops):
+            return True
+        unfinished = whole.endswith("\ufffd") and len(self._ids) - self._searched < _MOST_TOKENS_PER_CHARACTER
+        if not unfinished:
+            self._tail = tail[max(0, len(tail) - self._keep) :]
+            del self._ids[: self._searched]
+            self._searched = len(self._ids)
+        return False
+
+
+def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A decoder as tokenizer.json writes it, as a list of simple ones."""
+    return [step for each in spec["decoders"] for step in _steps(each)] if spec["type"] == "Sequence" else [spec]
+
+
+def _spaced(piece: str, step: Mapping[str, Any]) -> str:
+    """``piece`` with its spaces as the decoder ``step`` writes them in the middle of a text."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return piece.replace(old, new)
+        case {"type": "Metaspace", "replacement": str(mark)}:
+            return piece.replace(mark, " ")
+        case {"type": "WordPiece", "prefix": str(mark)}:
+            return piece[len(mark) :] if piece.startswith(mark) else " " + piece
+        case {"type": "BPEDecoder", "suffix": str(mark)}:
+            return piece.replace(mark, " ")
+        case _:
+            return piece
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """The characters that byte-level tokenizers write bytes as: printable ones stand for themselves, the others
+    follow at U+0100."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): bytes([byte]) for byte in plain} | {
+        chr(0x100 + number): bytes([byte]) for number, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()
