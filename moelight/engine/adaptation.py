@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from moelight.core.adaptation import Adaptation
 from moelight.core.policy import Policy
-from moelight.core.request import Completion
 from moelight.core.schedule import Lane
-from moelight.engine.batcher import Batcher, Generation, Load
+from moelight.engine.answers import Answers
+from moelight.engine.batcher import Admitted, Batcher, Load
 from moelight.engine.passes import PassRunner
 from moelight.engine.planning import hardware_for
 from moelight.hrm.speeds import speeds_of
@@ -39,15 +40,14 @@ class Adapting:
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
         self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
         self._blocks_each = 0.0
-        self._lengths = _Lengths(())
+        self._answers: Answers | None = None
+        self._before = Admitted()
 
-    def begin(self, generations: Sequence[Generation], busy_s: Mapping[Lane, float]) -> None:
-        """``generations`` will be served; the lanes have worked ``busy_s`` so far."""
-        self._lengths, self._busy_s = _Lengths(generations), dict(busy_s)
+    def begin(self, answers: Answers, busy_s: Mapping[Lane, float]) -> None:
+        """A run begins, and ``answers`` are what comes of it; the lanes have worked ``busy_s`` so far."""
+        self._answers, self._before, self._busy_s = answers, replace(self._batcher.admitted), dict(busy_s)
 
-    def after(
-        self, loads: Sequence[Load], finished: Sequence[Completion], seconds: float, busy_s: Mapping[Lane, float]
-    ) -> None:
+    def after(self, loads: Sequence[Load], seconds: float, busy_s: Mapping[Lane, float]) -> None:
         """A pass of ``loads`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
         before, self._busy_s = self._busy_s, dict(busy_s)
         self._passed += 1
@@ -56,7 +56,6 @@ class Adapting:
         if self._adapter.exhausted or self._spent_s > SHARE * self._all_s:
             return
         began_s = time.perf_counter()
-        self._lengths.end(finished)
         lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
         self._adapter.observe(passed(loads, seconds, lanes))
         if alive := len(self._batcher.alive):  # none where all of a batch end together
@@ -64,7 +63,7 @@ class Adapting:
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
         if self._due():
-            self._look()
+            self._look(*self._lengths())
             self._look_s = time.perf_counter() - watched_s
             self._spent_s += self._look_s
             self._since_look_s = 0.0
@@ -73,11 +72,21 @@ class Adapting:
         enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S
         return enough and self._spent_s + self._look_s <= SHARE * self._all_s
 
-    def _look(self) -> None:
+    def _lengths(self) -> tuple[float, float]:
+        """Average tokens of a prompt and of an answer, as far as the sequences of this run were admitted. Answers are
+        as much shorter than they may be as the finished ones are."""
+        now, before, answers = self._batcher.admitted, self._before, self._answers
+        count = max(1, now.sequences - before.sequences)
+        answer = (now.answer_tokens - before.answer_tokens) / count
+        if answers is not None and answers.ended_tokens:
+            answer *= answers.ended_tokens / answers.ended_most
+        return (now.prompt_tokens - before.prompt_tokens) / count, answer
+
+    def _look(self, prompt_len: float, gen_len: float) -> None:
         rest = Rest(
             waiting=self._batcher.waiting,
-            prompt_len=self._lengths.prompt,
-            gen_len=self._lengths.answer,
+            prompt_len=prompt_len,
+            gen_len=gen_len,
             most_alive=self._most_alive(),
         )
         change = self._adapter.look(rest, after_pass=self._passed)
@@ -108,28 +117,6 @@ def adapting_for(
     if "num_micro_batches" in fixed:
         fixed |= {"batch_size", "micro_batch_size"}
     return Adapting(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
-
-
-class _Lengths:
-    """Average lengths of prompts and answers. Answers are as much shorter than they may be as the finished ones are."""
-
-    def __init__(self, generations: Sequence[Generation]) -> None:
-        self._most = {each.request.index: each.max_tokens for each in generations}
-        count = max(1, len(generations))
-        self.prompt = sum(len(each.request.token_ids) for each in generations) / count
-        self._longest = sum(self._most.values()) / count
-        self._generated = self._allowed = 0
-
-    def end(self, finished: Iterable[Completion]) -> None:
-        """These have ended."""
-        for completion in finished:
-            self._generated += completion.completion_tokens
-            self._allowed += self._most.get(completion.index, completion.completion_tokens)
-
-    @property
-    def answer(self) -> float:
-        """Tokens of an answer."""
-        return self._longest * (self._generated / self._allowed if self._generated else 1.0)
 
 
 def passed(loads: Sequence[Load], seconds: float, busy_s: Mapping[str, float]) -> Passed:

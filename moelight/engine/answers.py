@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -26,22 +26,27 @@ _LIKELIEST = SamplingParams()
 
 
 class Answers:
-    """The generations of one run, and the rules by which they end. ``tokens`` counts what was generated so far.
+    """The generations of one run, and the rules by which they end. Nothing is kept of those that have.
 
     A generation whose parameters ask for more than a token drawn from the logits, until eos, has a `State` as long as
     it is alive.
+
+    Attributes:
+        generations: made one by one, as they are asked for.
+        tokens: what was generated so far.
+        ended_tokens, ended_most: what those that have ended generated, and the most that they might have.
     """
 
     def __init__(
-        self, requests: Sequence[Request], tokenizer: Tokenizer, constraints: Constraints, max_positions: int
+        self, requests: Iterable[Request], tokenizer: Tokenizer, constraints: Constraints, max_positions: int
     ) -> None:
         self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._ending = set(self._eos)
         self._states: dict[Generation, State] = {}
         self._historians = self._watching = 0
-        self.tokens = 0
-        self.generations = [generation for request in requests for generation in self._open(request)]
+        self.tokens = self.ended_tokens = self.ended_most = 0
+        self.generations: Iterator[Generation] = (made for request in requests for made in self._open(request))
 
     def _open(self, request: Request) -> Iterator[Generation]:
         """The ``n`` answers to a request, one by one."""
@@ -126,6 +131,8 @@ class Answers:
                 if (end := self._ends(generation, token)) is not None:
                     generation.finished = True
                     batcher.retire(generation)
+                    self.ended_tokens += len(generation.generated)
+                    self.ended_most += generation.max_tokens
                     finished.append(self._completion(generation, end))
                     self._forget(generation)
         return finished

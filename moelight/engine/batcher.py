@@ -7,9 +7,9 @@ one place: waiting, alive, or finished.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
@@ -105,9 +105,19 @@ class Load:
         return sum(piece.count for piece in self.pieces)
 
 
+@dataclass(kw_only=True, slots=True)
+class Admitted:
+    """How many sequences were admitted so far, and their tokens: of prompts, and the most that answers may have."""
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+
 class Batcher:
     """Admits, packs and retires. A request holds KV blocks for its longest possible answer from its admission on, so
-    nothing alive is ever pushed out.
+    nothing alive is ever pushed out. Whoever waits is taken from the source when there is room, and one ahead, so that
+    it is known whether more will come: `busy` and `waiting` may ask the source.
 
     It runs ahead of the tokens: `launched` takes it that every sequence goes on, and lets go of those that end for
     sure, for the lanes do what was launched in order. `next_pass` changes nothing but whom it admits, so its answer may
@@ -120,23 +130,25 @@ class Batcher:
         self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
         self._allotted = policy
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
-        self._waiting: deque[Generation] = deque()
+        self._source: Iterator[Generation] = iter(())
+        self._first: Generation | None = None  # taken from the source, and not admitted yet
+        self.admitted = Admitted()
         self._alive: dict[Generation, None] = {}
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, generations: Iterable[Generation]) -> None:
-        """Queue more work, served in this order."""
-        self._waiting.extend(generations)
+        """Queue more work, served in this order, and asked for no sooner than there is room for it."""
+        self._source = chain(self._source, generations)
 
     @property
     def busy(self) -> bool:
         """Something is waiting or alive."""
-        return bool(self._waiting or self._alive)
+        return bool(self._alive) or self.waiting
 
     @property
     def waiting(self) -> bool:
         """Something has not been admitted yet."""
-        return bool(self._waiting)
+        return self._ahead() is not None
 
     @property
     def alive(self) -> Collection[Generation]:
@@ -214,8 +226,8 @@ class Batcher:
             self._places.append(generation.place)
 
     def clear(self) -> None:
-        """Forget everything that is not finished."""
-        self._waiting.clear()
+        """Forget everything that is not finished, and where more would come from."""
+        self._source, self._first = iter(()), None
         for generation in list(self._alive):
             self.retire(generation)
 
@@ -225,15 +237,23 @@ class Batcher:
             while self._admit() is not None:
                 pass
 
+    def _ahead(self) -> Generation | None:
+        """Who is admitted next."""
+        if self._first is None:
+            self._first = next(self._source, None)
+        return self._first
+
     def _admit(self) -> Generation | None:
-        if not self._waiting or len(self._alive) >= self.policy.batch_size:
+        if len(self._alive) >= self.policy.batch_size or (first := self._ahead()) is None:
             return None
-        first = self._waiting[0]
         need = self.blocks_for(len(first.request.token_ids) + first.max_tokens)
         if need > self._pool.free:
             return None
         first.blocks, first.place = self._pool.take(need), self._places.pop()
-        self._alive[self._waiting.popleft()] = None
+        self._alive[first], self._first = None, None
+        self.admitted.sequences += 1
+        self.admitted.prompt_tokens += len(first.request.token_ids)
+        self.admitted.answer_tokens += first.max_tokens
         return first
 
     def _cut(self, prompts: list[Piece]) -> tuple[list[Piece], list[Piece]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -115,8 +115,7 @@ class Engine:
         self._counts: Counter[str] = Counter()  # what `Stats.counts` shows
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
-        self._num_passes = self._prompt_tokens = 0
-        self.progress_tokens = 0
+        self._num_passes = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
 
@@ -218,13 +217,15 @@ class Engine:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         *,
         on_pass: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
         """Serve ``requests`` that ``check`` let through; completions come as they finish.
 
         Args:
+            requests: asked for one by one, as there is room for them, and one ahead; there may be more of them than
+                memory holds. What they raise comes out here, when the pass that is running has ended.
             on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then speak of it.
         """
         if self._serving:
@@ -233,8 +234,7 @@ class Engine:
         answers = Answers(requests, self.tokenizer, self._constraints, self.profile.max_positions)
         self._batcher.add(answers.generations)
         if self._adapting is not None:
-            self._adapting.begin(answers.generations, self._totals.busy_s)
-        self._prompt_tokens += sum(len(request.token_ids) for request in requests)
+            self._adapting.begin(answers, self._totals.busy_s)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         idle, idle_before = Idle(began_s), self._python_s
         self._totals.begin(began_s)
@@ -279,7 +279,7 @@ class Engine:
                 finished = answers.collect(batcher, landing.loads, tokens)
                 before_s, landed_s = landed_s, time.perf_counter()
                 if self._adapting is not None:
-                    self._adapting.after(landing.loads, finished, landed_s - before_s, self._totals.busy_s)
+                    self._adapting.after(landing.loads, landed_s - before_s, self._totals.busy_s)
                 if flying is None:
                     flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
                 yield finished
@@ -302,7 +302,7 @@ class Engine:
         return Stats(
             wall_s=self._wall_s,
             load_s=self._load_s,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._batcher.admitted.prompt_tokens,
             completion_tokens=self.progress_tokens,
             passes=self._num_passes,
             peak_rss_bytes=peak_rss_bytes(),
