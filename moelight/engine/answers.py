@@ -181,6 +181,7 @@ class Answers:
             finish_reason=end.reason,
             stop_reason=stop,
             prompt_tokens=len(request.token_ids),
+            cached_tokens=generation.cached,
             logprobs=logprobs,
             cumulative_logprob=None
             if logprobs is None

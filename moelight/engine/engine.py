@@ -69,6 +69,7 @@ class Engine:
         source: Source | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         """Load the model of ``policy`` as it says.
 
@@ -81,6 +82,7 @@ class Engine:
             adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
                 to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
             experts: which experts stay near in small passes, and what is to be known of them; None: the default policy.
+            prefix_caching: what prompts have in common from their beginning on is computed once, in whole blocks.
 
         Raises:
             ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
@@ -107,7 +109,11 @@ class Engine:
             limit_device_memory(self._device, self._device_limit)
         self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes, self._experts)
         self._batcher = Batcher(
-            self.policy, self._passes.pool, discrete=machine.discrete, window=self.profile.attention.window
+            self.policy,
+            self._passes.pool,
+            discrete=machine.discrete,
+            window=self.profile.attention.window,
+            prefix_caching=prefix_caching,
         )
         self._ahead = machine.discrete
         self._adapting = self._adapts(adapt)
@@ -135,6 +141,7 @@ class Engine:
         workload: Workload | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
+        prefix_caching: bool = True,
     ) -> Engine:
         """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
 
@@ -156,7 +163,15 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
+        return cls(
+            plan,
+            device=device,
+            lanes=lanes,
+            source=source,
+            adapt=adapt,
+            experts=experts,
+            prefix_caching=prefix_caching,
+        )
 
     def generate(
         self,
@@ -249,6 +264,11 @@ class Engine:
                     on_pass()
                 yield from finished
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
+        except GeneratorExit:  # between two passes, and what was launched has been computed
+            raise
+        except BaseException:
+            self._batcher.clear(failed=True)
+            raise
         finally:
             self._totals.end(began_s + self._wall_s - wall_before)
             self._batcher.clear()
@@ -299,16 +319,21 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Figures of everything run so far."""
+        admitted = self._batcher.admitted
         return Stats(
             wall_s=self._wall_s,
             load_s=self._load_s,
-            prompt_tokens=self._batcher.admitted.prompt_tokens,
+            prompt_tokens=admitted.prompt_tokens,
             completion_tokens=self.progress_tokens,
             passes=self._num_passes,
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
-            counts=dict(self._counts),
+            counts={
+                **self._counts,
+                "prefix_cache_queries": admitted.prompt_tokens,
+                "prefix_cache_hits": admitted.cached_tokens,
+            },
             adaptations=self.adaptations,
             device_peak_bytes=device_peak(self._device).reserved,
         )
