@@ -226,7 +226,7 @@ def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept
 
 def most_tokens(request: Request, max_positions: int) -> int:
     """How many tokens may follow the prompt: as many as asked for, within the model's context."""
-    return min(request.sampling.max_tokens, max_positions - len(request.token_ids))
+    return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
 
 
 def check_vocabulary(how: SamplingParams, vocab_size: int) -> None:

@@ -215,7 +215,8 @@ class Engine:
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.profile.vocab_size:
             raise InputError(f"token ids must be below the vocabulary's {self.profile.vocab_size}", code="bad_token_id")
         check_vocabulary(request.sampling, self.profile.vocab_size)
-        if tokens >= context + (request.sampling.max_tokens == 0):
+        # A token that is only scored is not computed, and needs no position.
+        if tokens > (context - 1 if request.sampling.max_tokens else context + 1):
             raise InputError(
                 f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
             )

@@ -325,7 +325,7 @@ class MoELightLM(TemplateLM):
             else:
                 return self._engine
         self.close()
-        lengths = [len(request.token_ids) for request in requests]
+        lengths = [min(len(request.token_ids), self.profile.max_positions) for request in requests]
         workload = Workload(
             num_requests=len(lengths),
             prompt_len=-(-sum(lengths) // len(lengths)),
