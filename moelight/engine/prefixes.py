@@ -42,8 +42,8 @@ class Prefixes:
             return []
         request = generation.request
         if not generation.keys:
-            generation.keys = keys_of(request.token_ids, self._size)
-        most = len(request.token_ids) - 1
+            generation.keys = keys_of(request.token_ids[: generation.prompt_tokens], self._size)
+        most = generation.prompt_tokens - 1
         if request.sampling.prompt_logprobs is not None:
             most = min(most, request.scored_from - 1)
         blocks: list[int] = []
