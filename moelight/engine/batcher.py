@@ -14,8 +14,12 @@ from itertools import chain
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request
+from moelight.engine.prefixes import Prefixes
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
+
+# Of a prompt, where the rest of it attends on a slower processor than the whole would.
+LEAST_SHARE = 0.5
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -23,6 +27,8 @@ class Generation:
     """One request in progress, as far as passes have been launched.
 
     Attributes:
+        keys: of the full blocks of its prompt.
+        cached: its first tokens, which others compute or have computed.
         place: where the newest token is in the pool of tokens, while it is alive.
         computed: its first tokens, whose keys and values are in ``blocks`` once what was launched is done.
         chosen: tokens that were chosen, or will be by what was launched.
@@ -36,6 +42,8 @@ class Generation:
     max_tokens: int
     sample: int = 0
     blocks: list[int] = field(default_factory=list)
+    keys: tuple[bytes, ...] = ()
+    cached: int = 0
     place: int = -1
     computed: int = 0
     chosen: int = 0
@@ -107,10 +115,12 @@ class Load:
 
 @dataclass(kw_only=True, slots=True)
 class Admitted:
-    """How many sequences were admitted so far, and their tokens: of prompts, and the most that answers may have."""
+    """How many sequences were admitted so far, and their tokens: of prompts, those of them that were in the cache, and
+    the most that answers may have."""
 
     sequences: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     answer_tokens: int = 0
 
 
@@ -125,8 +135,17 @@ class Batcher:
     allocation: fewer sequences than are alive come about as they end.
     """
 
-    def __init__(self, policy: Policy, pool: BlockPool, *, discrete: bool, window: int | None = None) -> None:
-        """``window``: the positions that the model's attention sees, if not all."""
+    def __init__(
+        self,
+        policy: Policy,
+        pool: BlockPool,
+        *,
+        discrete: bool,
+        window: int | None = None,
+        prefix_caching: bool = False,
+    ) -> None:
+        """``window``: the positions that the model's attention sees, if not all. ``prefix_caching``: prompts that begin
+        alike share the blocks of what they have in common."""
         self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
         self._allotted = policy
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
@@ -134,6 +153,9 @@ class Batcher:
         self._first: Generation | None = None  # taken from the source, and not admitted yet
         self.admitted = Admitted()
         self._alive: dict[Generation, None] = {}
+        # Across a link, prompts at their beginning attend on the device, and the rest of others on the host.
+        least = LEAST_SHARE if discrete and policy.attention_device == "cpu" else 0.0
+        self._prefixes = Prefixes(pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least)
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, generations: Iterable[Generation]) -> None:
@@ -189,12 +211,14 @@ class Batcher:
             self._admit_batch()
         prefills = static and any(not generation.chosen for generation in self._alive)
         for generation in self._alive:
-            if prefills and generation.chosen:
+            if (prefills and generation.chosen) or self._prefixes.waiting(generation):
                 continue
             count = min(generation.waiting_tokens, room)
             (decoding if generation.chosen else prompts).append(_piece(generation, count))
             room -= count
         while not static and room > 0 and (admitted := self._admit()) is not None:
+            if self._prefixes.waiting(admitted):
+                continue
             count = min(admitted.waiting_tokens, room)
             prompts.append(_piece(admitted, count))
             room -= count
@@ -213,6 +237,8 @@ class Batcher:
             for piece in load.pieces:
                 generation = piece.generation
                 generation.computed += piece.count
+                if not piece.decodes:
+                    self._prefixes.computed(generation, before=piece.start)
                 if piece.completes:
                     generation.chosen += piece.samples
                     if generation.chosen == generation.max_tokens:
@@ -225,9 +251,13 @@ class Batcher:
             self._pool.give_back(generation.blocks)
             self._places.append(generation.place)
 
-    def clear(self) -> None:
-        """Forget everything that is not finished, and where more would come from."""
+    def clear(self, *, failed: bool = False) -> None:
+        """Forget everything that is not finished, and where more would come from. ``failed``: what was launched may
+        not have been computed, so nothing is known of the cache."""
         self._source, self._first = iter(()), None
+        self._prefixes.clear()
+        if failed:
+            self._pool.forget_all()
         for generation in list(self._alive):
             self.retire(generation)
 
@@ -246,13 +276,17 @@ class Batcher:
     def _admit(self) -> Generation | None:
         if len(self._alive) >= self.policy.batch_size or (first := self._ahead()) is None:
             return None
-        need = self.blocks_for(len(first.request.token_ids) + first.max_tokens)
-        if need > self._pool.free:
+        shared = self._prefixes.find(first)
+        need = self.blocks_for(len(first.request.token_ids) + first.max_tokens) - len(shared)
+        if need > self._pool.free_beside(shared):
             return None
-        first.blocks, first.place = self._pool.take(need), self._places.pop()
+        self._pool.share(shared)
+        self._prefixes.admit(first, shared, self._pool.take(need))
+        first.place = self._places.pop()
         self._alive[first], self._first = None, None
         self.admitted.sequences += 1
         self.admitted.prompt_tokens += len(first.request.token_ids)
+        self.admitted.cached_tokens += first.cached
         self.admitted.answer_tokens += first.max_tokens
         return first
 

@@ -7,6 +7,9 @@ one on each side of the link where blocks are.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -50,22 +53,33 @@ def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 class BlockPool:
-    """Which blocks are free. A block belongs to one sequence from ``take`` to ``give_back``.
+    """Which blocks are free, how many hold one, and what those hold that are worth finding again.
 
     Blocks below ``host_blocks`` are in host memory, the ``device_blocks`` others on the device. What is taken holds the
-    pool's share of device blocks as exactly as whole blocks allow, each sequence within one block and all together,
+    pool's share of device blocks as exactly as whole blocks allow, each ``take`` within one block and all together,
     evenly along the sequence; only where one side has run out does the other stand in.
+
+    A block is held by the sequence that took it and by those that share it, until the last of them gives it back. With
+    a key it is found even when it is free, until it is taken for something else: on its side those without a key go
+    first, then whichever was given back the longest ago.
     """
 
     def __init__(self, blocks: int, device_blocks: int = 0) -> None:
         self.blocks, self.host_blocks = blocks, blocks - device_blocks
-        self._on_host = list(range(self.host_blocks - 1, -1, -1))
-        self._on_device = list(range(blocks - 1, self.host_blocks - 1, -1))
+        self._on_host = _Free(range(self.host_blocks))
+        self._on_device = _Free(range(self.host_blocks, blocks))
+        self._holders = [0] * blocks
+        self._keys: dict[int, bytes] = {}
+        self._found: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
-        """Blocks nobody owns."""
+        """Blocks nobody holds."""
         return len(self._on_host) + len(self._on_device)
+
+    def free_beside(self, shared: Sequence[int]) -> int:
+        """Blocks nobody holds, and nobody will when ``shared`` are."""
+        return self.free - sum(not self._holders[block] for block in shared)
 
     def take(self, count: int) -> list[int]:
         """``count`` blocks in the order of a sequence's positions, lowest free ones of each side first."""
@@ -74,12 +88,56 @@ class BlockPool:
         there, twice = self._device_part(count), 2 * max(count, 1)
         before = [(2 * i * there + count) // twice for i in range(count + 1)]
         sides = [before[i + 1] > before[i] for i in range(count)]
-        return [(self._on_device if on_device else self._on_host).pop() for on_device in sides]
+        taken = [(self._on_device if on_device else self._on_host).pop() for on_device in sides]
+        for block in taken:
+            self._holders[block] = 1
+            self._unname(block)
+        return taken
 
-    def give_back(self, blocks: list[int]) -> None:
-        """Return blocks from ``take``."""
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more holds ``blocks``, which `find` named."""
+        for block in blocks:
+            if not self._holders[block]:
+                self._side(block).remove(block)
+            self._holders[block] += 1
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Return blocks from `take` or `share`. The last ones, which are of use to fewest, will be taken first."""
         for block in reversed(blocks):
-            (self._on_host if block < self.host_blocks else self._on_device).append(block)
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._side(block).add(block, named=block in self._keys)
+
+    def find(self, key: bytes) -> int | None:
+        """The block that was named ``key``, if it still is."""
+        return self._found.get(key)
+
+    def name(self, block: int, key: bytes) -> bool:
+        """Find ``block``, which somebody holds, under ``key`` from now on; not if another one is."""
+        if key in self._found:
+            return False
+        self._keys[block], self._found[key] = key, block
+        return True
+
+    def forget(self, block: int) -> None:
+        """Nobody finds ``block`` any more."""
+        if self._unname(block) and not self._holders[block]:
+            self._side(block).remove(block)
+            self._side(block).add(block, named=False)
+
+    def forget_all(self) -> None:
+        """Nobody finds any block."""
+        for block in list(self._keys):
+            self.forget(block)
+
+    def _unname(self, block: int) -> bool:
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._found[key]
+        return key is not None
+
+    def _side(self, block: int) -> _Free:
+        return self._on_host if block < self.host_blocks else self._on_device
 
     def _device_part(self, count: int) -> int:
         """How many of the next ``count`` blocks are on the device: the whole number beside its share of ``count`` that
@@ -93,3 +151,29 @@ class BlockPool:
         most = -(-count * device_blocks // self.blocks)
         part = min(max(wanted, least), most)
         return min(max(part, count - len(self._on_host)), len(self._on_device))
+
+
+class _Free:
+    """Free blocks of one side."""
+
+    def __init__(self, blocks: range) -> None:
+        self._plain = list(reversed(blocks))
+        self._named: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._named)
+
+    def add(self, block: int, *, named: bool) -> None:
+        """``block`` is free; ``named``: it may be found again."""
+        if named:
+            self._named[block] = None
+        else:
+            self._plain.append(block)
+
+    def remove(self, block: int) -> None:
+        """A named ``block`` is free no more."""
+        del self._named[block]
+
+    def pop(self) -> int:
+        """One to be written to."""
+        return self._plain.pop() if self._plain else self._named.popitem(last=False)[0]

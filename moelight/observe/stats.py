@@ -52,7 +52,8 @@ class Stats:
         python_s: the part of ``wall_s`` in which no lane worked: launching, bookkeeping, packing that nothing hides.
         device_peak_bytes: the most that the device's allocator took since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
-        counts: events worth counting, by name.
+        counts: events worth counting, by name: ``prefix_cache_queries`` are the tokens of all prompts that were begun,
+            ``prefix_cache_hits`` those of them that an earlier one had computed.
         adaptations: changes of policy between passes, a handful at most.
     """
 
