@@ -52,8 +52,8 @@ class Conversation:
     @property
     def shown(self) -> str:
         """What a person would call it: the last thing the user said."""
-        said = [message.get("content") for message in self.messages if message.get("role") == "user"]
-        return str((said or [self.messages[-1].get("content")])[-1])
+        said = [message for message in self.messages if message.get("role") == "user"]
+        return str(_with_text((said or self.messages)[-1]).get("content", ""))
 
 
 class ChatTemplate:

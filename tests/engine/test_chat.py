@@ -204,6 +204,7 @@ def test_text_parts_are_joined_unless_the_template_walks_them() -> None:
     words = "{% for word in messages[0].content.split() %}<{{ word }}>{% endfor %}"
     shown = [ChatTemplate(text, special_tokens={}).render(talk) for text in (plain, walking, words)]
     assert shown == ["a\nb", "<a><b>", "<a><b>"]
+    assert Conversation(messages=talk).shown == "a\nb"
 
 
 def test_tool_calls_reach_the_template_as_objects() -> None:
