@@ -211,7 +211,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
     if "tool_calls" in kept:
         kept["tool_calls"] = _checked_calls(kept["tool_calls"], where)
     content = kept.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         kept["content"] = [_checked_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1)]
     elif not isinstance(content, str) and (content is not None or kept.keys().isdisjoint(_SAY_WITHOUT_CONTENT)):
         raise InputError(f"{where}: content must be a string or a list of text parts")

@@ -173,6 +173,7 @@ def test_no_template_is_said(template: object, tmp_path: Path) -> None:
         [{"role": "user", "content": None}],
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": []}],
         [{"role": "user", "content": {"type": "text", "text": "x"}}],
         [{"role": "user", "content": "x"}, 3],
         [{"role": "assistant", "tool_calls": "x"}],
