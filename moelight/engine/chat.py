@@ -52,8 +52,8 @@ class Conversation:
     @property
     def shown(self) -> str:
         """What a person would call it: the last thing the user said."""
-        said = [message.get("content") for message in self.messages if message.get("role") == "user"]
-        return str((said or [self.messages[-1].get("content")])[-1])
+        said = [message for message in self.messages if message.get("role") == "user"]
+        return str(_with_text((said or self.messages)[-1]).get("content", ""))
 
 
 class ChatTemplate:
@@ -211,7 +211,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
     if "tool_calls" in kept:
         kept["tool_calls"] = _checked_calls(kept["tool_calls"], where)
     content = kept.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         kept["content"] = [_checked_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1)]
     elif not isinstance(content, str) and (content is not None or kept.keys().isdisjoint(_SAY_WITHOUT_CONTENT)):
         raise InputError(f"{where}: content must be a string or a list of text parts")
