@@ -32,7 +32,9 @@ def serve_batch(
     allow_remote: Annotated[
         bool, typer.Option("--allow-remote", help="Let --host be an address that other machines reach.")
     ] = False,
-    max_file_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest file that is taken.")] = "512MiB",
+    max_file_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The largest file that is taken; 512MiB if not given.")
+    ] = None,
     expire: Annotated[
         bool, typer.Option("--expire", help="End a batch when its completion window is over, done or not.")
     ] = False,
@@ -72,7 +74,7 @@ def serve_batch(
     options = [str(word) for name, value in handed_on.items() if value is not None for word in (name, value)]
     _check_model(model)
     if watch is not None:
-        chosen = (host, port, data, token_file, allow_remote or None, None, expire or None)
+        chosen = (host, port, data, token_file, allow_remote or None, max_file_size, expire or None)
         for name, value in zip(_HTTP, chosen, strict=True):
             if value is not None:
                 raise ConfigError(f"--watch {watch} and {name} contradict each other: a folder is watched without HTTP")
@@ -96,7 +98,7 @@ def serve_batch(
         port=port if port is not None else 8000,
         token_file=token_file,
         allow_remote=allow_remote,
-        max_file_bytes=parse_bytes(max_file_size, what="--max-file-size"),
+        max_file_bytes=parse_bytes(max_file_size or "512MiB", what="--max-file-size"),
         expire=expire,
     )
     _leave(serve(server, generate_command(model, options, line_format="openai"), say=_say))

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PACE = Pace(poll_s=0.02, grace_s=0.5, retry_s=0.05)
 MAX_FILE_BYTES = 200_000
+SLOW_SENDER_S = 1.0  # how long the server waits for one
 
 
 def stand_in(job: Job) -> list[str]:
@@ -99,8 +100,10 @@ def standing(data: Path) -> Iterator[Standing]:
 
 
 def serve_standing(data: Path, command: Command = stand_in) -> int:
+    from moelight.serve import auth, bodies, server
     from moelight.serve.server import ServerOptions, serve
 
+    server.HEADERS_S, bodies.STALL_S, auth.LINGER_S = SLOW_SENDER_S, SLOW_SENDER_S, 0.2
     options = ServerOptions(model="org/demo", data=data, port=0, max_file_bytes=MAX_FILE_BYTES)
     return serve(options, command, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,7 +16,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve.auth import make_token, read_token
 from moelight.serve.server import base_url, listen
-from tests.serve.standing import MAX_FILE_BYTES, Standing, line, lines, standing
+from tests.serve.standing import MAX_FILE_BYTES, SLOW_SENDER_S, Standing, line, lines, standing
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,34 @@ def test_a_sender_that_goes_away_leaves_nothing(server: Standing) -> None:
     while stored(server) != before:
         time.sleep(0.01)
     assert server.http.get("/files").status_code == 200
+
+
+def test_slow_senders_are_not_waited_for(server: Standing) -> None:
+    """Nothing, half a head, half a second head, half a body: each is let go, the last with a word."""
+    head = f"Host: localhost\r\nAuthorization: Bearer {server.token}\r\n"
+    kind = "Content-Type: multipart/form-data; boundary=B\r\nContent-Length: 100000\r\n\r\n"
+    sent = ("", "GET / HTT", f"GET /health HTTP/1.1\r\n{head}\r\n", f"POST /v1/files HTTP/1.1\r\n{head}{kind}--B")
+    before, begin = stored(server), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", httpx.URL(server.url).port or 0)
+        slow = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in sent]
+        for connection, text in zip(slow, sent, strict=True):
+            connection.sendall(text.encode())
+        assert slow[2].recv(4096).startswith(b"HTTP/1.1 200")
+        slow[2].sendall(b"GET /h")
+        said = [all_of(connection) for connection in slow]
+    assert SLOW_SENDER_S / 2 < time.monotonic() - begin < 8
+    assert b"" not in said[3:] and said[3].startswith(b"HTTP/1.1 408")
+    assert b"".join(said[:3]).rpartition(b"\r\n")[2] in (b"", b'{"status":"ok"}')
+    assert stored(server) == before
+
+
+def all_of(connection: socket.socket) -> bytes:
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(4096):
+            said += more
+    return said
 
 
 def test_a_full_disk_is_said(server: Standing, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,10 +15,11 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve import tied
 from moelight.serve.data import DataDirectory
-from moelight.serve.jobs import Job, mend_tail, wait_until_free
+from moelight.serve.jobs import Command, Job, WorkThread, mend_tail, wait_until_free
 from moelight.serve.store import MOVES, Batch, Counts, File, Store
 from moelight.serve.validate import check_lines
-from tests.serve.standing import line, lines, standing, until
+from moelight.serve.worker import Worker
+from tests.serve.standing import PACE, line, lines, stand_in, standing, until
 
 
 def alive(pid: int) -> bool:
@@ -129,6 +131,60 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
     assert {batch.status for batch in again.open_batches()} == {"validating", "in_progress", "finalizing", "cancelling"}
     assert again.open_batches()[-1].status == "validating"
     again.close()
+
+
+def work(data: DataDirectory, *, command: Command = stand_in, expire: bool = False) -> list[str]:
+    """What a worker says until there is nothing left to do."""
+    said: list[str] = []
+    worker = Worker(data, command, say=said.append, pace=PACE, expire=expire)
+    thread = WorkThread(worker.run, on_end=lambda: None)
+    thread.start()
+    until(data.store.open_batches, lambda left: not left)
+    worker.stop()
+    thread.join()
+    assert thread.sound
+    return said
+
+
+def test_a_window_that_is_over_ends_a_batch_only_if_asked(tmp_path: Path) -> None:
+    data = DataDirectory(tmp_path / "data")
+    (data.files / "file-1").write_bytes(lines(3))
+    data.store.add_file(file_of("file-1"))
+    endpoint = "/v1/chat/completions"
+    for name, state in (("batch_begun", "in_progress"), ("batch_waits", "validating")):
+        data.store.add_batch(batch_of(name, status=state, endpoint=endpoint))
+    begun = data.batches / "batch_begun"
+    begun.mkdir()
+    (begun / "output.jsonl").write_bytes(lines(2) + b"{torn")
+    work(data, expire=True)
+    found = {batch.id: batch for batch in data.store.page_of_batches(after=None, limit=9)[0]}  # type: ignore[index]
+    assert {batch.status for batch in found.values()} == {"expired"}
+    assert (begun / "output.jsonl").read_bytes() == lines(2)
+    assert found["batch_begun"].output_file_id and found["batch_waits"].output_file_id is None
+    data.store.add_batch(batch_of("batch_late", endpoint=endpoint))
+    work(data)
+    late = data.store.batch("batch_late")
+    assert late is not None and (late.status, late.counts.completed) == ("completed", 3)
+    data.close()
+
+
+def test_a_disk_that_is_full_for_a_while_fails_no_batch(tmp_path: Path) -> None:
+    data = DataDirectory(tmp_path / "data")
+    (data.files / "file-1").write_bytes(lines(1))
+    data.store.add_file(file_of("file-1"))
+    data.store.add_batch(batch_of("batch_1", endpoint="/v1/chat/completions"))
+    failures = [OSError(errno.ENOSPC, "no space left"), OSError(errno.EIO, "broken")]
+
+    def sometimes(job: Job) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return stand_in(job)
+
+    said = work(data, command=sometimes)
+    assert sum("tried again" in each for each in said) == 2
+    done = data.store.batch("batch_1")
+    assert done is not None and done.status == "completed"
+    data.close()
 
 
 def test_a_base_that_is_none_is_refused(tmp_path: Path) -> None:
