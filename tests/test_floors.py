@@ -21,10 +21,10 @@ FLOORS = {
     5: ("models",),
     6: ("runtime",),
     7: ("engine", "batch"),
-    8: ("cli", "integrations"),
+    8: ("cli", "integrations", "serve"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-NEIGHBOURS = {("optimizer", "scheduler"), ("lang", "experts"), ("batch", "engine")}
+NEIGHBOURS = {("optimizer", "scheduler"), ("lang", "experts"), ("batch", "engine"), ("cli", "serve")}
 WATERLINE = 3
 ABOVE_WATER = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
 # Rooms without code, and the face of the package, which imports nothing by itself.
@@ -125,6 +125,8 @@ def test_every_room_says_what_it_knows() -> None:
         ("kernels/a.py", "from moelight.memory import arena", True),
         ("batch/a.py", "from moelight.engine.engine import Engine", False),
         ("engine/a.py", "from moelight.batch import job", True),
+        ("cli/a.py", "from moelight.serve import watch", False),
+        ("serve/a.py", "from moelight.cli import main", True),
         ("engine/a.py", "from moelight import Engine", True),
         ("cli/a.py", "from moelight import __version__", False),
         ("runtime/a.py", "from moelight import __version__", False),

@@ -181,12 +181,12 @@ class Answers:
             finish_reason=end.reason,
             stop_reason=stop,
             prompt_tokens=len(request.token_ids),
+            cached_tokens=generation.cached,
             logprobs=logprobs,
             cumulative_logprob=None
             if logprobs is None
             else sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True)),
             prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
-            cached_tokens=generation.cached,
         )
 
     def _text(self, generation: Generation, end: End) -> str:
@@ -226,15 +226,25 @@ def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept
 
 def most_tokens(request: Request, max_positions: int) -> int:
     """How many tokens may follow the prompt: as many as asked for, within the model's context."""
-    return min(request.sampling.max_tokens, max_positions - len(request.token_ids))
+    return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
 
 
-def check_vocabulary(how: SamplingParams, vocab_size: int) -> None:
-    """Refuse token ids that the model does not have.
+def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
+    """Refuse a prompt without tokens, or with more than the context holds, and token ids that the model does not have.
 
     Raises:
-        InputError: names the field and the id.
+        InputError: says which; names the field and the id.
     """
+    tokens, how = len(request.token_ids), request.sampling
+    if not tokens:
+        raise InputError("the prompt has no tokens", code="empty_prompt")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
+    # The last token that is only scored is not computed, and needs no position.
+    if tokens > (max_positions - 1 if how.max_tokens else max_positions + 1):
+        raise InputError(
+            f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
+        )
     for name, token_ids in (("logit_bias", how.logit_bias or ()), ("stop_token_ids", how.stop_token_ids)):
         for token in token_ids:
             if token >= vocab_size:

@@ -6,6 +6,7 @@ know models, sampling and files of prompts.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,20 +22,28 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 _PIECES = ("tokenizer.model", "spiece.model")
+_PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")  # what conversions get wrong
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. ``eos_token_ids`` end a completion."""
+    """The tokenizer of one checkpoint and its chat ``template``, if it has one. ``eos_token_ids`` end a completion."""
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, *, template: ChatTemplate | None, eos_token_ids: frozenset[int]
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        named: Mapping[str, str],
     ) -> None:
+        """``named``: the texts of special tokens by role (``bos_token``, ...)."""
         self._inner = inner
         self._bytes = TokenBytes(inner)
-        self._template = template
+        self._named = named
+        self.template = template
         self.eos_token_ids = eos_token_ids
 
     @classmethod
@@ -60,6 +69,7 @@ class Tokenizer:
             inner,
             template=template,
             eos_token_ids=_read_eos_token_ids(directory),
+            named=named,
         )
 
     @property
@@ -67,13 +77,18 @@ class Tokenizer:
         """Tokens it knows, added ones included: ids are below this unless the ids have gaps."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text`` with the special tokens this checkpoint puts around a prompt.
+    def token_id(self, role: str) -> int | None:
+        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), if there is one."""
+        text = self._named.get(role)
+        return None if text is None else self._inner.token_to_id(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt.
 
         Raises:
             InputError: ``text`` holds half of a surrogate pair.
         """
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, special tokens left out."""
@@ -98,7 +113,9 @@ class Tokenizer:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         before = self.decode(context, skip_special_tokens=skip_special_tokens)
         whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
-        return whole.removeprefix(before)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)  # a character was cut at the border
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for in the middle of a text, which may be a part of a character; none for an id
@@ -120,12 +137,12 @@ class Tokenizer:
         Raises:
             InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
         """
-        if self._template is None:
+        if self.template is None:
             raise InputError(
                 "this model has no chat template; send a prompt instead, or name a template of your own",
                 code="no_chat_template",
             )
-        return self._encode(self._template.render(conversation), add_special_tokens=False)
+        return self._encode(self.template.render(conversation), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -170,24 +187,29 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     if pieces is None:
         raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
     only = f"{directory}: only {pieces} is there, a SentencePiece tokenizer; "
-    try:
-        from transformers import AutoTokenizer
-
-        loaded = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
-        )
-    except ImportError as error:
-        needed = error.name or "transformers, sentencepiece and protobuf"
+    missing = [name for name in ("transformers", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if missing:
         raise CheckpointError(
-            f"{only}to convert it takes {needed}: pip install transformers sentencepiece protobuf, or put a "
-            f"{TOKENIZER} beside it"
-        ) from None
-    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            f"{only}to convert it takes {' and '.join(missing)} (pip install {' '.join(missing)}), or a {TOKENIZER} "
+            "beside it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
+        )
+    import transformers
+
+    sentencepiece = importlib.import_module("sentencepiece")  # no types, and not there for most
+
+    named = getattr(transformers, str(_read_object(directory / "tokenizer_config.json").get("tokenizer_class")), None)
+    own = isinstance(named, type) and issubclass(named, transformers.PreTrainedTokenizerBase)
+    # AutoTokenizer takes a general class for some models, mixtral's among them, and loses the blank before a text.
+    kind: Any = named if own else transformers.AutoTokenizer
+    try:
+        loaded = kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, use_fast=True)
+        model = sentencepiece.SentencePieceProcessor(model_file=str(directory / pieces))
+    except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CheckpointError(f"{only}transformers cannot convert it ({reason}); put a {TOKENIZER} beside it") from None
     inner = getattr(loaded, "backend_tokenizer", None)
-    if inner is None:
-        raise CheckpointError(f"{only}transformers has no fast form of it; put a {TOKENIZER} beside it")
+    if inner is None or any(inner.encode(text, add_special_tokens=False).ids != model.encode(text) for text in _PROBES):
+        raise CheckpointError(f"{only}transformers reads it otherwise than SentencePiece; put a {TOKENIZER} beside it")
     return cast("tokenizers.Tokenizer", inner)
 
 

@@ -8,7 +8,8 @@ import gc
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,18 @@ from typing import Any
 import pytest
 
 from moelight.batch import job, run_trace
+from moelight.batch.answering import LONGEST_SHOWN
+from moelight.batch.job import run_job
+from moelight.batch.options import Durability, JobOptions
 from moelight.batch.output import whole_file
+from moelight.batch.planned import plan_job
+from moelight.batch.progress import Progress, Shown
 from moelight.core.adaptation import Adaptation
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.experts.options import ExpertOptions
 from moelight.observe.stats import Binding, LaneStats, Stats
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
@@ -32,7 +37,7 @@ DEMO = Path(job.__file__).parents[1] / "demo"
 
 
 class StandIn:
-    """An engine that answers in a shuffled order; a prompt of more than 20 tokens is more than it can serve."""
+    """An engine that answers in a shuffled order; a prompt of 21 to 399 tokens is more than it can serve."""
 
     def __init__(self) -> None:
         self.plan: SimpleNamespace | None = SimpleNamespace(why="because the test says so")
@@ -44,8 +49,10 @@ class StandIn:
         self.requests: list[Request] = []
         self.workload: Workload | None = None
         self.fault: Exception | None = None
+        self.fault_after = 0
         self.lost = 0
         self.closed = False
+        self.expert_stats = None
 
     def __enter__(self) -> StandIn:
         return self
@@ -54,15 +61,17 @@ class StandIn:
         self.closed = True
 
     def check(self, request: Request) -> None:
-        if len(request.token_ids) > 20:
+        if 20 < len(request.token_ids) < 400:
             raise InputError("longer than 20 tokens", code="context_length_exceeded")
 
-    def run(self, requests: Sequence[Request], *, on_pass: Callable[[], None]) -> Iterator[Completion]:
+    def run(
+        self, requests: Iterable[Request], *, on_pass: Callable[[], None], until: Callable[[], bool]
+    ) -> Iterator[Completion]:
         self.requests = list(requests)
-        order = list(requests)
+        order = list(self.requests)
         random.Random(5).shuffle(order)
-        for request in order[self.lost :]:
-            if self.fault is not None:
+        for answered, request in enumerate(order[self.lost :]):
+            if self.fault is not None and answered == self.fault_after:
                 raise self.fault
             task = Task(kind=TaskKind.SAMPLE, lane=Lane.CPU)
             self.timeline = Timeline(spans=(Span(task=task, start_s=1.0, end_s=2.0),))
@@ -75,6 +84,8 @@ class StandIn:
                 finish_reason="stop",
                 prompt_tokens=len(request.token_ids),
             )
+            if until():
+                return
 
     @property
     def adaptations(self) -> tuple[Adaptation, ...]:
@@ -100,20 +111,20 @@ class StandIn:
 def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
 
-    def open_engine(options: job.JobOptions, workload: Workload) -> StandIn:
+    def plan_job(options: JobOptions, workload: Workload) -> SimpleNamespace:
         stand_in.workload = workload
-        return stand_in
+        return SimpleNamespace(plan=None, why="because the test says so", workload=workload, load=lambda _: stand_in)
 
-    monkeypatch.setattr(job, "open_engine", open_engine)
+    monkeypatch.setattr(job, "plan_job", plan_job)
     return stand_in
 
 
-class Heard(job.Progress):
+class Heard(Progress):
     def __init__(self) -> None:
         self.why = ""
-        self.counts: list[tuple[int, int]] = []
+        self.told: list[tuple[int, int]] = []
         self.bound: list[Binding | None] = []
-        self.rows: list[tuple[str, dict[str, Any]]] = []
+        self.rows: list[Shown] = []
         self.changes: list[str] = []
 
     def adapted(self, why: str) -> None:
@@ -123,11 +134,11 @@ class Heard(job.Progress):
         self.why = why
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-        self.counts.append((done, expected))
+        self.told.append((done, expected))
         self.bound.append(binding)
 
-    def row(self, shown: str, row: dict[str, Any]) -> None:
-        self.rows.append((shown, row))
+    def row(self, shown: Shown) -> None:
+        self.rows.append(shown)
 
 
 def prompts(tmp_path: Path, *lines: object) -> Path:
@@ -144,8 +155,8 @@ def test_rows_in_the_order_of_the_input(engine: StandIn, tmp_path: Path) -> None
     given = [{"prompt": f"add {n}", "custom_id": f"id-{n}"} for n in range(20)]
     out = tmp_path / "out.jsonl"
     heard = Heard()
-    options = job.JobOptions(prompts=prompts(tmp_path, *given), output=out, token_ids=True)
-    result = job.run_job(options, progress=heard)
+    options = JobOptions(prompts=prompts(tmp_path, *given), output=out, token_ids=True)
+    result = run_job(options, progress=heard)
     assert (result.completed, result.failed, result.first_error) == (20, 0, None)
     assert [row["custom_id"] for row in rows(out)] == [line["custom_id"] for line in given]
     assert [row["text"] for row in rows(out)] == [f"answer {n}" for n in range(20)]
@@ -153,16 +164,17 @@ def test_rows_in_the_order_of_the_input(engine: StandIn, tmp_path: Path) -> None
     assert [request.index for request in engine.requests] == list(range(20))
     assert heard.why == "because the test says so"
     assert heard.changes == ["r3", "r6"]
-    assert [shown for shown, _ in heard.rows] == [line["prompt"] for line in given]
+    shown = sorted(heard.rows, key=lambda row: row.number)
+    assert [row.prompt for row in shown] == [line["prompt"] for line in given]
     assert engine.closed
 
 
 def test_expected_tokens_shrink_as_sequences_end(engine: StandIn, tmp_path: Path) -> None:
     heard = Heard()
     path = prompts(tmp_path, {"prompt": "a", "max_tokens": 10}, {"prompt": "b", "max_tokens": 30})
-    job.run_job(job.JobOptions(prompts=path), progress=heard)
-    assert heard.counts[0] == (2, 40)
-    assert heard.counts[1] in ((4, 32), (4, 12))
+    run_job(JobOptions(prompts=path), progress=heard)
+    assert heard.told[0] == (2, 40)
+    assert heard.told[1] in ((4, 32), (4, 12))
     assert heard.bound == [engine.binding] * 2
 
 
@@ -179,7 +191,7 @@ def test_bad_lines_keep_their_place(engine: StandIn, tmp_path: Path) -> None:
         {"prompt": "last"},
     )
     out = tmp_path / "out.jsonl"
-    result = job.run_job(job.JobOptions(prompts=path, output=out))
+    result = run_job(JobOptions(prompts=path, output=out))
     assert (result.completed, result.failed) == (2, 5)
     assert result.first_error is not None and result.first_error.line == 2
     assert [row.get("custom_id") for row in rows(out)] == [None, None, "empty", "long", "half", "template", None]
@@ -197,8 +209,8 @@ def test_bad_lines_keep_their_place(engine: StandIn, tmp_path: Path) -> None:
 
 def test_only_bad_lines_load_no_model(engine: StandIn, tmp_path: Path) -> None:
     out, stats, trace = tmp_path / "out.jsonl", tmp_path / "stats.json", tmp_path / "trace.json"
-    options = job.JobOptions(prompts=prompts(tmp_path, "{", "[]"), output=out, stats=stats, trace=trace)
-    result = job.run_job(options)
+    options = JobOptions(prompts=prompts(tmp_path, "{", "[]"), output=out, stats=stats, trace=trace)
+    result = run_job(options)
     assert (result.completed, result.failed) == (0, 2)
     assert engine.workload is None
     assert len(rows(out)) == 2
@@ -208,17 +220,17 @@ def test_only_bad_lines_load_no_model(engine: StandIn, tmp_path: Path) -> None:
 
 def test_the_planner_hears_of_the_work(engine: StandIn, tmp_path: Path) -> None:
     path = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "abcdefg", "max_tokens": 4000}, {"prompt": "x" * 9000})
-    job.run_job(job.JobOptions(prompts=path, sampling=SamplingParams(max_tokens=30)))
-    # The demo's context is 512 tokens, one per letter: nothing is planned beyond it.
-    assert engine.workload == Workload(num_requests=3, prompt_len=174, max_prompt_len=512, gen_len=505)
+    run_job(JobOptions(prompts=path, sampling=SamplingParams(max_tokens=30)))
+    # The demo's context is 512 tokens, one per letter: nothing is planned beyond it, or for what does not fit it.
+    assert engine.workload == Workload(num_requests=2, prompt_len=5, max_prompt_len=7, gen_len=505)
 
 
 def test_conversations_go_through_the_template(engine: StandIn, tmp_path: Path) -> None:
     talk = {"messages": [{"role": "user", "content": "add 1 and 2 ="}]}
     heard = Heard()
-    job.run_job(job.JobOptions(prompts=prompts(tmp_path, talk, {"prompt": "add 1 and 2 ="})), progress=heard)
+    run_job(JobOptions(prompts=prompts(tmp_path, talk, {"prompt": "add 1 and 2 ="})), progress=heard)
     assert engine.requests[0].token_ids == engine.requests[1].token_ids
-    assert heard.rows[0][0] == "add 1 and 2 ="
+    assert {row.prompt for row in heard.rows} == {"add 1 and 2 ="}
 
 
 def test_no_template_is_an_error_row(engine: StandIn, tmp_path: Path) -> None:
@@ -226,7 +238,7 @@ def test_no_template_is_an_error_row(engine: StandIn, tmp_path: Path) -> None:
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer_config.json", "*.jinja"))
     talk = {"messages": [{"role": "user", "content": "x"}]}
     out = tmp_path / "out.jsonl"
-    job.run_job(job.JobOptions(prompts=prompts(tmp_path, talk, {"prompt": "x"}), model=str(model), output=out))
+    run_job(JobOptions(prompts=prompts(tmp_path, talk, {"prompt": "x"}), model=str(model), output=out))
     assert rows(out)[0]["error"]["code"] == "no_chat_template"
     assert "text" in rows(out)[1]
 
@@ -234,7 +246,7 @@ def test_no_template_is_an_error_row(engine: StandIn, tmp_path: Path) -> None:
 def test_stats_and_trace(engine: StandIn, tmp_path: Path) -> None:
     stats, trace = tmp_path / "stats.json", tmp_path / "trace.json"
     path = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"})
-    job.run_job(job.JobOptions(prompts=path, stats=stats, trace=trace))
+    run_job(JobOptions(prompts=path, stats=stats, trace=trace))
     assert json.loads(stats.read_text()) == engine.stats.as_dict()
     bars = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert [bar["args"]["pass"] for bar in bars] == [0, 1]
@@ -246,13 +258,13 @@ def test_stats_and_trace(engine: StandIn, tmp_path: Path) -> None:
 def test_a_trace_keeps_no_pass(engine: StandIn, tmp_path: Path) -> None:
     alive: list[int] = []
 
-    class Counting(job.Progress):
+    class Counting(Progress):
         def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
             alive.append(sum(type(thing) is Timeline for thing in gc.get_objects()))
 
     trace = tmp_path / "trace.json"
     path = prompts(tmp_path, *({"prompt": "a"} for _ in range(30)))
-    job.run_job(job.JobOptions(prompts=path, trace=trace), progress=Counting())
+    run_job(JobOptions(prompts=path, trace=trace), progress=Counting())
     assert len(alive) == 30 and max(alive) <= alive[0] + 1
     assert json.loads(trace.read_text())["traceEvents"][-1]["args"]["pass"] == 29
 
@@ -278,22 +290,17 @@ def test_a_disk_too_full_for_the_trace_costs_no_answers(
     trace.write_text("earlier")
     path = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(InputError, match="no space left"):
-        job.run_job(job.JobOptions(prompts=path, output=out, stats=stats, trace=trace))
+        run_job(JobOptions(prompts=path, output=out, stats=stats, trace=trace))
     assert [row["text"] for row in rows(out)] == ["answer 0", "answer 1"]
     assert json.loads(stats.read_text())["passes"] == 3
     assert trace.read_text() == "earlier"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         "out.jsonl",
+        "out.jsonl.journal",
         "prompts.jsonl",
         "stats.json",
         "trace.json",
     ]
-
-
-def test_a_policy_is_told_where_no_plan_says_why(engine: StandIn, tmp_path: Path) -> None:
-    heard, engine.plan = Heard(), None
-    job.run_job(job.JobOptions(prompts=prompts(tmp_path, {"prompt": "a"})), progress=heard)
-    assert "as the policy says: N = 2 in micro-batches of 2, cgopipe" in heard.why
 
 
 def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,17 +308,19 @@ def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: 
 
     opened: list[Any] = []
     monkeypatch.setattr(room, "Engine", lambda policy, **how: opened.append((policy, how)))
-    given = Policy(model="mixtral", batch_size=2)
-    job.open_engine(job.JobOptions(prompts=Path("p"), policy=given, model="here", device="cpu"), Workload())
-    assert opened == [
-        (dataclasses.replace(given, model="here"), {"device": "cpu", "adapt": None, "experts": ExpertOptions()})
-    ]
+    options = JobOptions(prompts=Path("p"), policy=Policy(model="mixtral", batch_size=2), device="cpu")
+    planned = plan_job(options, Workload())
+    assert "as the policy says: N = 2 in micro-batches of 64, cgopipe" in planned.why
+    planned.load(options)
+    ((policy, how),) = opened
+    assert policy == Policy(model="demo", batch_size=2)
+    assert (how["device"], how["adapt"], how["source"].directory) == ("cpu", None, DEMO)
 
 
 def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:
     heard = Heard()
-    job.run_job(job.JobOptions(prompts=prompts(tmp_path, {"prompt": "y" * 9999})), progress=heard)
-    assert len(heard.rows[0][0]) == job.LONGEST_SHOWN
+    run_job(JobOptions(prompts=prompts(tmp_path, {"prompt": "y" * 450})), progress=heard)
+    assert len(heard.rows[0].prompt) == LONGEST_SHOWN
 
 
 @pytest.mark.parametrize(
@@ -324,24 +333,103 @@ def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_a_fault_while_running_leaves_the_earlier_output(fault: Any, engine: StandIn, tmp_path: Path) -> None:
-    engine.fault = fault
+def test_after_a_fault_the_same_command_goes_on(fault: Any, engine: StandIn, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    options = JobOptions(prompts=prompts(tmp_path, *({"prompt": "a"} for _ in range(9))), output=out)
+    engine.fault, engine.fault_after = fault, 4
+    with pytest.raises(type(fault)):
+        run_job(options)
+    assert engine.closed and [request.index for request in engine.requests] == list(range(9))
+    before = rows(out)
+    engine.fault = None
+    result = run_job(options)
+    assert (result.state, result.completed, result.failed) == ("done", 9, 0)
+    assert len(engine.requests) == 5, "four were answered before the fault"
+    assert rows(out)[: len(before)] == before and len(rows(out)) == 9
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.journal", "prompts.jsonl"]
+
+
+def test_an_output_without_a_journal_is_not_touched(engine: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("earlier")
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=out)
+    with pytest.raises(InputError, match="--restart"):
+        run_job(options)
+    assert out.read_text() == "earlier" and engine.workload is None
+    again = dataclasses.replace(options, durability=Durability(restart=True))
+    assert run_job(again).completed == 1 and rows(out)[0]["text"] == "answer 0"
+
+
+def test_a_complete_output_needs_no_model(engine: StandIn, tmp_path: Path) -> None:
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}, "{"), output=tmp_path / "out.jsonl")
+    run_job(options)
+    engine.workload = None
+    result = run_job(options)
+    assert (result.state, result.completed, result.failed, engine.workload) == ("done before", 1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"sampling": SamplingParams(max_tokens=9)}, "sampling.max_tokens: was 256, is 9"),
+        ({"policy": Policy(model="demo", weight_dtype="bfloat16")}, "numbers.weight_dtype"),
+        ({"token_ids": True}, "rows.token_ids"),
+        ({"prompts": "other"}, "prompts.digest"),
+        ({"model": "other"}, "model.tokenizer"),
+    ],
+)
+def test_another_job_is_refused_with_the_difference(
+    changed: dict[str, Any], said: str, engine: StandIn, tmp_path: Path
+) -> None:
     path = prompts(tmp_path, {"prompt": "a"})
-    with pytest.raises(type(fault)):
-        job.run_job(job.JobOptions(prompts=path, output=out))
-    assert out.read_text() == "earlier"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
-    assert engine.closed
+    options = JobOptions(prompts=path, output=tmp_path / "out.jsonl")
+    run_job(options)
+    if "prompts" in changed:
+        changed = {"prompts": path.with_name("other.jsonl")}
+        changed["prompts"].write_text('{"prompt": "b"}\n')
+    if "model" in changed:
+        changed = {"model": str(tmp_path / "model")}
+        shutil.copytree(DEMO, changed["model"])
+        (tmp_path / "model" / "tokenizer_config.json").unlink()
+    other = dataclasses.replace(options, **changed)
+    with pytest.raises(InputError, match=said) as refusal:
+        run_job(other)
+    assert "--allow-changed" in str(refusal.value) and "--restart" in str(refusal.value)
+    allowed = dataclasses.replace(other, durability=Durability(allow_changed=True))
+    assert run_job(allowed).completed == 1
+
+
+def test_asked_to_end_it_keeps_what_is_finished(engine: StandIn, tmp_path: Path) -> None:
+    class Asking(Progress):
+        def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
+            if done == 6:
+                signal.raise_signal(signal.SIGINT)
+
+    options = JobOptions(prompts=prompts(tmp_path, *({"prompt": "a"} for _ in range(9))), output=tmp_path / "out.jsonl")
+    result = run_job(options, progress=Asking())
+    assert (result.state, result.completed, result.total) == ("interrupted", 3, 9)
+    assert run_job(options).completed == 9
+
+
+def test_rows_of_several_prompts_and_samples_are_one_line(engine: StandIn, tmp_path: Path) -> None:
+    body = {"model": "demo", "prompt": ["a", "b"], "n": 1}
+    line = {"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": body}
+    again = {**line, "custom_id": "two"}
+    out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    run_job(JobOptions(prompts=prompts(tmp_path, line, again), output=out, error_file=errors))
+    (answer,) = rows(out)
+    assert [choice["text"] for choice in answer["response"]["body"]["choices"]] == ["answer 0", "answer 1"]
+    assert answer["response"]["body"]["usage"]["completion_tokens"] == 4
+    (refused,) = rows(errors)
+    assert refused["error"]["code"] == "duplicate_custom_id"
+    assert len(engine.requests) == 2
 
 
 def test_a_lost_request_is_our_fault(engine: StandIn, tmp_path: Path) -> None:
     engine.lost = 1
     out = tmp_path / "out.jsonl"
     with pytest.raises(MoelightError, match="never answered"):
-        job.run_job(job.JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"}), output=out))
-    assert not out.exists()
+        run_job(JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"}), output=out))
 
 
 def options_that_are_refused(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
@@ -384,7 +472,7 @@ def test_refused_before_the_engine_is_opened(kind: str, engine: StandIn, tmp_pat
     changed, error, said = options_that_are_refused(tmp_path)[kind]
     before = sorted(tmp_path.iterdir())
     with pytest.raises(error, match=said) as refusal:
-        job.run_job(job.JobOptions(**{"prompts": tmp_path / "prompts.jsonl", **changed}))
+        run_job(JobOptions(**{"prompts": tmp_path / "prompts.jsonl", **changed}))
     assert "\n" not in str(refusal.value)
     assert engine.workload is None
     assert sorted(tmp_path.iterdir()) == before

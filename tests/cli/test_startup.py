@@ -19,11 +19,13 @@ COMMANDS = ("generate", "optimize", "simulate", "roofline", "report", "inspect",
 PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS), ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in (*COMMANDS, "serve-batch")), ["--version"], []]
+)
 def test_torch_is_not_imported(arguments: list[str]) -> None:
     code = (
         "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
-        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'jinja2', 'rich', 'huggingface_hub'}; "
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'jinja2', 'rich', 'huggingface_hub', 'starlette'}; "
         "print(code, sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(

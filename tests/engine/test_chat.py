@@ -114,11 +114,34 @@ def test_rendered_as_transformers_does(name: str, in_file: bool, tmp_path: Path)
         assert ours.render(talk) == expected, talk
 
 
-def test_the_default_of_a_list_of_templates(tmp_path: Path) -> None:
-    listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": CHATML}]
-    ours = Tokenizer.from_dir(save(tmp_path, listed))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.render(TALKS[0]) == theirs.apply_chat_template(TALKS[0], add_generation_prompt=True, return_dict=False)
+@pytest.mark.parametrize("in_files", [False, True])
+def test_named_templates_are_chosen_as_transformers_does(in_files: bool, tmp_path: Path) -> None:
+    tool_use = "{{ tools | length }}" + CHATML
+    if in_files:
+        save(tmp_path, CHATML, in_file=True)
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use, encoding="utf-8")
+    else:
+        save(tmp_path, [{"name": "tool_use", "template": tool_use}, {"name": "default", "template": CHATML}])
+    ours, theirs = Tokenizer.from_dir(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        expected = theirs.apply_chat_template(TALKS[0], tools=tools, add_generation_prompt=True, return_dict=False)
+        assert ours.render(Conversation(messages=TALKS[0], tools=tools)) == expected
+
+
+def test_a_template_of_the_users_comes_before_the_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("{{ bos_token }}mine", encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(save(tmp_path, "theirs", in_file=True), tmp_path / "mine")
+    assert tokenizer.render(TALKS[0]) == tokenizer.encode("<s>mine")
+    with pytest.raises(ConfigError, match=r"chat template .*absent: cannot be read"):
+        Tokenizer.from_dir(tmp_path, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_of_a_megabyte_is_refused(where: str, tmp_path: Path) -> None:
+    save(tmp_path, "x" * 1_000_000, in_file=where.endswith("jinja"))
+    with pytest.raises(CheckpointError, match=rf"{where}: .*more than 250000 bytes"):
+        Tokenizer.from_dir(tmp_path)
 
 
 def test_the_file_comes_before_the_config(tmp_path: Path) -> None:
@@ -150,6 +173,7 @@ def test_no_template_is_said(template: object, tmp_path: Path) -> None:
         [{"role": "user", "content": None}],
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": []}],
         [{"role": "user", "content": {"type": "text", "text": "x"}}],
         [{"role": "user", "content": "x"}, 3],
         [{"role": "assistant", "tool_calls": "x"}],
@@ -181,6 +205,7 @@ def test_text_parts_are_joined_unless_the_template_walks_them() -> None:
     words = "{% for word in messages[0].content.split() %}<{{ word }}>{% endfor %}"
     shown = [ChatTemplate(text, special_tokens={}).render(talk) for text in (plain, walking, words)]
     assert shown == ["a\nb", "<a><b>", "<a><b>"]
+    assert Conversation(messages=talk).shown == "a\nb"
 
 
 def test_tool_calls_reach_the_template_as_objects() -> None:

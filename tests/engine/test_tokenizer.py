@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,10 +178,84 @@ def test_damage_is_one_clear_line(kind: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_sentence_piece_file_alone_is_named(tmp_path: Path) -> None:
+def test_a_sentence_piece_file_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model.*SentencePiece"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model.*SentencePiece.*pip install transformers"):
         Tokenizer.from_dir(tmp_path)
+
+
+@pytest.fixture
+def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tokenizer is a SentencePiece file only, and a library that can read it."""
+    converted = sentence_piece_like(tmp_path / "converted")
+    (tmp_path / "pieces").mkdir()
+    (tmp_path / "pieces" / "tokenizer.model").write_bytes(b"\n\x0e")
+
+    inner = Inner.from_file(str(converted / "tokenizer.json"))
+
+    def from_pretrained(directory: str, **options: object) -> object:
+        assert options == {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
+        if not (Path(directory) / "tokenizer_config.json").exists():
+            raise ValueError("unknown\nkind")
+        return SimpleNamespace(backend_tokenizer=inner)
+
+    class Model:
+        shift = 0
+
+        def __init__(self, model_file: str) -> None:
+            assert Path(model_file).name == "tokenizer.model"
+
+        def encode(self, text: str) -> list[int]:
+            return [self.shift + token for token in inner.encode(text, add_special_tokens=False).ids]
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(SentencePieceProcessor=Model))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    return tmp_path / "pieces"
+
+
+def test_a_sentence_piece_file_is_converted_by_transformers(pieces: Path) -> None:
+    (pieces / "tokenizer_config.json").write_text('{"bos_token": "<s>"}', encoding="utf-8")
+    ours, theirs = Tokenizer.from_dir(pieces), Tokenizer.from_dir(pieces.parent / "converted")
+    assert [ours.encode(text) for text in CORPUS] == [theirs.encode(text) for text in CORPUS]
+    sys.modules["sentencepiece"].SentencePieceProcessor.shift = 1
+    with pytest.raises(CheckpointError, match="otherwise than SentencePiece"):
+        Tokenizer.from_dir(pieces)
+
+
+def test_what_transformers_cannot_convert_is_one_line(pieces: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"transformers cannot convert it \(unknown\)"):
+        Tokenizer.from_dir(pieces)
+
+
+def test_a_trained_sentence_piece_model_gives_its_own_ids(tmp_path: Path) -> None:
+    trained = pytest.importorskip("sentencepiece")
+    trained.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 20),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    settings: dict[str, Any] = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    settings |= {"legacy": False, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}', encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    model = trained.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in CORPUS:
+        assert tokenizer.encode(text) == [1, *model.encode(text)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""``moelight serve-batch``: OpenAI's Files and Batches over HTTP, or a watched folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moelight.core.errors import ConfigError
+from moelight.core.units import parse_bytes
+
+_HTTP = ("--host", "--port", "--data", "--token-file", "--allow-remote", "--max-file-size", "--expire")
+_MODULES = ("starlette", "uvicorn", "python_multipart")
+_INTERRUPTED = 130
+
+
+def serve_batch(
+    model: Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")],
+    host: Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="8000 if not given; 0: any that is free.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For files and state; ~/.local/share/moelight/serve-batch if not given."),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Holds the token that requests bring; one is made if not given.")
+    ] = None,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Let --host be an address that other machines reach.")
+    ] = False,
+    max_file_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest file that is taken.")] = "512MiB",
+    expire: Annotated[
+        bool, typer.Option("--expire", help="End a batch when its completion window is over, done or not.")
+    ] = False,
+    watch: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Instead of HTTP: run each .jsonl file dropped in DIR.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens generated where a request does not say.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory of a job.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory of a job.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
+    ] = None,
+    hw: Annotated[str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, xpu, or twin.")] = None,
+    expert_policy: Annotated[
+        str | None, typer.Option(metavar="FILE.moe|static|default", help="Which experts stay near in small passes.")
+    ] = None,
+) -> None:
+    """Serve OpenAI's Files and Batches on this machine, or watch a folder.
+
+    Each batch is a job of moelight generate in a process of its own, one after another. The openai client's base_url
+    and the file with its api_key are printed on start.
+    """
+    from moelight.serve.jobs import generate_command
+
+    handed_on = {
+        "--max-tokens": max_tokens,
+        "--host-memory": _size(host_memory, "--host-memory"),
+        "--device-memory": _size(device_memory, "--device-memory"),
+        "--policy": _readable(policy),
+        "--hw": hw,
+        "--device": device,
+        "--expert-policy": expert_policy,
+    }
+    options = [str(word) for name, value in handed_on.items() if value is not None for word in (name, value)]
+    _check_model(model)
+    if watch is not None:
+        chosen = (host, port, data, token_file, allow_remote or None, None, expire or None)
+        for name, value in zip(_HTTP, chosen, strict=True):
+            if value is not None:
+                raise ConfigError(f"--watch {watch} and {name} contradict each other: a folder is watched without HTTP")
+        from moelight.serve.watch import Watcher
+        from moelight.serve.watch import watch as run_watcher
+
+        watcher = Watcher(watch, generate_command(model, options, line_format="auto"), say=_say)
+        _say(f"watching {watch}: drop .jsonl files there; answers come to {watch / 'done'}")
+        _leave(run_watcher(watcher, say=_say))
+        return
+    missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve-batch needs {' and '.join(missing)}: pip install 'moelight[serve]'")
+    from moelight.serve.server import ServerOptions, serve
+
+    directory = Path(model).expanduser()
+    server = ServerOptions(
+        model=directory.resolve().name if directory.is_dir() else model,  # what rows may call it
+        data=data if data is not None else Path.home() / ".local" / "share" / "moelight" / "serve-batch",
+        host=host if host is not None else "127.0.0.1",
+        port=port if port is not None else 8000,
+        token_file=token_file,
+        allow_remote=allow_remote,
+        max_file_bytes=parse_bytes(max_file_size, what="--max-file-size"),
+        expire=expire,
+    )
+    _leave(serve(server, generate_command(model, options, line_format="openai"), say=_say))
+
+
+def _leave(number: int) -> None:
+    if number == signal.SIGINT:
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _say(text: str) -> None:
+    print(f"moelight serve-batch: {text}", file=sys.stderr, flush=True)
+
+
+def _size(text: str | None, what: str) -> str | None:
+    """The size as it was written, once it is certain that a job will understand it."""
+    if text is not None:
+        parse_bytes(text, what=what)
+    return text
+
+
+def _readable(policy: Path | None) -> Path | None:
+    if policy is not None:
+        from moelight.profiles.policy_files import load_policy
+
+        load_policy(policy)
+    return policy
+
+
+def _check_model(model: str) -> None:
+    """Refuse what is neither a directory nor could be a hub's id; the hub itself is asked by the first job."""
+    from moelight.weights.source import DEMO
+
+    path = Path(model).expanduser()
+    if model != DEMO and not path.is_dir() and (path.exists() or model.count("/") != 1):
+        raise ConfigError(f"--model {model}: no such directory, and a hub id has the form owner/name")

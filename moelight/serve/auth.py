@@ -1,0 +1,144 @@
+"""Who may ask: the token, and the guard in front of every route.
+
+The guard refuses before a route or a body is looked at. It also sees to it that a refused sender of a long body gets to
+read the refusal, and that nobody holds a connection by sending slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Collection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moelight.core.errors import ConfigError
+from moelight.serve.errors import error_response
+
+LEAST_TOKEN = 16  # characters
+LINGER_S = 10.0
+OPEN_PATHS = frozenset({"/health"})
+_MOST_TOKEN_BYTES = 4096
+
+
+def read_token(path: Path) -> str:
+    """The token in the file ``path``.
+
+    Raises:
+        ConfigError: there is no such file, others than its owner may read it, or what it holds is no token.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"token file {path}: is no file")
+            if found.st_mode & 0o077:
+                raise ConfigError(f"token file {path}: others may read or change it; run chmod 600 {path}")
+            text = file.read(_MOST_TOKEN_BYTES).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ConfigError(f"token file {path}: {(error.strerror or str(error)).lower()}") from None
+    if len(text) < LEAST_TOKEN or not all("!" <= character <= "~" for character in text):
+        raise ConfigError(f"token file {path}: a token is one line of {LEAST_TOKEN} or more letters, digits and signs")
+    return text
+
+
+def make_token(path: Path) -> None:
+    """Write a new token to ``path``, for its owner alone, unless there is one."""
+    partial = path.with_name(f"{path.name}.partial")
+    if path.exists():
+        return
+    partial.unlink(missing_ok=True)
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError as error:
+        raise ConfigError(f"token file {path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
+
+
+class Guard:
+    """Lets through requests that bring the token, name a host that we are, and are not too many at once."""
+
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None, most_requests: int) -> None:
+        """``hosts``: names the server may be called by, None for any. Others' names lead here by DNS rebinding."""
+        self._app, self._hosts, self._most = app, hosts, most_requests
+        self._expected = f"Bearer {token}".encode("latin-1")
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(receive, send, headers := Headers(scope=scope))
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            await refusal(scope, body.receive, body.send)
+            return
+        self._running += 1
+        try:
+            await self._app(scope, body.receive, body.send)
+        finally:
+            self._running -= 1
+
+    def _refusal(self, path: str, headers: Headers) -> Response | None:
+        if self._hosts is not None and _host_name(headers) not in self._hosts:
+            return error_response(403, "this server is not called by that name", param="Host", code="invalid_host")
+        if path not in OPEN_PATHS:
+            given = headers.get("authorization", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(given, self._expected):
+                message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
+                challenge = {"WWW-Authenticate": "Bearer"}
+                return error_response(401, message, code="invalid_api_key", headers=challenge)
+        if self._running >= self._most:
+            again = {"Retry-After": "1"}
+            return error_response(503, "too many requests at once", code="server_busy", headers=again)
+        return None
+
+
+class _Body:
+    """A request's body under watch: when the answer is there before the body is, the rest is read and thrown away.
+
+    Closing at once would reset the connection, and the sender would see that and not the answer.
+    """
+
+    def __init__(self, receive: Receive, send: Send, headers: Headers) -> None:
+        self._receive, self._send = receive, send
+        length = headers.get("content-length", "0")
+        self._open = "transfer-encoding" in headers or length != "0"
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._open = False
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._open and message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        elif self._open and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            try:
+                await asyncio.wait_for(self._drain(), LINGER_S)
+            except asyncio.TimeoutError:
+                self._open = False
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def _drain(self) -> None:
+        while self._open:
+            await self.receive()
+
+
+def _host_name(headers: Headers) -> str | None:
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname
+    except ValueError:
+        return None

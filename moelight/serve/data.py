@@ -1,0 +1,97 @@
+"""The data directory: whose it is, what lies in it, and what a killed server left there.
+
+::
+
+    DATA/                   0700
+      serve.lock            held by the one server that may work here
+      state.db              files and batches (`store`)
+      token                 where no token file is given
+      files/FILE_ID         uploads
+      batches/BATCH_ID/     a job's own directory: output.jsonl, errors.jsonl, worker.log, and what it resumes from
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from moelight.core.errors import ConfigError
+from moelight.serve.jobs import Job
+from moelight.serve.store import OPEN, File, Store
+
+
+class DataDirectory:
+    """A data directory that this process has for itself; made where there is none."""
+
+    def __init__(self, root: Path) -> None:
+        """Takes ``root`` for this process.
+
+        Raises:
+            ConfigError: it cannot be made or written, or another server works in it.
+        """
+        self.root = root.absolute()
+        self.files = self.root / "files"
+        self.batches = self.root / "batches"
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = take_lock(self.root / "serve.lock", what=f"--data {root}")
+            for own in (self.files, self.batches):
+                own.mkdir(mode=0o700, exist_ok=True)
+                own.chmod(0o700)
+            base = self.root / "state.db"
+            os.close(os.open(base, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise ConfigError(f"--data {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
+        self.store = Store(base)
+        self._sweep()
+
+    def close(self) -> None:
+        self.store.close()
+        os.close(self._lock)
+
+    def path(self, file: File) -> Path:
+        return self.root / file.path
+
+    def job(self, batch_id: str, source: File) -> Job:
+        return Job(source=self.path(source), directory=self.batches / batch_id)
+
+    def relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def clear_job(self, job: Job) -> None:
+        """Remove what an ended job needs no longer: all but the files that are kept, and what the process said."""
+        kept = {self.path(file) for file in self.store.files()} | {job.log}
+        if job.directory.is_dir():
+            for path in job.directory.iterdir():
+                if path not in kept:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _sweep(self) -> None:
+        """Remove uploads that were never finished, files that were being deleted, and what ended jobs left behind."""
+        kept = {self.path(file) for file in self.store.files()}
+        for path in self.files.iterdir():
+            if path not in kept:
+                path.unlink()
+        for directory in filter(Path.is_dir, self.batches.iterdir()):
+            batch = self.store.batch(directory.name)
+            if batch is None:
+                shutil.rmtree(directory)
+            elif batch.status not in OPEN:
+                self.clear_job(Job(source=Path(os.devnull), directory=directory))
+
+
+def take_lock(path: Path, *, what: str) -> int:
+    """A descriptor that holds the lock until it is closed or the process ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise ConfigError(f"{what}: another moelight serve-batch works there; stop it, or name another") from None
+    return held

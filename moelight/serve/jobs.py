@@ -1,0 +1,274 @@
+"""One job in a process of its own: begun, watched, interrupted, never left behind.
+
+Knows exit codes and the status file of ``moelight generate``. Refuses to know batches and where a job comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moelight.serve import tied
+from moelight.serve.store import Counts
+
+DONE, ERROR_ROWS, REFUSED = 0, 1, 2
+MOST_CRASHES = 3  # in a row, without a row done in between
+_MAX_STATUS_BYTES = 1 << 20
+_MAX_MESSAGE = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Where one job reads and writes. ``directory`` is its own and holds all but the input."""
+
+    source: Path
+    directory: Path
+
+    @property
+    def output(self) -> Path:
+        """Rows of answered requests."""
+        return self.directory / "output.jsonl"
+
+    @property
+    def errors(self) -> Path:
+        """Rows of requests that could not be served."""
+        return self.directory / "errors.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """How far the job is, while it runs."""
+        return self.directory / "status.json"
+
+    @property
+    def log(self) -> Path:
+        """What the process says."""
+        return self.directory / "worker.log"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process at work."""
+        return self.directory / "worker.lock"
+
+    def counts(self) -> Counts | None:
+        """What the status file says, None where it says nothing yet."""
+        try:
+            with self.status.open("rb") as file:
+                found = json.loads(file.read(_MAX_STATUS_BYTES))["request_counts"]
+            return Counts(total=found["total"], completed=found["completed"], failed=found["failed"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+Command = Callable[[Job], Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a process ended: its exit code, negative for a signal, and the last line it said."""
+
+    code: int
+    said: str
+
+    @property
+    def well(self) -> bool:
+        """Every row was done, though some may have become error rows."""
+        return self.code in (DONE, ERROR_ROWS)
+
+    def why(self) -> str:
+        """What a job that did not end well says of itself."""
+        if self.code == REFUSED:
+            return self.said or "the job was refused"
+        how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+        return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Seconds: between looks at a job, for an interrupted one to end, before a crashed one is begun again."""
+
+    poll_s: float = 0.25
+    grace_s: float = 30.0
+    retry_s: float = 5.0
+
+
+def generate_command(model: str, options: Sequence[str] = (), *, line_format: str) -> Command:
+    """The command of a job: ``moelight generate`` with ``options`` as they are."""
+
+    def command(job: Job) -> list[str]:
+        return [
+            *(sys.executable, "-m", "moelight.cli.main", "generate", str(job.source), "--model", model),
+            *("-o", str(job.output), "--error-file", str(job.errors), "--status", str(job.status)),
+            *("--order", "completion", "--format", line_format, *options),
+        ]
+
+    return command
+
+
+def finish(
+    job: Job,
+    command: Command,
+    *,
+    unwanted: Callable[[], bool],
+    seen: Callable[[Counts], None],
+    say: Callable[[str], None],
+    news: threading.Event,
+    pace: Pace,
+) -> Ending | None:
+    """Run the job, again after a crash, until it has an ending that means something; None if it is ``unwanted`` first.
+
+    ``seen`` hears of every change of the counts, ``say`` of every crash. ``news`` is set by others when ``unwanted``
+    should be asked at once. The job's files say what was done, in any case; the same job run again goes on from there.
+    """
+    crashes, rows = 0, 0
+
+    def look(counts: Counts) -> None:
+        nonlocal crashes, rows
+        if counts.completed + counts.failed > rows:
+            crashes, rows = 0, counts.completed + counts.failed
+        seen(counts)
+
+    while not unwanted():
+        ending = _run(job, command, unwanted=unwanted, seen=look, news=news, pace=pace)
+        if ending.well:
+            return ending
+        if unwanted():
+            return None
+        crashes += 1
+        if ending.code == REFUSED or crashes == MOST_CRASHES:
+            return ending
+        say(f"{ending.why()}; begun again")
+        news.wait(pace.retry_s)
+        news.clear()
+    return None
+
+
+def _run(
+    job: Job,
+    command: Command,
+    *,
+    unwanted: Callable[[], bool],
+    seen: Callable[[Counts], None],
+    news: threading.Event,
+    pace: Pace,
+) -> Ending:
+    """One process, to its end; interrupted when it is unwanted, and killed if it takes too long to leave."""
+    job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    guard = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(job.lock))
+    with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+        begin = log.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [*guard, *command(job)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _watch(process, job, unwanted=unwanted, seen=seen, news=news, pace=pace)
+    finally:
+        if process.poll() is None:  # it would not leave, or watching failed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Ending(code=process.returncode, said=_last_line(job.log, begin))
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    job: Job,
+    *,
+    unwanted: Callable[[], bool],
+    seen: Callable[[Counts], None],
+    news: threading.Event,
+    pace: Pace,
+) -> None:
+    last, deadline = None, None
+    while process.poll() is None:
+        if deadline is None and unwanted():
+            process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + pace.grace_s
+        elif deadline is not None and time.monotonic() > deadline:
+            return
+        counts = job.counts()
+        if counts is not None and counts != last:
+            seen(counts)
+            last = counts
+        news.wait(pace.poll_s)
+        news.clear()
+
+
+def _last_line(log: Path, begin: int) -> str:
+    """The last line of ``log`` behind the byte ``begin`` that says anything."""
+    with log.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(begin, end - 8 * _MAX_MESSAGE))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return said.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
+
+
+def wait_until_free(job: Job, *, within_s: float) -> None:
+    """Wait for a process of an earlier server to be gone; it was killed, and large ones take a moment to leave.
+
+    Raises:
+        TimeoutError: it is still there after ``within_s`` seconds.
+    """
+    if not job.directory.is_dir():
+        return
+    deadline = time.monotonic() + within_s
+    held = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{job.directory}: an earlier process still works there") from None
+                time.sleep(0.05)
+    finally:
+        os.close(held)
+
+
+class WorkThread(threading.Thread):
+    """The one thread that begins jobs: a job dies with the thread that began it (`tied`), so there is one for all.
+
+    A daemon, so that a second interrupt ends the program at once.
+    """
+
+    def __init__(self, work: Callable[[], None], *, on_end: Callable[[], None]) -> None:
+        super().__init__(name="worker", daemon=True)
+        self._work, self._on_end = work, on_end
+        self.sound = False
+        """True once ``work`` has returned; a fault of ours leaves it False."""
+
+    def run(self) -> None:
+        try:
+            self._work()
+            self.sound = True
+        finally:
+            self._on_end()
+
+
+def mend_tail(path: Path) -> int:
+    """Cut off a line that a kill tore, and return how many whole lines there are; 0 where there is no file."""
+    lines, whole, place = 0, 0, 0
+    try:
+        with path.open("r+b") as file:
+            while block := file.read(1 << 20):
+                lines += block.count(b"\n")
+                if (end := block.rfind(b"\n")) >= 0:
+                    whole = place + end + 1
+                place += len(block)
+            if whole < place:
+                file.truncate(whole)
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        return 0
+    return lines

@@ -1,0 +1,299 @@
+"""What the server remembers: files and batches in SQLite, every change of state one transaction.
+
+A batch moves along `MOVES` and nowhere else; whoever comes too late with a move is told so and changes nothing. Refuses
+to know HTTP, processes and what is in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from moelight.core.errors import ConfigError
+
+# OpenAI's states of a batch, and where each may lead.
+MOVES: Mapping[str, frozenset[str]] = {
+    "validating": frozenset({"in_progress", "failed", "cancelled", "expired"}),
+    "in_progress": frozenset({"finalizing", "failed", "cancelling", "expired"}),
+    "finalizing": frozenset({"completed"}),
+    "cancelling": frozenset({"cancelled"}),
+    "completed": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+    "expired": frozenset(),
+}
+OPEN = tuple(state for state, ways in MOVES.items() if ways)
+
+# Grown only by a new VERSION and the statements that lead there.
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE files (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, path TEXT UNIQUE NOT NULL, filename TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL
+);
+CREATE TABLE batches (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, status TEXT NOT NULL, created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER,
+    failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER, output_file_id TEXT,
+    error_file_id TEXT, total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0, metadata TEXT, errors TEXT
+);
+CREATE INDEX batches_by_status ON batches (status, place);
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class File:
+    """A file that was uploaded, or that a batch made. ``path`` is relative to the data directory, and ours alone."""
+
+    id: str
+    path: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Requests of a batch: in all, answered, refused."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Why a whole batch failed; ``line`` counts from 1 where one line of the input is to blame."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One batch, as OpenAI's object has it. Times are seconds since 1970."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    status: str = "validating"
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    counts: Counts = field(default_factory=Counts)
+    metadata: Mapping[str, str] | None = None
+    errors: tuple[Fault, ...] = ()
+
+
+_PLAIN = tuple(f.name for f in fields(Batch) if f.name not in {"counts", "metadata", "errors"})
+
+
+class Store:
+    """Files and batches of one data directory. Usable from any thread; each method is one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens ``path``, or makes it.
+
+        Raises:
+            ConfigError: it is no database, or one of a later moelight.
+        """
+        self._lock = threading.Lock()
+        try:
+            self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+            self._base.row_factory = sqlite3.Row
+            self._base.execute("PRAGMA journal_mode = WAL")
+            self._base.execute("PRAGMA synchronous = FULL")  # an answered request survives a power cut
+            with self._transaction() as base:
+                found = base.execute("PRAGMA user_version").fetchone()[0]
+                if found == 0:
+                    for statement in _SCHEMA.split(";\n"):
+                        base.execute(statement)
+                    base.execute(f"PRAGMA user_version = {VERSION}")
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{path}: not a usable database ({error}); name another --data directory") from None
+        if found > VERSION:
+            raise ConfigError(f"{path}: made by a later version of moelight; update, or name another --data directory")
+
+    def close(self) -> None:
+        with self._lock:
+            self._base.close()
+
+    def add_file(self, file: File) -> None:
+        with self._transaction() as base:
+            _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(File)})
+
+    def file(self, file_id: str) -> File | None:
+        rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
+        return _file(rows[0]) if rows else None
+
+    def files(self) -> list[File]:
+        return [_file(row) for row in self._rows("SELECT * FROM files ORDER BY place")]
+
+    def drop_file(self, file_id: str) -> str | None:
+        """Forget the file; does nothing and returns the id of a batch that is open and reads it, if there is one."""
+        with self._transaction() as base:
+            user = base.execute(
+                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({_marks(OPEN)})", (file_id, *OPEN)
+            ).fetchone()
+            if user is not None:
+                return str(user["id"])
+            base.execute("DELETE FROM files WHERE id = ?", (file_id,))
+            return None
+
+    def page_of_files(
+        self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
+    ) -> tuple[list[File], bool] | None:
+        """At most ``limit`` files behind ``after`` and whether there are more; None if there is no such file."""
+        rows = self._page("files", after, limit, newest_first, "purpose", purpose)
+        return None if rows is None else ([_file(row) for row in rows[0]], rows[1])
+
+    def add_batch(self, batch: Batch) -> bool:
+        """Take the batch on; False, and nothing is done, if its input is no longer there."""
+        with self._transaction() as base:
+            if base.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,)).fetchone() is None:
+                return False
+            values = {name: getattr(batch, name) for name in _PLAIN}
+            values["metadata"] = None if batch.metadata is None else json.dumps(dict(batch.metadata))
+            _insert(base, "batches", values)
+            return True
+
+    def batch(self, batch_id: str) -> Batch | None:
+        rows = self._rows("SELECT * FROM batches WHERE id = ?", batch_id)
+        return _batch(rows[0]) if rows else None
+
+    def page_of_batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool] | None:
+        """The same for batches, newest first."""
+        rows = self._page("batches", after, limit, True, "status", None)
+        return None if rows is None else ([_batch(row) for row in rows[0]], rows[1])
+
+    def open_batches(self) -> list[Batch]:
+        """Batches with work left: those that were begun first, else in the order they came."""
+        rows = self._rows(
+            f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place", *OPEN
+        )
+        return [_batch(row) for row in rows]
+
+    def move(
+        self,
+        batch_id: str,
+        to: str,
+        *,
+        counts: Counts | None = None,
+        errors: Sequence[Fault] = (),
+        output: File | None = None,
+        error_output: File | None = None,
+    ) -> bool:
+        """Bring the batch to the state ``to`` together with what is known there; False if it may not go there now."""
+        sources = tuple(state for state, ways in MOVES.items() if to in ways)
+        changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
+        if counts is not None:
+            changes |= {name: getattr(counts, name) for name in ("total", "completed", "failed")}
+        if errors:
+            named = [{f.name: getattr(fault, f.name) for f in fields(Fault)} for fault in errors]
+            changes["errors"] = json.dumps(named)
+        with self._transaction() as base:
+            for column, file in (("output_file_id", output), ("error_file_id", error_output)):
+                if file is not None:
+                    changes[column] = file.id
+            if not _update(base, batch_id, changes, sources):
+                return False
+            for file in (output, error_output):
+                if file is not None:
+                    _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(File)})
+            return True
+
+    def cancel(self, batch_id: str) -> bool:
+        """Ask for the end of a batch: one that waits ends here, one at work is marked; False if it is past that."""
+        now = int(time.time())
+        with self._transaction() as base:
+            waits = {"status": "cancelled", "cancelling_at": now, "cancelled_at": now}
+            return _update(base, batch_id, waits, ("validating",)) or _update(
+                base, batch_id, {"status": "cancelling", "cancelling_at": now}, ("in_progress",)
+            )
+
+    def count(self, batch_id: str, counts: Counts) -> None:
+        """What a batch at work has done so far."""
+        changes = {name: getattr(counts, name) for name in ("total", "completed", "failed")}
+        with self._transaction() as base:
+            _update(base, batch_id, changes, OPEN)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+                self._base.execute("COMMIT")
+            finally:
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
+
+    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._base.execute(query, values).fetchall()
+
+    def _page(
+        self, table: str, after: str | None, limit: int, newest_first: bool, column: str, value: str | None
+    ) -> tuple[list[sqlite3.Row], bool] | None:
+        conditions, values = [f"(? IS NULL OR {column} = ?)"], [value, value]
+        with self._lock:
+            if after is not None:
+                if self._base.execute(f"SELECT 1 FROM {table} WHERE id = ?", (after,)).fetchone() is None:
+                    return None
+                conditions.append(f"place {'<' if newest_first else '>'} (SELECT place FROM {table} WHERE id = ?)")
+                values.append(after)
+            order = "DESC" if newest_first else "ASC"
+            query = f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY place {order} LIMIT ?"
+            rows = self._base.execute(query, (*values, limit + 1)).fetchall()
+        return rows[:limit], len(rows) > limit
+
+
+def _insert(base: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
+    base.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({_marks(values)})", tuple(values.values()))
+
+
+def _update(base: sqlite3.Connection, batch_id: str, changes: Mapping[str, Any], sources: Sequence[str]) -> bool:
+    assignments = ", ".join(f"{column} = ?" for column in changes)
+    done = base.execute(
+        f"UPDATE batches SET {assignments} WHERE id = ? AND status IN ({_marks(sources)})",
+        (*changes.values(), batch_id, *sources),
+    )
+    return done.rowcount == 1
+
+
+def _marks(values: Sequence[object] | Mapping[str, object]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _file(row: sqlite3.Row) -> File:
+    return File(**{f.name: row[f.name] for f in fields(File)})
+
+
+def _batch(row: sqlite3.Row) -> Batch:
+    return Batch(
+        **{name: row[name] for name in _PLAIN},
+        counts=Counts(total=row["total"], completed=row["completed"], failed=row["failed"]),
+        metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
+        errors=tuple(Fault(**each) for each in json.loads(row["errors"] or "[]")),
+    )

@@ -1,0 +1,155 @@
+"""The one worker: batches one after another, each along its states, from wherever a killed server left it.
+
+Knows what a job's ending means for its batch. Refuses to know HTTP and how a job is done.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from moelight.serve import jobs
+from moelight.serve.data import DataDirectory
+from moelight.serve.jobs import Command, Job, Pace
+from moelight.serve.store import Batch, Counts, Fault, File
+from moelight.serve.validate import check_lines
+
+_LOST_INPUT = Fault(code="missing_file", message="the input file is no longer there", param="input_file_id")
+
+
+class Worker:
+    """Works on the open batches of ``data``; `run` is for a thread of its own, the rest for any."""
+
+    def __init__(
+        self,
+        data: DataDirectory,
+        command: Command,
+        *,
+        say: Callable[[str], None],
+        pace: Pace | None = None,
+        expire: bool = False,
+    ) -> None:
+        self._data, self._store, self._command = data, data.store, command
+        self._say, self._pace, self._expire = say, pace or Pace(), expire
+        self._news, self._stopping = threading.Event(), threading.Event()
+
+    def wake(self) -> None:
+        """Look at the batches again: one has come, or is to be cancelled."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """Let `run` return soon: the job that runs is interrupted, and a later start goes on with it."""
+        self._stopping.set()
+        self._news.set()
+
+    def run(self) -> None:
+        """Work until stopped."""
+        while not self._stopping.is_set():
+            batches = self._store.open_batches()
+            if not batches:
+                self._news.wait()
+                self._news.clear()
+                continue
+            try:
+                self._advance(batches[0])
+            except (OSError, sqlite3.OperationalError) as error:  # the disk is full, most likely
+                self._say(f"{batches[0].id}: {error}; tried again in {self._pace.retry_s:g} s")
+                self._stopping.wait(self._pace.retry_s)
+
+    def _advance(self, batch: Batch) -> None:
+        """One step of the batch. Each step can be done again: what it leaves behind is one transaction."""
+        if batch.status == "finalizing":
+            self._end(batch, "completed")
+        elif batch.status == "cancelling":
+            self._end(batch, "cancelled")
+        elif self._late(batch):
+            self._end(batch, "expired")
+        elif batch.status == "validating":
+            self._validate(batch)
+        else:
+            self._run(batch)
+
+    def _validate(self, batch: Batch) -> None:
+        source = self._store.file(batch.input_file_id)
+        if source is None or not self._data.path(source).is_file():
+            self._end(batch, "failed", _LOST_INPUT)
+            return
+        total, faults = check_lines(self._data.path(source), endpoint=batch.endpoint)
+        batch = replace(batch, counts=Counts(total=total))
+        if faults:
+            self._end(batch, "failed", *faults)
+        elif self._store.move(batch.id, "in_progress", counts=batch.counts):
+            self._say(f"{batch.id}: {total} lines")
+
+    def _run(self, batch: Batch) -> None:
+        """Run the batch's job and move the batch to where its ending leads; a put back one stays."""
+        source = self._store.file(batch.input_file_id)
+        if source is None or not self._data.path(source).is_file():
+            self._end(batch, "failed", _LOST_INPUT)
+            return
+        latest = batch.counts
+
+        def seen(counts: Counts) -> None:
+            nonlocal latest
+            if counts.total:  # else the job is still reading, and knows nothing yet of what an earlier one did
+                latest = replace(counts, total=max(counts.total, latest.total))
+                self._store.count(batch.id, latest)
+
+        ending = jobs.finish(
+            self._data.job(batch.id, source),
+            self._command,
+            unwanted=lambda: self._unwanted(batch),
+            seen=seen,
+            say=lambda text: self._say(f"{batch.id}: {text}"),
+            news=self._news,
+            pace=self._pace,
+        )
+        if ending is None:
+            return
+        if ending.well:
+            self._store.move(batch.id, "finalizing")
+        else:
+            code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
+            self._end(replace(batch, counts=latest), "failed", Fault(code=code, message=ending.why()))
+
+    def _unwanted(self, batch: Batch) -> bool:
+        if self._stopping.is_set() or self._late(batch):
+            return True
+        now = self._store.batch(batch.id)
+        return now is None or now.status != "in_progress"
+
+    def _late(self, batch: Batch) -> bool:
+        return self._expire and time.time() >= batch.expires_at
+
+    def _end(self, batch: Batch, status: str, *faults: Fault) -> None:
+        """Offer what was done as files, and close the batch."""
+        job = Job(source=Path(), directory=self._data.batches / batch.id)
+        jobs.wait_until_free(job, within_s=self._pace.grace_s)
+        completed, failed = jobs.mend_tail(job.output), jobs.mend_tail(job.errors)
+        counts = Counts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
+        moved = self._store.move(
+            batch.id,
+            status,
+            counts=counts,
+            errors=faults,
+            output=self._made(batch, job.output, "output") if completed else None,
+            error_output=self._made(batch, job.errors, "errors") if failed else None,
+        )
+        if moved:
+            why = f" ({faults[0].message})" if faults else ""
+            self._say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {counts.total}{why}")
+            self._data.clear_job(job)
+
+    def _made(self, batch: Batch, path: Path, what: str) -> File:
+        return File(
+            id=f"file-{batch.id.removeprefix('batch_')}-{what}",
+            path=self._data.relative(path),
+            filename=f"{batch.id}_{what}.jsonl",
+            purpose="batch_output",
+            bytes=path.stat().st_size,
+            created_at=int(time.time()),
+        )

@@ -1,0 +1,79 @@
+"""Stands in for ``moelight generate``: ``stand_in.py INPUT OUTPUT ERRORS STATUS`` answers batch lines without a model.
+
+Rows that are there already are kept, torn ones cut off, as the real job does. What a line asks for in its ``user``
+field, it does: ``refuse`` makes an error row, ``slow`` takes its time, ``crash`` ends the process as a full memory
+would, ``reject`` refuses the job, ``mule`` ignores interrupts from there on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SLOW_S = 0.1
+USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+
+def answer(line: dict[str, Any]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": f"to {line['custom_id']}", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    base = {"id": "c-1", "object": "chat.completion", "created": 1, "model": "demo", "choices": [choice]}
+    body = {**base, "usage": USAGE}
+    if line["body"].get("user") == "refuse":
+        body = {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "refused"}}
+    code = 200 if "usage" in body else 400
+    response = {"status_code": code, "request_id": "r-1", "body": body}
+    return {"id": "batch_req_1", "custom_id": line["custom_id"], "response": response, "error": None}
+
+
+def rows_in(path: Path) -> set[str]:
+    if not path.exists():
+        return set()
+    whole = path.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    path.write_bytes(whole)
+    return {json.loads(line)["custom_id"] for line in whole.splitlines()}
+
+
+def main(source: Path, output: Path, errors: Path, status: Path) -> int:
+    lines = [json.loads(line) for line in source.read_bytes().splitlines() if line.strip()]
+    done, refused = rows_in(output), rows_in(errors)
+    with (output.parents[2] / "began.log").open("a") as began:
+        began.write(f"{os.getpid()} {output.parent.name}\n")
+    for line in lines:
+        wish, name = line["body"].get("user"), line["custom_id"]
+        if name in done | refused:
+            continue
+        if wish == "reject":
+            print("moelight: error: this job is refused", file=sys.stderr)
+            return 2
+        if wish == "mule":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(60)
+        if wish == "slow":
+            time.sleep(SLOW_S)
+        if wish == "crash":
+            output.open("ab").write(b'{"torn":')
+            os.kill(os.getpid(), signal.SIGKILL)
+        row = answer(line)
+        kind, path = (refused, errors) if wish == "refuse" else (done, output)
+        with path.open("ab") as file:
+            file.write(json.dumps(row).encode() + b"\n")
+        kind.add(name)
+        counts = {"total": len(lines), "completed": len(done), "failed": len(refused)}
+        partial = status.with_suffix(".partial")
+        partial.write_text(json.dumps({"request_counts": counts}))
+        partial.replace(status)
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(*map(Path, sys.argv[1:])))
+    except KeyboardInterrupt:
+        sys.exit(130)

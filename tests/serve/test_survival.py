@@ -1,0 +1,157 @@
+"""Kills, restarts and ends: no row is lost or done twice, and no batch has two workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moelight.core.errors import ConfigError
+from moelight.serve import tied
+from moelight.serve.data import DataDirectory
+from moelight.serve.jobs import Job, mend_tail, wait_until_free
+from moelight.serve.store import MOVES, Batch, Counts, File, Store
+from moelight.serve.validate import check_lines
+from tests.serve.standing import line, lines, standing, until
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def workers(data: Path) -> list[int]:
+    began = data / "began.log"
+    return [int(each.split()[0]) for each in began.read_text().splitlines()] if began.exists() else []
+
+
+def test_a_killed_server_takes_its_worker_along_and_goes_on(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with standing(data) as first:
+        working, waiting = first.begin(lines(8, "slow")), first.begin(lines(2))
+        first.until(working, lambda now: now.request_counts.completed >= 2)
+        (data / "files" / "file-half").write_bytes(b"half an upload")
+        first.end(signal.SIGKILL)
+        (killed,) = workers(data)
+        until(lambda: alive(killed), lambda still: not still)
+    with standing(data) as second:
+        assert second.token == first.token and not (data / "files" / "file-half").exists()
+        done, after = second.finished(working), second.finished(waiting)
+        assert (done.status, after.status) == ("completed", "completed")
+        assert [row["custom_id"] for row in second.rows(done.output_file_id)] == [f"r{n}" for n in range(8)]
+        assert done.request_counts.completed == 8
+        assert second.end() == 128 + signal.SIGINT
+
+
+def test_an_interrupted_server_puts_back_what_it_does(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with standing(data) as first:
+        working = first.begin(lines(6, "slow"))
+        first.until(working, lambda now: now.request_counts.completed >= 1)
+        with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
+            DataDirectory(data)
+        assert first.process.stderr is not None
+        first.process.send_signal(signal.SIGTERM)
+        assert "stopped; 1 batches go on with the same command" in first.process.stderr.read()
+        assert first.end() == 128 + signal.SIGTERM
+        assert not any(alive(pid) for pid in workers(data))
+    with standing(data) as second:
+        done = second.finished(working)
+        assert done.status == "completed" and len(second.rows(done.output_file_id)) == 6
+
+
+def test_one_worker_at_a_time(tmp_path: Path) -> None:
+    """The second begins when the first is gone, and neither begins for a parent that is gone."""
+    lock, seen = tmp_path / "lock", tmp_path / "seen"
+    command = ["/bin/sh", "-c", f"echo in >> {seen}; sleep 0.2; echo out >> {seen}"]
+
+    def begin(parent: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-I", "-S", tied.__file__, str(parent), str(lock), *command])
+
+    two = [begin(os.getpid()) for _ in range(2)]
+    with pytest.raises(TimeoutError, match="still works there"):
+        until(seen.exists, bool)
+        wait_until_free(Job(source=tmp_path, directory=directory_with(lock)), within_s=0)
+    assert [each.wait() for each in two] == [0, 0]
+    assert seen.read_text().split() == ["in", "out"] * 2
+    assert begin(1).wait() == 1
+    wait_until_free(Job(source=tmp_path, directory=lock.parent), within_s=1)
+
+
+def directory_with(lock: Path) -> Path:
+    (lock.parent / "worker.lock").symlink_to(lock)
+    return lock.parent
+
+
+def test_a_torn_tail_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    assert mend_tail(path) == 0
+    for text, rows, left in ((b"", 0, b""), (b"a\nb\n", 2, b"a\nb\n"), (b"a\nb", 1, b"a\n"), (b"ab", 0, b"")):
+        path.write_bytes(text)
+        assert mend_tail(path) == rows and path.read_bytes() == left
+    path.write_bytes(b"x" * (1 << 20) + b"\n" + b"y" * (3 << 20))
+    assert mend_tail(path) == 1 and path.stat().st_size == (1 << 20) + 1
+
+
+def batch_of(name: str, **more: object) -> Batch:
+    base = {"endpoint": "/v1/completions", "input_file_id": "file-1", "completion_window": "24h", "created_at": 1}
+    return Batch(id=name, expires_at=2, **{**base, **more})  # type: ignore[arg-type]
+
+
+def file_of(name: str) -> File:
+    return File(id=name, path=f"files/{name}", filename="x", purpose="batch", bytes=1, created_at=1)
+
+
+def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db")
+    assert not store.add_batch(batch_of("b"))
+    store.add_file(file_of("file-1"))
+    for state, ways in MOVES.items():
+        for to in [each for each in MOVES if each != "validating"]:
+            name = f"{state}-{to}"
+            assert store.add_batch(batch_of(name, status=state))
+            assert store.move(name, to, counts=Counts(total=1), output=file_of(f"out-{name}")) == (to in ways)
+            found = store.batch(name)
+            assert found is not None and found.status == (to if to in ways else state)
+            assert (store.file(f"out-{name}") is not None) == (to in ways) == (found.output_file_id is not None)
+            assert (getattr(found, f"{to}_at") is not None) == (to in ways)
+        assert store.add_batch(batch_of(state, status=state))
+        assert store.cancel(state) == (state in {"validating", "in_progress"})
+    store.close()
+    again = Store(tmp_path / "state.db")
+    assert {batch.status for batch in again.open_batches()} == {"validating", "in_progress", "finalizing", "cancelling"}
+    assert again.open_batches()[-1].status == "validating"
+    again.close()
+
+
+def test_a_base_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(ConfigError, match="not a usable database"):
+        Store(path)
+    path.unlink()
+    store = Store(path)
+    store._base.execute("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(ConfigError, match="later version"):
+        Store(path)
+
+
+def test_bad_lines_are_left_to_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    hostile = [b"\xff\xfe", b'{"url": 3}', b'{"url":' + b"[" * 50_000, b"[]", b"null", b'{"a": "\\ud800"}', b"{"]
+    path.write_bytes(b"\xef\xbb\xbf" + lines(1) + b"\r\n\n" + b"\n".join(hostile) + b"\n" + b"x" * (17 << 20))
+    begin = time.monotonic()
+    assert check_lines(path, endpoint="/v1/chat/completions") == (9, [])
+    assert time.monotonic() - begin < 2
+    path.write_bytes(lines(150))
+    total, faults = check_lines(path, endpoint="/v1/completions")
+    assert total == 150 and len(faults) == 100 and faults[-1].line == 100
+    assert line("a")["url"] in faults[0].message

@@ -1,0 +1,117 @@
+"""A watched folder: what is dropped is answered once, whatever is killed meanwhile; what is no drop is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moelight.core.errors import ConfigError
+from moelight.serve.watch import Watcher, watch
+from tests.serve.standing import PACE, ROOT, lines, stand_in, until
+
+SETTLE_S = 0.1
+
+
+def watcher(root: Path) -> Watcher:
+    return Watcher(
+        root, stand_in, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE, settle_s=SETTLE_S
+    )
+
+
+@contextlib.contextmanager
+def watching(root: Path) -> Iterator[Watcher]:
+    found = watcher(root)
+    thread = threading.Thread(target=found.run)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.stop()
+        thread.join()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def test_what_is_dropped_is_answered(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.jsonl"
+    outside.write_bytes(lines(1))
+    root = tmp_path / "in"
+    root.mkdir()
+    (root / "link.jsonl").symlink_to(outside)
+    os.mkfifo(root / "pipe.jsonl")
+    for left in (".hidden.jsonl", "a.jsonl.part", "b.jsonl.tmp", "notes.txt"):
+        (root / left).write_bytes(lines(1))
+    (root / "empty.jsonl").touch()
+    (root / "good.jsonl").write_bytes(lines(2) + lines(1, "refuse").replace(b"r0", b"bad"))
+    (root / "bad.jsonl").write_bytes(lines(1) + lines(1, "reject").replace(b"r0", b"r1"))
+    with watching(root):
+        until(lambda: (root / "failed" / "bad.jsonl").exists() and (root / "done" / "good.jsonl").exists(), bool)
+        with (root / "good.jsonl").open("wb") as slow:  # the name again, written slowly
+            for each in lines(3).splitlines(keepends=True):
+                slow.write(each)
+                slow.flush()
+                time.sleep(SETTLE_S / 2)
+        until((root / "done" / "good-2.jsonl").exists, bool)
+        with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
+            watcher(root)
+    assert (root / "failed" / "bad.error.txt").read_text() == "this job is refused\n"
+    made = {name for name in names(root) if "/" in name} - {".moelight/lock"}
+    assert made == {
+        *(f"done/good{end}" for end in (".jsonl", ".output.jsonl", ".errors.jsonl", "-2.jsonl", "-2.output.jsonl")),
+        *(f"failed/bad{end}" for end in (".jsonl", ".error.txt", ".output.jsonl")),
+    }
+    assert len((root / "done" / "good-2.output.jsonl").read_bytes().splitlines()) == 3
+    assert {"link.jsonl", ".hidden.jsonl", "a.jsonl.part", "b.jsonl.tmp", "notes.txt", "empty.jsonl"} <= set(
+        names(root)
+    )
+
+
+def test_a_killed_watcher_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(6, "slow"))
+    output = tmp_path / ".moelight" / "a.jsonl" / "output.jsonl"
+    for number in (signal.SIGKILL, signal.SIGINT):
+        process = subprocess.Popen([sys.executable, "-m", "tests.serve.test_watch", str(tmp_path)], cwd=ROOT)
+        before = output.read_bytes() if output.exists() else b""
+        until(lambda: output.exists() and len(output.read_bytes()) > len(before), bool)  # noqa: B023
+        process.send_signal(number)
+        assert process.wait() == (-number if number == signal.SIGKILL else number)
+    with watching(tmp_path):
+        until((tmp_path / "done" / "a.jsonl").exists, bool)
+    assert len((tmp_path / "done" / "a.output.jsonl").read_bytes().splitlines()) == 6
+
+
+@pytest.mark.parametrize("moved", [(), ("output.jsonl",), ("output.jsonl", "input.jsonl")])
+def test_a_kill_between_two_moves_loses_nothing(tmp_path: Path, moved: tuple[str, ...]) -> None:
+    taken, done = tmp_path / ".moelight" / "a.jsonl", tmp_path / "done"
+    taken.mkdir(parents=True)
+    (tmp_path / ".moelight" / "b.jsonl").mkdir()  # killed before the file was taken
+    done.mkdir()
+    for name in ("input.jsonl", "output.jsonl"):
+        path = done / ("a.jsonl" if name == "input.jsonl" else "a.output.jsonl") if name in moved else taken / name
+        path.write_bytes(lines(1))
+    (taken / "ending.json").write_text('{"to": "done", "stem": "a", "why": null}')
+    with watching(tmp_path):
+        until(lambda: taken.exists() or (tmp_path / ".moelight" / "b.jsonl").exists(), lambda there: not there)
+    assert {"done/a.jsonl", "done/a.output.jsonl"} <= set(names(tmp_path))
+    assert (done / "a.jsonl").read_bytes() == (done / "a.output.jsonl").read_bytes() == lines(1)
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        watcher(tmp_path / "none")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(watch(watcher(Path(sys.argv[1])), say=print))
