@@ -125,7 +125,7 @@ class Answers:
                 if not piece.completes:
                     continue
                 generation = piece.generation
-                token = next(arriving) if piece.samples else None
+                token = next(arriving) if generation.max_tokens else None
                 if generation.finished:
                     continue  # it had ended when this pass was launched ahead of its tokens
                 if (end := self._ends(generation, token)) is not None:
