@@ -62,14 +62,15 @@ class Answering:
         self._repeated = frozenset(repeated)
         self._model, self._job, self._told = model, job, told
         self._open: dict[int, _Open] = {}
-        self._next = 0
+        self._next = self._taken = 0
+        self.asked = 0  # sequences
         self.first_error: BadRow | None = None
         self.spared = 0  # tokens that were expected and will not come: rows that ended early, or were refused
 
     @property
     def running(self) -> int:
-        """Rows whose completions are not all here."""
-        return len({id(each) for each in self._open.values()})
+        """Sequences that were asked for and are not here."""
+        return self.asked - self._taken
 
     def refuse_all(self, rows: Iterable[Row | BadRow]) -> None:
         """Put every row of an input of which none can be served."""
@@ -106,6 +107,7 @@ class Answering:
                 asked_s=time.monotonic(),
             )
             self._next += len(requests)
+            self.asked += opened.missing
             for request in requests:
                 self._open[request.index] = opened
             yield from requests
@@ -115,6 +117,7 @@ class Answering:
         opened = self._open[completion.index]
         opened.completions.append(completion)
         opened.missing -= 1
+        self._taken += 1
         most = room(opened.row, completion.prompt_tokens, self._context)
         self._told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
         if opened.missing:
@@ -130,9 +133,13 @@ class Answering:
             to_json_line(self._answers.answer(row, completions, self._served())),
             totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
         )
-        first = completions[0]
         self._told.row(
-            Shown(number=row.number, prompt=_short(row.shown), text=first.text, finish_reason=first.finish_reason)
+            Shown(
+                number=row.number,
+                prompt=_short(row.shown),
+                texts=tuple(each.text for each in completions),
+                finish_reasons=tuple(each.finish_reason for each in completions),
+            )
         )
 
     def check_complete(self) -> None:

@@ -49,6 +49,11 @@ class AppendFile:
         """Bytes that are still in memory, as they were appended."""
         return len(self._held)
 
+    @property
+    def unsealed(self) -> bool:
+        """There is something to seal."""
+        return bool(self._held) or self._member is not None or self.end > self._sealed
+
     def append(self, data: bytes) -> None:
         """``data`` comes next. Raises OSError if the system refuses what had to be written."""
         self._held += data

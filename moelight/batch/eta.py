@@ -17,18 +17,20 @@ from moelight.core.request import Completion
 _PASSES, _PROMPT, _GENERATED = range(3)
 _PROMPT_COST = 0.1  # of a generated token's, where no plan says; prompts share each weight's way among many tokens
 _PASS_SHARE = 0.5  # of a generated token's cost that a pass takes however full it is, until the run shows it
-_PLAN_WEIGHT = 0.005  # the plan counts as much as this share of the job, measured
+_PLAN_WEIGHT = 0.001  # the plan counts as much as this share of the job, measured
 _HELD = 0.05  # how strongly the three costs keep the proportions they begin with
 _REMEMBERED = 0.3  # of the job's work: older passes fade, so that a change of policy shows
 _SMOOTHED_S = 5.0
-_LEAST_S = 1.0  # of running, before anything is said without a plan
+_EVERY_S = 1.0
+_LEAST_S = 1.0  # of running, before it is believed: the first passes warm caches
 
 
 class Eta(Progress):
-    """Seconds until the job ends, renewed at each `counts`. Let it hear the events before those who ask it."""
+    """Seconds until the job ends, renewed once a second. Let it hear the events before those who ask it."""
 
     def __init__(self) -> None:
         self.remaining_s: float | None = None
+        self.expected_tokens = 0.0  # that the whole run will have generated, as answers turn out; 0: not known yet
         self._plan: JobStart | None = None
         self._lengths = Lengths()
         self._normal = [[0.0] * 3 for _ in range(3)]
@@ -36,11 +38,7 @@ class Eta(Progress):
         self._at = JobCounts()
         self._most_running = 1
         self._end_s: float | None = None
-
-    @property
-    def expected_tokens(self) -> float:
-        """Generated tokens that the whole run is expected to come to."""
-        return self._at.generation_tokens + self._left()[_GENERATED]
+        self._foretold_s = 0.0
 
     def started(self, start: JobStart) -> None:
         """What the plan says holds until the run has something to say."""
@@ -63,44 +61,56 @@ class Eta(Progress):
         seconds = counts.running_s - before.running_s
         if seconds > 0:
             self._learn(_work(before, counts), seconds)
-        self._foretell(counts, before)
+        since_s = counts.elapsed_s - self._foretold_s
+        if self._end_s is None or since_s >= _EVERY_S:
+            self._foretell(counts, since_s)
 
     def _learn(self, work: Sequence[float], seconds: float) -> None:
-        """One more stretch of the run, as weighty as it is long."""
-        whole = self._prior_of(self._total())
-        kept = math.exp(-self._prior_of(work) / (_REMEMBERED * whole)) if whole > 0 else 1.0
-        for row in range(3):
-            self._right[row] = self._right[row] * kept + work[row]
-            for column in range(3):
-                self._normal[row][column] = self._normal[row][column] * kept + work[row] * work[column] / seconds
-
-    def _foretell(self, counts: JobCounts, before: JobCounts) -> None:
-        predicted = self._plan.predicted_s if self._plan is not None else None
-        if not counts.generation_tokens and not counts.prompt_tokens:
+        """One more stretch of the run, as weighty as its work; by its seconds slow ones would count too little."""
+        weight, whole = self._prior_of(work), self._prior_of(self._total())
+        if weight <= 0:
             return
-        if predicted is None and counts.running_s < _LEAST_S:
+        kept = math.exp(-weight / (_REMEMBERED * whole)) if whole > 0 else 1.0
+        for row in range(3):
+            self._right[row] = self._right[row] * kept + work[row] * seconds / weight
+            for column in range(3):
+                self._normal[row][column] = self._normal[row][column] * kept + work[row] * work[column] / weight
+
+    def _foretell(self, counts: JobCounts, since_s: float) -> None:
+        if counts.running_s < _LEAST_S or not (counts.generation_tokens or counts.prompt_tokens):
             return
         costs = self._costs()
-        left_s = sum(cost * work for cost, work in zip(costs, self._left(), strict=True))
+        left = self._left()
+        self.expected_tokens = counts.generation_tokens + left[_GENERATED]
+        left_s = sum(cost * work for cost, work in zip(costs, left, strict=True))
         end_s = counts.elapsed_s + left_s
         if self._end_s is not None:
-            kept = math.exp(-max(0.0, counts.elapsed_s - before.elapsed_s) / _SMOOTHED_S)
+            kept = math.exp(-since_s / min(_SMOOTHED_S, counts.running_s / 10))
             end_s = kept * self._end_s + (1 - kept) * end_s
-        self._end_s = end_s
+        self._end_s, self._foretold_s = end_s, counts.elapsed_s
         self.remaining_s = max(0.0, end_s - counts.elapsed_s)
 
     def _prior(self) -> tuple[float, float, float]:
         """What a pass, a prompt token and a generated token cost by the plan, or in proportion where there is none."""
-        plan, each = self._plan, _PROMPT_COST
-        scale = 1.0
-        if plan is not None and plan.predicted_s and plan.expected_tokens and plan.prompt_tokens:
-            prompts_s = plan.predicted_prompt_s
-            if prompts_s is None:
-                prompts_s = plan.predicted_s / (1 + plan.expected_tokens / (each * plan.prompt_tokens))
-            scale = max(plan.predicted_s - prompts_s, 1e-3 * plan.predicted_s) / plan.expected_tokens
-            each = prompts_s / plan.prompt_tokens / scale
-        in_passes = _PASS_SHARE if self._at.passes else 0.0
-        return scale * in_passes * self._most_running, scale * each, scale * (1 - in_passes)
+        prompt, generated = _PROMPT_COST, 1.0
+        plan = self._plan
+        if self._planned_s and plan is not None:
+            work = prompt * plan.prompt_tokens + generated * plan.expected_tokens
+            prompt, generated = prompt * self._planned_s / work, generated * self._planned_s / work
+            if plan.predicted_prompt_s is not None and plan.prompt_tokens and plan.expected_tokens:
+                prompt = plan.predicted_prompt_s / plan.prompt_tokens
+                generated = (
+                    max(self._planned_s - plan.predicted_prompt_s, 1e-3 * self._planned_s) / plan.expected_tokens
+                )
+        # Where nothing is generated, prompts fill the passes, and tokens alone tell how many are left.
+        in_passes = _PASS_SHARE if self._at.passes and self._at.expected_tokens else 0.0
+        return generated * in_passes * self._most_running, prompt, generated * (1 - in_passes)
+
+    @property
+    def _planned_s(self) -> float | None:
+        """The plan's seconds, if it says what they are for."""
+        plan = self._plan
+        return plan.predicted_s if plan is not None and (plan.prompt_tokens or plan.expected_tokens) else None
 
     def _prior_of(self, work: Sequence[float]) -> float:
         return sum(cost * each for cost, each in zip(self._prior(), work, strict=True))
@@ -109,16 +119,15 @@ class Eta(Progress):
         """Seconds of a pass, a prompt token, a generated token: least squares, held to the prior's proportions.
 
         With u the work in the prior's seconds and θ what each of its kinds costs more than the prior says, this solves
-        Σ (uᵀθ − t)² / t + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds together.
+        Σ (uᵀθ − t)² / |u| + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds together.
         """
         prior = self._prior()
         matrix = [[self._normal[i][j] * prior[i] * prior[j] for j in range(3)] for i in range(3)]
         right = [self._right[i] * prior[i] for i in range(3)]
         seen, squares = sum(right), sum(map(sum, matrix))
         scale = seen / squares if squares > 0 else 1.0
-        plan = self._plan.predicted_s if self._plan is not None else None
-        if plan:
-            weight = _PLAN_WEIGHT * plan
+        if self._planned_s:
+            weight = _PLAN_WEIGHT * self._planned_s
             scale = (seen + weight) / (squares + weight)
         held = _HELD * squares + 1e-12
         for i in range(3):
@@ -138,6 +147,7 @@ class Eta(Progress):
         known = self._lengths.survival(ages)
         each = known.rest(0.0, room)
         generated = sum(count * known.rest(age, room) for age, count in ages) + counts.waiting * each
+        generated = min(generated, max(0.0, float(counts.expected_tokens - counts.generation_tokens)))
         if not counts.waiting:
             return known.last_of(ages, room), prompt, generated
         # Full passes while answers wait for a place, and then as many as the longest of the last ones takes.

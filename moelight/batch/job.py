@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.answering import Answering
+from moelight.batch.dry_run import Forecast, predicted_prompt_s, predicted_s
+from moelight.batch.eta import Eta
 from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
 from moelight.batch.input import Input, open_input
 from moelight.batch.interrupt import Interrupt
@@ -23,13 +25,14 @@ from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, J
 from moelight.batch.output import check_writable, whole_file
 from moelight.batch.places import Outputs
 from moelight.batch.planned import PlannedJob, plan_job, predicted
-from moelight.batch.progress import JobStart, Progress
+from moelight.batch.progress import JobCounts, JobStart, Progress, Several
 from moelight.batch.rows import Row
 from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.batch.scan import Scan, scan
 from moelight.batch.summary import ScanSummary
+from moelight.batch.telling import files_that_tell
 from moelight.batch.watch import Watch
-from moelight.core.errors import InputError
+from moelight.core.errors import InputError, MoelightError
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import Stats
 from moelight.profiles.families import profile_from_dir
@@ -78,32 +81,75 @@ class _Vocabulary:
         return self.tokenizer.token_bytes(token)
 
 
-def run_job(options: JobOptions, *, progress: Progress | None = None) -> JobResult:
+def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta | None = None) -> JobResult:
     """Answer every row of the prompts that no earlier run has answered. Torch is not loaded before the job is checked.
+
+    Args:
+        progress: whom to tell; ``eta`` is told first, for those who show the time that is left.
 
     Raises:
         UserError: before any work: no such file or model, a path that cannot be written, an output that is not this
             job's. During work: the disk is full or fails; what was done is kept then.
     """
-    told = progress or Progress()
+    left = eta or Eta()
     with prepare(options) as prepared, _open_ledger(options, prepared) as ledger:
-        if ledger.state == "complete":
-            total = ledger.completed + ledger.failed
-            return JobResult(state=DONE_BEFORE, total=total, completed=ledger.completed, failed=ledger.failed)
-        found = read_all(prepared, ledger, told)
-        with open_trace(options.trace) as trace:
-            ran = _answer(options, prepared, ledger, found, told, trace)
-            if ran.state == DONE:
-                ledger.finish(found.summary.rows)
-            _write_figures(options, ran, trace)
-        return JobResult(
-            state=ran.state,
-            total=found.summary.rows,
-            completed=ledger.completed,
-            failed=ledger.failed,
-            stats=ran.stats,
-            first_error=ran.answering.first_error,
+        # Only now: whoever has no right to the output has none to the files that tell of it.
+        files = files_that_tell(options, left)
+        told = Several([left, *([progress] if progress is not None else []), *files])
+        try:
+            done = ledger.state == "complete"
+            result = _done_before(ledger, told) if done else _run(options, prepared, ledger, told)
+        except MoelightError as error:
+            told.failed(getattr(error, "code", "job"), str(error))
+            told.ended("failed")
+            raise
+        except KeyboardInterrupt:
+            told.ended("cancelled")
+            raise
+        told.ended("cancelled" if result.state == INTERRUPTED else "completed")
+        return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
+
+
+def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
+    """What the job would be: everything is read and planned, and nothing is loaded or written.
+
+    Raises:
+        UserError: as `run_job` does before any work; outputs are not looked at.
+    """
+    with prepare(options) as prepared:
+        found = scan(prepared.source, prepared.encode, progress or Progress(), context=prepared.context)
+        workload = found.summary.workload()
+        return Forecast(
+            input=prepared.source.name,
+            detected=_detected(prepared),
+            model=options.model,
+            summary=found.summary,
+            plan=None if workload is None else plan_job(options, workload).plan,
         )
+
+
+def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress) -> JobResult:
+    found = read_all(prepared, ledger, told)
+    with open_trace(options.trace) as trace:
+        ran = _answer(options, prepared, ledger, found, told, trace)
+        if ran.state == DONE:
+            ledger.finish(found.summary.rows)
+        _write_figures(options, ran, trace)
+    told.counts(_counts_of(ledger, found.summary.rows))
+    return JobResult(
+        state=ran.state,
+        total=found.summary.rows,
+        completed=ledger.completed,
+        failed=ledger.failed,
+        stats=ran.stats,
+        first_error=ran.answering.first_error,
+    )
+
+
+def _done_before(ledger: Ledger, told: Progress) -> JobResult:
+    total = ledger.completed + ledger.failed
+    told.counts(_counts_of(ledger, total))
+    return JobResult(state=DONE_BEFORE, total=total, completed=ledger.completed, failed=ledger.failed)
 
 
 @contextlib.contextmanager
@@ -210,10 +256,11 @@ def _answer(
 
 def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger: Ledger, job: PlannedJob) -> JobStart:
     """What is known before the model is loaded. Predicted seconds are those of the tokens that are left."""
-    source, left = prepared.source, summary.generated_tokens - ledger.totals.get("room", 0)
+    source, done = prepared.source, ledger.totals.get("room", 0)
+    share = 1.0 - done / max(1, summary.generated_tokens)
     return JobStart(
         input=source.name,
-        detected=source.why,
+        detected=_detected(prepared),
         model=options.model,
         endpoint=summary.endpoint,
         kinds=summary.kinds,
@@ -223,8 +270,14 @@ def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger
         prompt_tokens=summary.prompt_tokens,
         expected_tokens=summary.generated_tokens,
         plan=job.why,
-        predicted_s=None if job.plan is None else left / job.plan.estimate.tokens_per_s,
+        predicted_s=None if job.plan is None else share * predicted_s(job.plan),
+        predicted_prompt_s=None if job.plan is None else share * predicted_prompt_s(job.plan),
     )
+
+
+def _detected(prepared: Prepared) -> str:
+    """What the prompts were taken for, without their name."""
+    return prepared.source.why.removeprefix(f"{prepared.source.name}: ")
 
 
 def _write_figures(options: JobOptions, ran: _Ran, trace: RunTrace | None) -> None:
@@ -275,6 +328,11 @@ def _check_paths(options: JobOptions) -> None:
             other = seen.setdefault(path.resolve(), what)
             if other != what:
                 raise InputError(f"{what} {path}: is the same file as the {other}", code="output_path")
+
+
+def _counts_of(ledger: Ledger, total: int) -> JobCounts:
+    """After the last row."""
+    return JobCounts(total=total, completed=ledger.completed, failed=ledger.failed, state="finalizing")
 
 
 def _nothing_ran() -> Stats:

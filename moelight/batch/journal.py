@@ -187,22 +187,24 @@ class Journal:
         """Commit what was put, and let go of the files. After a failure, what was not committed is cut off.
 
         Raises:
-            InputError: the last commit failed.
+            InputError: the last commit failed, and no call has said so before.
         """
         if self._opened.fd < 0:
             return
         try:
-            if self.state != "complete" and not self._torn:
+            if self.state != "complete" and not self._torn and self._failure is None:
                 self.commit()
         finally:
             self._worker.shutdown()
-            if self.state != "complete" and (self._failure is not None or self._torn):
-                # The next start does the same; this only spares readers of the file the torn end.
-                with contextlib.suppress(OSError):
-                    self._cut_back()
-            self._close_files()
-            os.close(self._opened.fd)
-            self._opened.fd = -1
+            try:
+                if self.state != "complete" and (self._failure is not None or self._torn):
+                    # The next start does the same; this only spares readers of the file the torn end.
+                    with contextlib.suppress(OSError):
+                        self._cut_back()
+            finally:
+                self._close_files()
+                os.close(self._opened.fd)
+                self._opened.fd = -1
 
     def _open_files(self) -> None:
         places = self._opened.places
@@ -273,7 +275,7 @@ class Journal:
     def _begin(self) -> None:
         """Begin a commit, if there is something to commit. None is under way."""
         self._last = time.monotonic()
-        if self._counts() == self._counted:
+        if self._counts() == self._counted and not any(file.unsealed for file in self._files.values()):
             return
         self._torn = True
         try:

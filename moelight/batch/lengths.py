@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-_MOST_COHORTS = 256
+_MOST_COHORTS = 64
+_MOST_LENGTHS = 128
 
 
 class Survival:
@@ -57,26 +58,40 @@ class Survival:
 
 
 class Lengths:
-    """The answers of a run by their tokens, and the unfinished ones by the pass that began them."""
+    """The answers of a run by their tokens, and the unfinished ones by the pass that began them.
+
+    Both are kept coarse, so that asking takes a millisecond whatever the job is.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0  # of the finished ones
         self._ended: Counter[int] = Counter()  # of their own accord
         self._cut: Counter[int] = Counter()  # at the most that they could have
+        self._width = 1  # lengths that share a count
         self._pass = 0
         self._begun: list[int] = []  # passes, rising
         self._running: list[int] = []  # how many unfinished ones each began
 
     def add(self, tokens: int, *, cut: bool) -> None:
         """An answer of ``tokens`` has ended; ``cut`` at its limit."""
-        (self._cut if cut else self._ended)[tokens] += 1
+        (self._cut if cut else self._ended)[self._middle(tokens)] += 1
         self.tokens += tokens
+        if len(self._ended) + len(self._cut) > _MOST_LENGTHS:
+            self._width *= 2
+            for counts in (self._ended, self._cut):
+                before = list(counts.items())
+                counts.clear()
+                for length, count in before:
+                    counts[self._middle(length)] += count
         if self._begun:
             begun = self._pass - tokens
             at = bisect_left(self._begun, begun)
             if at == len(self._begun) or (at and begun - self._begun[at - 1] < self._begun[at] - begun):
                 at -= 1
             self._take(at, 1)
+
+    def _middle(self, tokens: int) -> int:
+        return tokens // self._width * self._width + self._width // 2
 
     def running(self, count: int, passes: int) -> None:
         """``count`` are unfinished after ``passes``: whoever is new has begun since this was last told."""

@@ -5,6 +5,7 @@ Knows which files fit together, and what a crash may leave of them. Refuses to k
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -75,8 +76,6 @@ def _begin(fd: int, places: Places, outputs: Outputs, facts: Mapping[str, Any], 
     os.fsync(fd)
     if restart:
         places.clear(keep_finals=outputs.atomic)
-    for directory in places.directories():
-        sync_directory(directory)
     header = {
         "kind": "job",
         "version": VERSION,
@@ -115,6 +114,10 @@ def _go_on(
         if past.stage == "renaming":
             take_names(places, journal, past.total)
             past.stage = "complete"
+    else:
+        # A crash behind the final record leaves them; on a disk that is read-only by now they may stay.
+        with contextlib.suppress(OSError):
+            places.clear_waiting()
     return Opened(places=places, fd=fd, past=past, journal=journal, changed=changed, new=False)
 
 

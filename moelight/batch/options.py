@@ -86,7 +86,8 @@ class JobOptions:
 class JobResult:
     """How a job ended: ``done``, ``interrupted`` (running it again goes on) or ``done before`` (nothing was to do).
 
-    Rows count over all runs of the job. ``first_error`` is the first row of this run that was not served, if any.
+    Rows count over all runs of the job. ``first_error`` is the first row of this run that was not served, if any;
+    ``troubles`` say which files that tell of the job could not be kept.
     """
 
     state: str
@@ -95,3 +96,4 @@ class JobResult:
     failed: int
     stats: Stats | None = None
     first_error: BadRow | None = None
+    troubles: tuple[str, ...] = ()

@@ -98,13 +98,13 @@ class JobStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """A row that is written: its ``number`` in the input, what a person would call its ``prompt``, and the first of its
-    answers, or why there is none."""
+    """A row that is written: its ``number`` in the input, what a person would call its ``prompt``, and the ``texts`` of
+    its answers and how they ended, or why there are none."""
 
     number: int
     prompt: str
-    text: str = ""
-    finish_reason: str = ""
+    texts: tuple[str, ...] = ()
+    finish_reasons: tuple[str, ...] = ()
     error: str | None = None
 
 

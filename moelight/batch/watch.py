@@ -36,6 +36,8 @@ class Watch:
         self._resumed = ledger.completed + ledger.failed
         self._room = summary.generated_tokens - ledger.totals.get("room", 0)
         self._prompts = summary.prompt_tokens - ledger.totals.get("prompt_tokens", 0)
+        left = 1.0 - self._resumed / max(1, summary.rows)
+        self._sequences = round(summary.sequences * left)
         self._changes: list[Adaptation] = []
 
     def on_pass(self) -> None:
@@ -69,7 +71,8 @@ class Watch:
             completed=ledger.completed,
             failed=ledger.failed,
             running=self._answering.running,
-            waiting=max(0, self._summary.rows - done - self._answering.running),
+            waiting=max(0, self._sequences - self._answering.asked),
+            kv_usage=self._engine.kv_usage,
             resumed=self._resumed,
             prompt_tokens=stats.prompt_tokens,
             expected_prompt_tokens=max(self._prompts, stats.prompt_tokens),

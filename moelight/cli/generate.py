@@ -87,7 +87,7 @@ def generate(
     """
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
-    from moelight.cli.job_view import run_and_report
+    from moelight.cli.job_view import forecast_and_report, run_and_report
     from moelight.scheduler import SCHEDULES
 
     if schedule is not None:
@@ -153,7 +153,8 @@ def generate(
         expert_stats=expert_stats,
         save_expert_profile=save_expert_profile,
     )
-    if code := run_and_report(options, as_table=as_table):
+    code = forecast_and_report(options, as_json=as_json) if dry_run else run_and_report(options, as_table=as_table)
+    if code:
         raise typer.Exit(code)
 
 

@@ -19,6 +19,7 @@ from moelight import __version__
 from moelight.cli.doctor import doctor
 from moelight.cli.generate import generate
 from moelight.cli.inspect import inspect
+from moelight.cli.lm_eval import lm_eval
 from moelight.cli.optimize import optimize
 from moelight.cli.policy import policy
 from moelight.cli.policy_auto import auto
@@ -45,6 +46,10 @@ app.command()(report)
 app.command()(inspect)
 app.command()(profile)
 app.command()(doctor)
+# Unknown options are the harness's, and so is all that follows the first word.
+app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+)(lm_eval)
 policy.command()(replay)
 policy.command()(tune)
 policy.command()(auto)

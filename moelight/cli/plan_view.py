@@ -65,7 +65,7 @@ def _proof(plan: Plan) -> Text:
 def _blocks(plan: Plan, width: int) -> Iterator[RenderableType]:
     yield Group(heading("policy"), indented(_policy(plan)))
     yield Group(heading("lanes in a decode pass"), indented(_lanes(plan, width)))
-    yield Group(heading("memory"), indented(_memory(plan, width)))
+    yield Group(heading("memory"), indented(memory_view(plan, width)))
     if plan.helps:
         yield Group(heading("what would help most"), indented(_helps(plan)))
 
@@ -120,7 +120,7 @@ def _lanes(plan: Plan, width: int) -> Table:
     return table
 
 
-def _memory(plan: Plan, width: int) -> RenderableType:
+def memory_view(plan: Plan, width: int) -> RenderableType:
     """Each tier as a bar of its purposes, and their sizes below it."""
     blocks: list[RenderableType] = []
     room = max(12, min(44, width - 46))

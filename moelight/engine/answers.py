@@ -226,7 +226,7 @@ def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept
 
 def most_tokens(request: Request, max_positions: int) -> int:
     """How many tokens may follow the prompt: as many as asked for, within the model's context."""
-    return min(request.sampling.max_tokens, max_positions - len(request.token_ids))
+    return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
 
 
 def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
@@ -240,7 +240,8 @@ def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
         raise InputError("the prompt has no tokens", code="empty_prompt")
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
-    if tokens >= max_positions + (how.max_tokens == 0):
+    # The last token that is only scored is not computed, and needs no position.
+    if tokens > (max_positions - 1 if how.max_tokens else max_positions + 1):
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
         )

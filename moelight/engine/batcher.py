@@ -51,9 +51,15 @@ class Generation:
     finished: bool = False
 
     @property
+    def prompt_tokens(self) -> int:
+        """Those of its prompt that are computed: all, or all but the last where no token follows it."""
+        tokens = len(self.request.token_ids)
+        return tokens if self.max_tokens > 0 else max(1, tokens - 1)
+
+    @property
     def waiting_tokens(self) -> int:
         """Tokens not in the cache yet: the rest of the prompt, or the newest token."""
-        return len(self.request.token_ids) + self.chosen - self.computed
+        return self.prompt_tokens + self.chosen - self.computed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +79,7 @@ class Piece:
     @property
     def completes(self) -> bool:
         """After it every token is in the cache, so the next one can be chosen."""
-        return self.start + self.count >= len(self.generation.request.token_ids)
+        return self.start + self.count >= self.generation.prompt_tokens
 
     @property
     def samples(self) -> bool:

@@ -52,19 +52,19 @@ class Conversation:
     @property
     def shown(self) -> str:
         """What a person would call it: the last thing the user said."""
-        said = [message.get("content") for message in self.messages if message.get("role") == "user"]
-        return str((said or [self.messages[-1].get("content")])[-1])
+        said = [message for message in self.messages if message.get("role") == "user"]
+        return str(_with_text((said or self.messages)[-1]).get("content", ""))
 
 
 class ChatTemplate:
     """The chat templates of one checkpoint by name, and the special tokens they may write; compiled at first use.
 
     ``source`` is the only one, or a mapping of names to them: ``default``, and ``tool_use`` for conversations with
-    tools.
+    tools. ``sources`` is that mapping.
     """
 
     def __init__(self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
-        self._sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, _Compiled | ValueError] = {}
 
@@ -89,9 +89,9 @@ class ChatTemplate:
         if not isinstance(conversation, Conversation):
             conversation = Conversation(messages=check_messages(conversation))
         _check_conversation(conversation)
-        name = TOOL_USE if conversation.tools and TOOL_USE in self._sources else DEFAULT
-        if name not in self._sources:
-            named = ", ".join(sorted(self._sources))
+        name = TOOL_USE if conversation.tools and TOOL_USE in self.sources else DEFAULT
+        if name not in self.sources:
+            named = ", ".join(sorted(self.sources))
             raise InputError(f"this model has no default chat template, only {named}", code="no_chat_template")
         if conversation.continue_final_message:
             marked, text = _mark_last(conversation.messages)
@@ -124,7 +124,7 @@ class ChatTemplate:
 
         if name not in self._compiled:
             try:
-                self._compiled[name] = _Compiled(self._sources[name])
+                self._compiled[name] = _Compiled(self.sources[name])
             except FAULTS as error:
                 self._compiled[name] = ValueError(_one_line(error))
         compiled = self._compiled[name]
@@ -211,7 +211,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
     if "tool_calls" in kept:
         kept["tool_calls"] = _checked_calls(kept["tool_calls"], where)
     content = kept.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         kept["content"] = [_checked_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1)]
     elif not isinstance(content, str) and (content is not None or kept.keys().isdisjoint(_SAY_WITHOUT_CONTENT)):
         raise InputError(f"{where}: content must be a string or a list of text parts")

@@ -339,6 +339,12 @@ class Engine:
         return self._totals.binding
 
     @property
+    def kv_usage(self) -> float:
+        """The share of the blocks for keys and values that sequences hold, 0 to 1."""
+        pool = self._loaded.pool
+        return 1.0 - pool.free / pool.blocks if pool.blocks else 0.0
+
+    @property
     def expert_stats(self) -> dict[str, Any] | None:
         """What is known of the experts' residency so far, for JSON; None where all are near and nobody asked."""
         if self._experts is None:

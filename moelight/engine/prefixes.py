@@ -42,8 +42,8 @@ class Prefixes:
             return []
         request = generation.request
         if not generation.keys:
-            generation.keys = keys_of(request.token_ids, self._size)
-        most = len(request.token_ids) - 1
+            generation.keys = keys_of(request.token_ids[: generation.prompt_tokens], self._size)
+        most = generation.prompt_tokens - 1
         if request.sampling.prompt_logprobs is not None:
             most = min(most, request.scored_from - 1)
         blocks: list[int] = []
@@ -70,7 +70,7 @@ class Prefixes:
 
     def waiting(self, generation: Generation) -> bool:
         """Whether it shares what no pass that was launched has computed yet."""
-        return bool(self._awaited(generation))
+        return bool(self._promised and self._awaited(generation))
 
     def computed(self, generation: Generation, before: int) -> None:
         """A pass is on its way after which ``generation.computed`` tokens are in the cache, and not ``before`` only."""
@@ -85,7 +85,7 @@ class Prefixes:
 
     def _awaited(self, generation: Generation) -> set[Generation]:
         """Whose promises it waits for."""
-        if not self._promised or generation.computed != generation.cached:
+        if generation.computed != generation.cached:  # it has begun
             return set()
         shared = islice(generation.blocks, generation.cached // self._size)
         return {self._promised[block] for block in shared if block in self._promised}

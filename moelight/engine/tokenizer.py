@@ -29,14 +29,21 @@ _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special"
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. ``eos_token_ids`` end a completion."""
+    """The tokenizer of one checkpoint and its chat ``template``, if it has one. ``eos_token_ids`` end a completion."""
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, *, template: ChatTemplate | None, eos_token_ids: frozenset[int]
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        named: Mapping[str, str],
     ) -> None:
+        """``named``: the texts of special tokens by role (``bos_token``, ...)."""
         self._inner = inner
         self._bytes = TokenBytes(inner)
-        self._template = template
+        self._named = named
+        self.template = template
         self.eos_token_ids = eos_token_ids
 
     @classmethod
@@ -62,6 +69,7 @@ class Tokenizer:
             inner,
             template=template,
             eos_token_ids=_read_eos_token_ids(directory),
+            named=named,
         )
 
     @property
@@ -69,13 +77,18 @@ class Tokenizer:
         """Tokens it knows, added ones included: ids are below this unless the ids have gaps."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text`` with the special tokens this checkpoint puts around a prompt.
+    def token_id(self, role: str) -> int | None:
+        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), if there is one."""
+        text = self._named.get(role)
+        return None if text is None else self._inner.token_to_id(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt.
 
         Raises:
             InputError: ``text`` holds half of a surrogate pair.
         """
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, special tokens left out."""
@@ -124,12 +137,12 @@ class Tokenizer:
         Raises:
             InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
         """
-        if self._template is None:
+        if self.template is None:
             raise InputError(
                 "this model has no chat template; send a prompt instead, or name a template of your own",
                 code="no_chat_template",
             )
-        return self._encode(self._template.render(conversation), add_special_tokens=False)
+        return self._encode(self.template.render(conversation), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -125,6 +125,28 @@ def test_before_anything_is_measured_the_plan_speaks_and_then_the_run() -> None:
     assert later[1] == pytest.approx(later[2], rel=0.2)
 
 
+def test_prompts_that_are_only_scored_are_work_too() -> None:
+    """100,000 prompt tokens, 1,000 a second, three times as slow as planned."""
+    eta = Eta()
+    eta.started(JobStart(input="in.jsonl", prompt_tokens=100_000, predicted_s=33.0))
+    for second in range(1, 21):
+        eta.counts(
+            JobCounts(
+                total=1000,
+                completed=10 * second,
+                running=50,
+                waiting=950 - 10 * second,
+                prompt_tokens=1000 * second,
+                expected_prompt_tokens=100_000,
+                passes=second,
+                elapsed_s=float(second),
+                running_s=float(second),
+                state="in_progress",
+            )
+        )
+    assert eta.remaining_s == pytest.approx(80, rel=0.1)
+
+
 def test_rows_of_an_earlier_run_are_no_speed() -> None:
     """Nine tenths were done before; this run does one row a second."""
     eta = Eta()

@@ -94,7 +94,7 @@ BAD = {
     "messages is a string": (b'{"messages": "hi"}', "invalid_request"),
     "messages is empty": (b'{"messages": []}', "invalid_request"),
     "a message without role": (b'{"messages": [{"content": "x"}]}', "invalid_request"),
-    "content is a list": (b'{"messages": [{"role": "user", "content": []}]}', "invalid_request"),
+    "content is an image": (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_request"),
     "custom_id is a number": (b'{"custom_id": 7, "prompt": "a"}', "invalid_request"),
     "unknown field": (b'{"prompt": "a", "max_token": 4}', "unknown_field"),
     "max_tokens 0": (b'{"prompt": "a", "max_tokens": 0}', "invalid_request"),

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
 
-from moelight.batch.job import JobResult
-from moelight.cli.job_view import Bar, Plain, TableOfRows
+from moelight.batch.eta import Eta
+from moelight.batch.progress import JobCounts, JobStart, Several
+from moelight.cli import job_view
+from moelight.cli.job_view import Bar, LogLines, TableOfRows
+from moelight.cli.job_words import about_text, end_line, interrupted_line, log_line, start_line
 from moelight.cli.tables import printable
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding, LaneStats, Stats
+
+START = JobStart(
+    input="prompts.jsonl",
+    detected="OpenAI batch lines",
+    total=9998,
+    refused=2,
+    resumed=500,
+    prompt_tokens=1_200_000,
+    expected_tokens=2_500_000,
+    plan="mixtral: everything stays",
+    predicted_s=6000.0,
+)
+COUNTS = JobCounts(
+    total=100_000,
+    completed=12_337,
+    failed=3,
+    running=512,
+    waiting=87_000,
+    generation_tokens=543_200,
+    expected_tokens=4_000_000,
+    elapsed_s=120.0,
+    running_s=100.0,
+    state="in_progress",
+)
+DISK = Binding(lane=Lane.DISK, share=0.968)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +74,19 @@ def test_a_table_takes_text_as_it_is() -> None:
         assert said in text
 
 
+def test_a_table_reads_every_format() -> None:
+    table = TableOfRows()
+    chat = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "length"}]}
+    table.row("chat", {"response": {"status_code": 200, "body": chat}, "error": None})
+    text = {"choices": [{"text": "one", "finish_reason": "stop"}, {"text": "two", "finish_reason": "stop"}]}
+    table.row("text", {"response": {"status_code": 200, "body": text}, "error": None})
+    table.row("samples", {"choices": [{"text": "three", "finish_reason": "stop"}]})
+    table.row("bad", {"response": {"status_code": 400, "body": {"error": {"message": "too long"}}}, "error": None})
+    shown = drawn(table)
+    for said in ("hello …", "one", "two", "three", "error: too long"):
+        assert said in shown
+
+
 def test_long_text_is_folded_and_kept() -> None:
     table = TableOfRows()
     table.row("p" * 100, {"text": "c" * 300, "finish_reason": "stop"})
@@ -54,15 +96,107 @@ def test_long_text_is_folded_and_kept() -> None:
     assert text.count("c") == 300 + "prompt completion".count("c")
 
 
-def test_the_bar_counts_tokens_and_sums_up() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    table = TableOfRows()
-    with Bar(console, table) as bar:
-        bar.planned("mixtral: everything stays")
-        bar.adapted("disk takes 3.0x what was planned, so N goes from 32 to 88")
-        bar.tokens(500, 2000)
-        bar.tokens(900, 1000, Binding(lane=Lane.DISK, share=0.968))
-        bar.row("p", {"text": "t", "finish_reason": "stop"})
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_two_lines_at_the_foot_of_a_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    eta = Eta()
+    bar = Bar(console, eta)
+    told = Several([eta, bar])
+    told.reading(4000, 500, 1000)
+    assert "4,000 rows, 50 %" in _shown(console, bar)
+    told.started(START)
+    assert "loading the model" in _shown(console, bar)
+    told.planned("mixtral: everything stays")
+    told.counts(COUNTS)
+    told.tokens(543_200, 4_000_000, DISK)
+    told.adapted("disk takes 3.0x what was planned, so N goes from 32 to 88")
+    shown = _shown(console, bar)
+    lines = shown.splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= width
+    for said in ("12,340/100,000 rows", "543k/", "tokens", "5,432 tok/s", "disk 97 %", "3 failed"):
+        assert said in shown or width < 80
+    above = console.file.getvalue()  # type: ignore[attr-defined]
+    assert above.count("mixtral: everything stays") == 1
+    assert "so N goes from 32 to 88" in above
+
+
+def _shown(console: Console, bar: Bar) -> str:
+    with console.capture() as capture:
+        console.print(bar.drawn())
+    return capture.get()
+
+
+def test_elsewhere_lines_are_held_until_the_job_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    eta = Eta()
+    log = LogLines(eta)
+    log.started(START)
+    log.planned("mixtral: everything stays")
+    assert capsys.readouterr().err == ""
+    log.release()
+    said = capsys.readouterr().err
+    assert said.startswith("moelight: prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before)")
+    assert "mixtral: everything stays; about 1 h 40 min" in said and said.count("\n") == 1
+    eta.remaining_s = 7800.0
+    log.counts(COUNTS)
+    log.tell()
+    assert capsys.readouterr().err == (
+        "moelight: 12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s, about 2 h 10 min left\n"
+    )
+
+
+def test_a_long_pass_is_no_silence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come without events."""
+    monkeypatch.setattr(job_view, "HELD_S", 0.01)
+    monkeypatch.setattr(job_view, "LOG_EVERY_S", 0.02)
+
+    def twice(line: str) -> None:
+        heard, deadline = "", time.monotonic() + 20
+        while heard.count(f"moelight: {line}\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            heard += capsys.readouterr().err
+
+    with LogLines(Eta()) as log:
+        log.reading(4000, 500, 1000)
+        twice("reading the input: 4,000 rows, 50 %")
+        log.started(START)
+        log.counts(COUNTS)
+        twice("12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s")
+
+
+def test_a_job_that_breaks_at_once_leaves_the_one_line_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="broken"), LogLines(Eta()) as log:
+        log.started(START)
+        raise ValueError("broken")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2, "a few seconds"),
+        (42, "about 40 s"),
+        (89.9, "about 90 s"),
+        (100, "about 2 min"),
+        (3560, "about 59 min"),
+        (3590, "about 1 h"),
+        (6000, "about 1 h 40 min"),
+        (7810, "about 2 h 10 min"),
+        (36_100, "about 10 h"),
+        (172_799, "about 2 days"),
+        (360_000, "about 4 days 4 h"),
+    ],
+)
+def test_a_forecast_is_as_fine_as_it_is_worth(seconds: float, text: str) -> None:
+    assert about_text(seconds) == text
+
+
+def test_the_first_and_the_last_line_say_it_all() -> None:
+    assert start_line(START) == (
+        "prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before), 1.20M prompt tokens, "
+        "at most 2.50M to generate; mixtral: everything stays; about 1 h 40 min at most"
+    )
+    assert log_line(COUNTS, None, DISK).endswith("5,432 tok/s, disk 97 %")
     stats = Stats(
         wall_s=2.0,
         load_s=0.5,
@@ -72,23 +206,10 @@ def test_the_bar_counts_tokens_and_sums_up() -> None:
         peak_rss_bytes=3 << 30,
         lanes={Lane.CPU: LaneStats()},
     )
-    bar.summarize(JobResult(completed=7, failed=0, stats=stats), None)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "so N goes from 32 to 88" in text
-    for said in (
-        "mixtral: everything stays",
-        "900/1,000 tokens",
-        "  disk 97 %",
-        "7 completions, 900 tokens in 2.0 s",
-        "450 tok/s",
-        "3.0GiB",
-    ):
-        assert said in text
-    assert table.table.row_count == 1
-
-
-def test_without_a_terminal_all_that_was_said_is_kept_in_order() -> None:
-    plain = Plain()
-    plain.planned("first")
-    plain.adapted("second")
-    assert plain.said == ["first", "second"]
+    assert end_line(stats, completed=7, failed=1, output="out.jsonl") == (
+        "7 completions, 1 failed, 900 tokens in 2.00 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
+    )
+    assert interrupted_line(COUNTS, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl") == (
+        "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; continue with: "
+        "moelight generate in.jsonl -o out.jsonl"
+    )

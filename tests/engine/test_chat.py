@@ -173,6 +173,7 @@ def test_no_template_is_said(template: object, tmp_path: Path) -> None:
         [{"role": "user", "content": None}],
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": []}],
         [{"role": "user", "content": {"type": "text", "text": "x"}}],
         [{"role": "user", "content": "x"}, 3],
         [{"role": "assistant", "tool_calls": "x"}],
@@ -204,6 +205,7 @@ def test_text_parts_are_joined_unless_the_template_walks_them() -> None:
     words = "{% for word in messages[0].content.split() %}<{{ word }}>{% endfor %}"
     shown = [ChatTemplate(text, special_tokens={}).render(talk) for text in (plain, walking, words)]
     assert shown == ["a\nb", "<a><b>", "<a><b>"]
+    assert Conversation(messages=talk).shown == "a\nb"
 
 
 def test_tool_calls_reach_the_template_as_objects() -> None:

@@ -115,6 +115,60 @@ def test_the_lowest_blocks_go_first_and_come_back_first() -> None:
     assert pool.take(3) == [0, 1, 5]
 
 
+@examples(100)
+@given(
+    on_device=st.integers(0, 9),
+    steps=st.lists(st.tuples(st.sampled_from(("take", "share", "give", "forget")), st.integers(0, 50)), max_size=60),
+)
+def test_a_block_is_free_when_the_last_gives_it_back_and_found_until_it_is_taken(
+    on_device: int, steps: list[tuple[str, int]]
+) -> None:
+    pool, owned, names = BlockPool(9, on_device), list[list[int]](), dict[int, bytes]()
+    for number, (step, n) in enumerate(steps):
+        if step == "take" and n % 5 <= pool.free:
+            taken = pool.take(n % 5)
+            owned.append(taken)
+            for block in taken:
+                assert names.pop(block, None) is None or block not in {each for many in owned[:-1] for each in many}
+                key = bytes((number, block))
+                if block % 3:
+                    assert pool.name(block, key)
+                    assert not pool.name(block, key)
+                    names[block] = key
+        elif step == "share" and names:
+            block = sorted(names)[n % len(names)]
+            before = pool.free_beside([block])
+            pool.share([block])
+            assert pool.free == before
+            owned.append([block])
+        elif step == "give" and owned:
+            pool.give_back(owned.pop(n % len(owned)))
+        elif step == "forget" and names:
+            block = sorted(names)[n % len(names)]
+            pool.forget(block)
+            assert pool.find(names.pop(block)) is None
+        assert pool.free == 9 - len({block for many in owned for block in many})
+        assert all(pool.find(key) == block for block, key in names.items())
+    for many in owned:
+        pool.give_back(many)
+    pool.forget_all()
+    assert all(pool.find(key) is None for key in names.values())
+    assert sorted(pool.take(9)) == list(range(9))
+
+
+def test_of_free_blocks_those_that_nobody_finds_go_first_then_the_oldest() -> None:
+    pool = BlockPool(6)
+    first, second, third = pool.take(2), pool.take(2), pool.take(1)
+    for block in first + second:
+        pool.name(block, bytes((block,)))
+    pool.give_back(second)
+    pool.give_back(first)
+    pool.give_back(third)
+    assert pool.take(2) == [4, 5]
+    assert pool.take(3) == [3, 2, 1], "the last of a sequence first"
+    assert [pool.find(bytes((block,))) for block in range(4)] == [0, None, None, None]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_two_places_of_the_cache_share_a_byte(dtype: torch.dtype) -> None:
     model = small_model((True, True, True))

@@ -1,0 +1,89 @@
+"""``moelight lm-eval``: lm-evaluation-harness with moelight among its models, and as the one it takes by default."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moelight.core.errors import ConfigError
+
+MODEL = "moelight"
+# What the harness is told where nobody says otherwise. Its own defaults, one sequence at a time and the first CUDA
+# device, cannot be told from a wish.
+_DEFAULTS = {"model": MODEL, "batch_size": "auto", "device": "auto"}
+_COMMANDS = ("run", "ls", "validate")
+
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGUMENTS", help="The harness's own commands and options; `run --help` lists them."),
+]
+
+
+def lm_eval(arguments: _Arguments = None) -> None:
+    """Evaluate a model with lm-evaluation-harness, whose own options follow.
+
+    moelight lm-eval --model_args pretrained=PATH --tasks NAME,... [--include_path DIR]
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("lm-evaluation-harness is not installed: pip install 'moelight[lm-eval]'")
+    from lm_eval.__main__ import cli_evaluate
+
+    import moelight.integrations.lm_eval  # noqa: F401 - so that the harness knows the model
+
+    before, sys.argv = sys.argv, ["moelight lm-eval", *completed(arguments or [])]
+    try:
+        cli_evaluate()
+    except (OSError, ValueError) as error:
+        if not _raised_by_lm_eval(error):
+            raise
+        raise ConfigError(f"lm-eval: {error}") from error
+    finally:
+        sys.argv = before
+
+
+def completed(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` of an evaluation by moelight with its defaults in front, where later ones win; others as they are.
+
+    Raises:
+        ConfigError: the file of ``--config`` cannot be read.
+    """
+    command, rest = ("run", arguments) if arguments[:1] and arguments[0] not in _COMMANDS else _split(arguments)
+    if command != "run" or not rest or {"-h", "--help"} & set(rest):
+        return [*([command] if command else []), *rest]
+    asked = ArgumentParser(add_help=False, allow_abbrev=False)
+    asked.add_argument("--model", "-M")
+    asked.add_argument("--config", "-C", type=Path)
+    given = asked.parse_known_args(rest)[0]
+    filed = _read_config(given.config) if given.config is not None else {}
+    if (given.model or filed.get("model", MODEL)) != MODEL:
+        return [command, *rest]
+    defaults = [(f"--{name}", value) for name, value in _DEFAULTS.items() if name not in filed]
+    return [command, *(part for pair in defaults for part in pair), *rest]
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    return (arguments[0], arguments[1:]) if arguments else ("", ())
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error})") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _raised_by_lm_eval(error: BaseException) -> bool:
+    """Whether the harness itself refuses, so that what it says is for the user."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "lm_eval"

@@ -1,0 +1,370 @@
+"""moelight as a model of lm-evaluation-harness: ``--model moelight`` there, or an instance for ``simple_evaluate``.
+
+Texts become tokens, are cut and are answered as by the harness's own class for transformers models, so that results
+compare; scores are passes over prompts, from which nothing is generated. Knows lm_eval. Refuses to know tasks and
+metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+# Before registering: lm_eval lists its own models only when it is asked for one while the registry is empty.
+import lm_eval.models  # noqa: F401
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from moelight import __version__
+from moelight.core.errors import ConfigError, InputError, did_you_mean
+from moelight.core.request import Completion, Request, SamplingParams
+from moelight.engine.chat import DEFAULT, Conversation, check_messages
+from moelight.engine.source import open_source
+from moelight.engine.tokenizer import Tokenizer
+from moelight.optimizer.plan import policy_as_dict
+from moelight.profiles.workload import Workload
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from moelight.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+AUTO = "auto"
+MAX_GEN_TOKS = 256  # what the harness generates where a task does not say
+_PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule")
+_SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
+
+
+@register_model("moelight")
+class MoELightLM(TemplateLM):
+    """A checkpoint behind the three questions of the harness. ``close`` frees the model.
+
+    The model is loaded when the first question comes, planned for its requests; again where a later one has longer
+    requests than the plan has room for, or generates after another scored.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Engine,
+        *,
+        max_length: int | None = None,
+        batch_size: int | str | None = None,
+        device: str | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        max_gen_toks: int = MAX_GEN_TOKS,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        **planning: Any,
+    ) -> None:
+        """Open the checkpoint and its tokenizer.
+
+        Args:
+            pretrained: a directory, ``demo``, a model id on the hub, or an engine, which stays the caller's.
+            max_length: tokens that condition a token, at most; None: the model's context.
+            batch_size: sequences in a pass; None or ``auto``: planned.
+            device: as `Engine` takes it; the number of a device (``cuda:0``) is dropped.
+            add_bos_token: whether texts begin with the bos token; None: as the checkpoint's tokenizer has it.
+            prefix_token_id: what conditions the first token of a text; None: bos, or eos where there is none.
+            max_gen_toks: generated tokens where a task does not say.
+            enable_thinking, chat_template_args: given to the chat template by name.
+            think_end_token: an answer begins after it: its text, or its id.
+            planning: ``hw``, ``host_memory``, ``device_memory``, ``micro_batch_size``, ``schedule``, as
+                `Engine.from_pretrained` takes them.
+
+        Raises:
+            ConfigError, CheckpointError: an argument, or the model, will not do.
+        """
+        super().__init__()
+        _check_planning(planning)
+        if enable_thinking and think_end_token is None:
+            raise ConfigError("enable_thinking=True needs think_end_token: what follows it is the answer")
+        self._name = pretrained if isinstance(pretrained, str) else pretrained.policy.model
+        self._engine: Engine | None = None if isinstance(pretrained, str) else pretrained
+        self._lent = not isinstance(pretrained, str)
+        self._scores = False  # what the engine was planned for
+        source = open_source(self._name)
+        self.profile = source.profile
+        self.tokenizer = Tokenizer.from_dir(source.directory)
+        self._max_length = max_length or self.profile.max_positions
+        self._planning = {
+            **planning,
+            "batch_size": None if batch_size is None or str(batch_size).startswith(AUTO) else int(batch_size),
+            "device": AUTO if device is None else str(device).partition(":")[0],
+        }
+        self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
+        self.max_gen_toks = max_gen_toks
+        self.enable_thinking = enable_thinking
+        is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
+        self.think_end_token = int(cast("str", think_end_token)) if is_id else think_end_token
+        self.chat_template_args = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self.chat_template_args["enable_thinking"] = enable_thinking
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MoELightLM:
+        """From ``key=value,...``; these win over what the harness adds of its own."""
+        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> MoELightLM:
+        """From the arguments of a model; these win over what the harness adds of its own."""
+        added = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        given = {**added, **arg_dict}
+        if "pretrained" not in given:
+            raise ConfigError("the model's arguments name no checkpoint: --model_args pretrained=PATH")
+        return cls(**given)
+
+    def close(self) -> None:
+        """Free the model, unless the engine was lent."""
+        if self._engine is not None and not self._lent:
+            self._engine.close()
+            self._engine = None
+
+    # --- what the harness asks of a tokenizer ---
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The token that ends a text: the tokenizer's eos, else the first that ends a completion."""
+        named = self.tokenizer.token_id("eos_token")
+        return min(self.tokenizer.eos_token_ids, default=None) if named is None else named
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that conditions the first token of a text."""
+        for token in (self.custom_prefix_token_id, self.tokenizer.token_id("bos_token"), self.eot_token_id):
+            if token is not None:
+                return token
+        raise ConfigError(f"{self._name}: its tokenizer has neither bos nor eos; give prefix_token_id=ID")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that may condition a token."""
+        return self._max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's cache of requests."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of ``string``. ``add_special_tokens`` None: as `add_bos_token` says, and no second bos before a
+        text that begins with it."""
+        wants = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(self._prefix_text):
+            wants = False
+        ids = self.tokenizer.encode(string, add_special_tokens=wants is not False)
+        bos = self.tokenizer.token_id("bos_token")
+        return [bos, *ids] if wants and self.add_bos_token and bos is not None and ids[:1] != [bos] else ids
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``tokens``."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def _prefix_text(self) -> str:
+        return self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the template that conversations are written with, for the harness's records."""
+        template = self.tokenizer.template
+        if not chat_template or template is None:
+            return None
+        return template.sources.get(DEFAULT)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as text: open for the assistant's turn, or with its last message left open."""
+        template = self.tokenizer.template
+        if template is None:
+            raise InputError(f"{self._name} has no chat template: evaluate it without --apply_chat_template")
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            conversation = Conversation(
+                messages=check_messages(messages),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                template_kwargs=self.chat_template_args,
+            )
+            return template.render(conversation)
+
+        try:
+            return rendered(chat_history)
+        except InputError as error:
+            spoken = [message for message in chat_history if message["role"] != "system"]
+            if error.code != "chat_template" or len(spoken) == len(chat_history):
+                raise
+            _log.warning("the chat template refuses a system message, so it is left out (%s)", error)
+            return rendered(spoken)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What results say of the model."""
+        policy = None if self._engine is None else policy_as_dict(self._engine.policy)
+        return {"model_dtype": self.profile.dtype, "moelight_version": __version__, "moelight_policy": policy}
+
+    # --- the three questions ---
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For each ``(context, continuation)``: the continuation's log-probability, and whether it is greedy."""
+        if self.enable_thinking:
+            raise ConfigError("enable_thinking=True goes with tasks that generate, and one of these scores")
+        return cast("list[tuple[float, bool]]", super().loglikelihood(requests, disable_tqdm=disable_tqdm))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """For each ``(text,)``: its log-probability, in windows of ``max_length`` where it is longer."""
+        windows: list[Scored] = []
+        owners: list[int] = []
+        for number, (text,) in enumerate(request.args for request in requests):
+            rolling = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows.extend((None, *utils.make_disjoint_window(window)) for window in rolling)
+            owners.extend([number] * (len(windows) - len(owners)))
+        totals = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        asked = [self._scoring(index, *ids) for index, (_texts, *ids) in enumerate(requests)]
+        answers: dict[int, tuple[float, bool]] = {}
+        # Sorted by tokens, those of one context follow one another, and its keys and values are computed once.
+        asked.sort(key=lambda request: request.token_ids)
+        for completion in self._serve(asked, "Running loglikelihood requests", disable_tqdm):
+            texts, _context, continuation = requests[completion.index]
+            answer = _score(completion, continuation)
+            answers[completion.index] = answer
+            if texts is not None:  # windows of a longer text are nobody's question
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return [answers[index] for index in range(len(requests))]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """For each ``(context, gen_kwargs)``: what follows, up to the first of ``until``, which is left out."""
+        asked = [self._generation(index, *request.args) for index, request in enumerate(requests)]
+        texts: dict[int, str] = {}
+        for completion in self._serve(asked, "Running generate_until requests", disable_tqdm):
+            text = self._answer(completion, asked[completion.index].sampling.stop)
+            texts[completion.index] = text
+            self.cache_hook.add_partial("generate_until", requests[completion.index].args, text)
+        return [texts[index] for index in range(len(requests))]
+
+    # --- from questions to requests and back ---
+
+    def _scoring(self, index: int, context: list[int], continuation: list[int]) -> Request:
+        """The last token is not computed, so ``max_length`` others may come before it."""
+        if not context or not 0 < len(continuation) <= self.max_length:
+            raise InputError(
+                f"request {index}: a continuation must have 1 to {self.max_length} tokens after its context, not "
+                f"{len(continuation)} after {len(context)}"
+            )
+        ids = (context + continuation)[-(self.max_length + 1) :]
+        return Request(index=index, token_ids=tuple(ids), sampling=_SCORING, scored_from=len(ids) - len(continuation))
+
+    def _generation(self, index: int, context: str, gen_kwargs: dict[str, Any]) -> Request:
+        wishes: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        eos = None if self.eot_token_id is None else self.tok_decode([self.eot_token_id], skip_special_tokens=False)
+        until = handle_stop_sequences(wishes.pop("until"), eos=eos)
+        tokens = wishes.pop("max_gen_toks")
+        if not 0 < tokens < self.max_length:
+            raise InputError(
+                f"request {index}: max_gen_toks must be above 0 and below max_length {self.max_length}, not {tokens}"
+            )
+        ids = self.tok_encode(context)[-(self.max_length - tokens) :] or [self.prefix_token_id]
+        return Request(index=index, token_ids=tuple(ids), sampling=_sampling(wishes, until, tokens))
+
+    def _answer(self, completion: Completion, until: Sequence[str]) -> str:
+        tokens = list(completion.token_ids)
+        if isinstance(self.think_end_token, int) and self.think_end_token in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(self.think_end_token) :]
+        text = self.tok_decode(tokens)
+        if isinstance(self.think_end_token, int):
+            text, end = text.lstrip(), None
+        else:
+            end = self.think_end_token
+        return str(postprocess_generated_text(text, list(until), end))
+
+    def _serve(self, requests: list[Request], what: str, quiet: bool) -> Iterator[Completion]:
+        """Completions as they finish, beside a bar that counts them."""
+        if not requests:
+            return
+        engine = self._engine_for(requests)
+        with tqdm(total=len(requests), desc=what, disable=quiet) as bar:
+            for completion in engine.run(requests):
+                bar.update(1)
+                yield completion
+
+    def _engine_for(self, requests: Sequence[Request]) -> Engine:
+        """The engine that is loaded, where its plan is of this kind and has room for all of them; else another."""
+        from moelight.engine.engine import Engine
+
+        scores = requests[0].sampling is _SCORING
+        if self._engine is not None and (self._lent or self._scores == scores):
+            try:
+                for request in requests:
+                    self._engine.check(request)
+            except InputError as error:
+                if self._lent or error.code != "kv_capacity_exceeded":
+                    raise
+            else:
+                return self._engine
+        self.close()
+        lengths = [min(len(request.token_ids), self.profile.max_positions) for request in requests]
+        workload = Workload(
+            num_requests=len(lengths),
+            prompt_len=-(-sum(lengths) // len(lengths)),
+            max_prompt_len=max(lengths),
+            gen_len=max(1, *(request.sampling.max_tokens for request in requests)),
+        )
+        self._engine, self._scores = Engine.from_pretrained(self._name, workload=workload, **self._planning), scores
+        for request in requests:
+            self._engine.check(request)
+        return self._engine
+
+
+def _check_planning(planning: Mapping[str, Any]) -> None:
+    for name in planning:
+        if name not in _PLANNING:
+            raise ConfigError(f"unknown model argument {name!r}{did_you_mean(name, _PLANNING)}")
+
+
+def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, bool]:
+    """The sum over the continuation, and whether each of its tokens is the likeliest."""
+    found = cast("Sequence[Mapping[int, Any]]", completion.prompt_logprobs)[-len(continuation) :]
+    tokens = [scored[token] for scored, token in zip(found, continuation, strict=True)]
+    return sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)
+
+
+def _sampling(wishes: dict[str, Any], until: Sequence[str], tokens: int) -> SamplingParams:
+    """Stop texts are looked for among special tokens too, as the harness does; the answer is written without them."""
+    if not wishes.pop("do_sample"):
+        wishes.update(temperature=0.0)
+    else:
+        wishes.setdefault("seed", _drawn_seed())
+    if wishes.pop("num_beams", 1) != 1:
+        raise InputError("num_beams: beam search is not what moelight does; leave it out, or take 1")
+    given = {"max_tokens": tokens, "stop": [text for text in until if text], "skip_special_tokens": False, **wishes}
+    return SamplingParams.from_dict(given)
+
+
+def _drawn_seed() -> int:
+    """From torch's generator, which the harness seeds (``--seed``)."""
+    import torch
+
+    return int(torch.randint(1 << 62, ()).item())
