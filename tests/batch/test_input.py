@@ -50,10 +50,10 @@ def write(tmp_path: Path, name: str, content: bytes) -> Path:
         ("a.txt", b"{a} or [b]\n", "text", "by its name, .txt"),
         ("a.txt", SIMPLE, "simple", "prompt on line 1"),
         ("a.csv", b"prompt\na\n", "csv", "by its name, .csv; columns prompt"),
-        ("a.jsonl.gz", gzip.compress(OPENAI), "openai", "on line 1"),
-        ("a.jsonl", gzip.compress(OPENAI), "openai", "on line 1"),
+        ("a.jsonl.gz", gzip.compress(OPENAI, mtime=0), "openai", "on line 1"),
+        ("a.jsonl", gzip.compress(OPENAI, mtime=0), "openai", "on line 1"),
         ("a.jsonl.gz", SIMPLE, "simple", "on line 1"),
-        ("a.csv.gz", gzip.compress(b"prompt\na\n"), "csv", "by its name, .csv"),
+        ("a.csv.gz", gzip.compress(b"prompt\na\n", mtime=0), "csv", "by its name, .csv"),
     ],
 )
 def test_what_a_file_is_taken_for(name: str, content: bytes, kind: str, why: str, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_text_lines_are_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_are_read_again_and_done_ones_are_not_looked_into(packed: bool, tmp_path: Path) -> None:
     content = b"".join(b'{"prompt": "%d"}\n' % number for number in range(5)) + b"no JSON\n"
-    with open_input(write(tmp_path, "a.jsonl", gzip.compress(content) if packed else content)) as read:
+    with open_input(write(tmp_path, "a.jsonl", gzip.compress(content, mtime=0) if packed else content)) as read:
         once, again = list(read.rows()), list(read.rows())
         assert once == again and [row.number for row in once] == list(range(6))
         assert [row.number for row in read.rows(skip={0, 2, 5}.__contains__)] == [1, 3, 4]
@@ -131,7 +131,7 @@ def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
         list(read.rows())
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b" \n\t\r\n\n", codecs.BOM_UTF8, gzip.compress(b"\n")])
+@pytest.mark.parametrize("content", [b"", b"\n", b" \n\t\r\n\n", codecs.BOM_UTF8, gzip.compress(b"\n", mtime=0)])
 def test_no_prompts(content: bytes, tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.txt", "a.csv"):
         with pytest.raises(InputError, match=rf"{name}: no prompts"):
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_at_all(tmp_path: Path) -> None:
 
 def test_damaged_gzip_ends_the_reading_after_the_rows_before_it(tmp_path: Path) -> None:
     lines = b"".join(b'{"prompt": "%s"}\n' % os.urandom(500).hex().encode() for _ in range(1500))
-    packed = gzip.compress(lines)
+    packed = gzip.compress(lines, mtime=0)
     spoilt = bytearray(packed)
     spoilt[len(packed) * 3 // 4] ^= 0xFF
     for content, says in [
@@ -180,12 +180,12 @@ def test_damaged_gzip_ends_the_reading_after_the_rows_before_it(tmp_path: Path) 
 
 
 def test_two_gzip_members_are_one_file(tmp_path: Path) -> None:
-    with open_input(write(tmp_path, "a.jsonl.gz", gzip.compress(SIMPLE) * 2)) as read:
+    with open_input(write(tmp_path, "a.jsonl.gz", gzip.compress(SIMPLE, mtime=0) * 2)) as read:
         assert len(list(read.rows())) == 2
 
 
 def test_standard_input_and_pipes_are_kept_to_be_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(gzip.compress(OPENAI))))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(gzip.compress(OPENAI, mtime=0))))
     with open_input(Path("-")) as read:
         assert read.why.startswith("standard input: OpenAI batch lines")
         assert list(read.rows()) == list(read.rows())
