@@ -231,7 +231,7 @@ def _answer(
         told=told,
     )
     rows = prepared.source.rows(skip=ledger.done)
-    if workload is None or ledger.completed >= found.servable:
+    if workload is None or ledger.completed >= summary.served:
         answering.refuse_all(rows)
         return _Ran(state=DONE, answering=answering, stats=_nothing_ran())
     job = plan_job(options, workload)

@@ -477,3 +477,24 @@ def test_refused_before_the_engine_is_opened(kind: str, engine: StandIn, tmp_pat
     assert "\n" not in str(refusal.value)
     assert engine.workload is None
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rows_that_are_refused_and_repeat_an_id_do_not_stop_the_good_ones(engine: StandIn, tmp_path: Path) -> None:
+    bad = {"prompt": "", "custom_id": "bad"}
+    path = prompts(tmp_path, {"prompt": "a", "custom_id": "good"}, bad, bad, bad)
+    heard = Heard()
+    result = run_job(JobOptions(prompts=path, output=tmp_path / "out.jsonl"), progress=heard)
+    assert (result.completed, result.failed) == (1, 3)
+    assert engine.workload is not None and engine.workload.num_requests == 1
+
+
+def test_what_the_engine_refuses_is_expected_no_longer(engine: StandIn, tmp_path: Path) -> None:
+    heard = Heard()
+    path = prompts(tmp_path, {"prompt": "x" * 30, "max_tokens": 30}, {"prompt": "b", "max_tokens": 10})
+    options = JobOptions(prompts=path, output=tmp_path / "out.jsonl")
+    engine.fault = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_job(options, progress=heard)
+    engine.fault = None
+    run_job(options, progress=heard)
+    assert heard.told == [(2, 10)]
