@@ -92,7 +92,10 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
             job's. During work: the disk is full or fails; what was done is kept then.
     """
     left = eta or Eta()
-    with prepare(options) as prepared, _open_ledger(options, prepared) as ledger:
+    with prepare(options) as prepared, contextlib.ExitStack() as opened:
+        if options.durability.restart:
+            _rehearse(options, prepared, progress or Progress())
+        ledger = opened.enter_context(_open_ledger(options, prepared))
         # Only now: whoever has no right to the output has none to the files that tell of it.
         files = files_that_tell(options, left)
         told = Several([left, *([progress] if progress is not None else []), *files])
@@ -144,6 +147,13 @@ def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress
         stats=ran.stats,
         first_error=ran.answering.first_error,
     )
+
+
+def _rehearse(options: JobOptions, prepared: Prepared, told: Progress) -> None:
+    """What --restart throws away is thrown away for a job that can be run, or not at all."""
+    workload = scan(prepared.source, prepared.encode, told, context=prepared.context).summary.workload()
+    if workload is not None:
+        plan_job(options, workload)
 
 
 def _done_before(ledger: Ledger, told: Progress) -> JobResult:

@@ -15,6 +15,7 @@ from moelight.batch.direct import DirectRows
 from moelight.batch.journal import Journal, State
 from moelight.batch.output import writes_directly
 from moelight.batch.places import Outputs
+from moelight.core.errors import InputError
 
 NOWHERE = Path(os.devnull)
 
@@ -60,12 +61,20 @@ class Ledger(Protocol):
     ) -> None: ...
 
 
-def open_ledger(outputs: Outputs, facts: Mapping[str, Any], *, restart: bool, allow_changed: bool) -> Ledger:
+def open_ledger(
+    outputs: Outputs, facts: Mapping[str, Any], *, restart: bool = False, allow_changed: bool = False
+) -> Journal | DirectRows:
     """A journal beside a file; for standard output, pipes and devices, which cannot be gone on with, none.
 
     Raises:
-        InputError: see `Journal.open`.
+        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is asked of a stream.
     """
     if writes_directly(outputs.rows):
         return DirectRows(outputs)
+    if outputs.errors is not None and writes_directly(outputs.errors):
+        raise InputError(
+            f"error file {outputs.errors}: is a pipe or device, and the output is a file; give a file for both, "
+            "or leave the error file out: failed rows are then in the output",
+            code="output_path",
+        )
     return Journal.open(outputs, facts, restart=restart, allow_changed=allow_changed)
