@@ -145,7 +145,8 @@ class Card:
         plan = self.plan(*CONTESTANTS[name], cap)
         gc.collect()
         limit_device_memory(self.machine.device, cap - self.context_bytes)
-        with Engine(plan, device=self.args.device, lanes=self.args.lanes, source=self.source) as engine:
+        options = {"device": self.args.device, "lanes": self.args.lanes, "source": self.source}
+        with Engine(plan, **options, prefix_caching=False) as engine:
             steady, trace = self.steady(engine)
             self.keep(f"{name}-{cap // GiB or cap}", plan, trace)
             jobs = [self.job(engine, steady, new) for new in self.args.new if self.left_s > self.args.job_seconds]

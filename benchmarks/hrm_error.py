@@ -177,6 +177,7 @@ def _measure(model: Path, run: Run) -> dict[str, Any]:
         micro_batch_size=run.micro_batch_size,
         schedule=run.schedule,
         workload=work,
+        prefix_caching=False,  # some prompts warm up, and then come again
     ) as engine:
         vocab = engine.profile.vocab_size
         predicted = estimate(engine.profile, engine.policy, work, speeds_of(load_hardware_profile(str(args.hardware))))

@@ -87,7 +87,8 @@ def _engine(task: Task) -> Engine:
         workload=workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}
-    return Engine(replace(plan.policy, **changes) if changes else plan, device="cpu", source=source)
+    policy = replace(plan.policy, **changes) if changes else plan
+    return Engine(policy, device="cpu", source=source, prefix_caching=False)  # every round has the same prompts
 
 
 def _policy(engine: Engine) -> dict[str, Any]:

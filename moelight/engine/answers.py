@@ -125,7 +125,7 @@ class Answers:
                 if not piece.completes:
                     continue
                 generation = piece.generation
-                token = next(arriving) if piece.samples else None
+                token = next(arriving) if generation.max_tokens else None
                 if generation.finished:
                     continue  # it had ended when this pass was launched ahead of its tokens
                 if (end := self._ends(generation, token)) is not None:
@@ -229,12 +229,22 @@ def most_tokens(request: Request, max_positions: int) -> int:
     return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
 
 
-def check_vocabulary(how: SamplingParams, vocab_size: int) -> None:
-    """Refuse token ids that the model does not have.
+def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
+    """Refuse a prompt without tokens, or with more than the context holds, and token ids that the model does not have.
 
     Raises:
-        InputError: names the field and the id.
+        InputError: says which; names the field and the id.
     """
+    tokens, how = len(request.token_ids), request.sampling
+    if not tokens:
+        raise InputError("the prompt has no tokens", code="empty_prompt")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
+    # A token that is only scored is not computed, and needs no position.
+    if tokens > (max_positions - 1 if how.max_tokens else max_positions + 1):
+        raise InputError(
+            f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
+        )
     for name, token_ids in (("logit_bias", how.logit_bias or ()), ("stop_token_ids", how.stop_token_ids)):
         for token in token_ids:
             if token >= vocab_size:

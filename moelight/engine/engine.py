@@ -7,8 +7,8 @@ and which order they run in (``scheduler``).
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
-from moelight.engine.answers import Answers, check_vocabulary, most_tokens
+from moelight.engine.answers import Answers, check_tokens, most_tokens
 from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for, with_room
@@ -118,7 +118,6 @@ class Engine:
         self._ahead = machine.discrete
         self._adapting = self._adapts(adapt)
         self._totals = LaneTotals(self._passes.lanes)
-        self._counts: Counter[str] = Counter()  # what `Stats.counts` shows
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = 0.0
         self._num_passes = self.progress_tokens = 0
@@ -209,18 +208,8 @@ class Engine:
             InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
                 a structure for the answer that cannot be compiled.
         """
-        tokens, context = len(request.token_ids), self.profile.max_positions
-        if not tokens:
-            raise InputError("the prompt has no tokens", code="empty_prompt")
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.profile.vocab_size:
-            raise InputError(f"token ids must be below the vocabulary's {self.profile.vocab_size}", code="bad_token_id")
-        check_vocabulary(request.sampling, self.profile.vocab_size)
-        # A token that is only scored is not computed, and needs no position.
-        if tokens > (context - 1 if request.sampling.max_tokens else context + 1):
-            raise InputError(
-                f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
-            )
-        longest = tokens + most_tokens(request, context)
+        check_tokens(request, self.profile.vocab_size, self.profile.max_positions)
+        longest = len(request.token_ids) + most_tokens(request, self.profile.max_positions)
         if self._batcher.blocks_for(longest) > self._loaded.pool.blocks:
             raise InputError(
                 f"prompt and completion may reach {longest} tokens, the KV cache holds {self.policy.kv_tokens}; "
@@ -255,17 +244,18 @@ class Engine:
         idle, idle_before = Idle(began_s), self._python_s
         self._totals.begin(began_s)
         try:
-            for finished in self._land_all(answers):
-                if self.timeline is not None:
-                    idle.add(self.timeline)
-                self._wall_s = wall_before + time.perf_counter() - began_s
-                self._python_s = idle_before + idle.seconds
-                self.progress_tokens = tokens_before + answers.tokens
-                if on_pass is not None:
-                    on_pass()
-                yield from finished
+            with closing(self._land_all(answers)) as landed:
+                for finished in landed:
+                    if self.timeline is not None:
+                        idle.add(self.timeline)
+                    self._wall_s = wall_before + time.perf_counter() - began_s
+                    self._python_s = idle_before + idle.seconds
+                    self.progress_tokens = tokens_before + answers.tokens
+                    if on_pass is not None:
+                        on_pass()
+                    yield from finished
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
-        except GeneratorExit:  # between two passes, and what was launched has been computed
+        except GeneratorExit:  # what was launched has been computed
             raise
         except BaseException:
             self._batcher.clear(failed=True)
@@ -275,7 +265,7 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _land_all(self, answers: Answers) -> Iterator[list[Completion]]:
+    def _land_all(self, answers: Answers) -> Generator[list[Completion]]:
         """Pass after pass, and what finished with each.
 
         When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
@@ -331,7 +321,6 @@ class Engine:
             lanes=self._totals.stats(),
             python_s=self._python_s,
             counts={
-                **self._counts,
                 "prefix_cache_queries": admitted.prompt_tokens,
                 "prefix_cache_hits": admitted.cached_tokens,
             },

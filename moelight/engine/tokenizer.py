@@ -110,7 +110,9 @@ class Tokenizer:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         before = self.decode(context, skip_special_tokens=skip_special_tokens)
         whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
-        return whole.removeprefix(before)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)  # a character was cut at the border
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for in the middle of a text, which may be a part of a character; none for an id

@@ -11,10 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelight.core.policy import Policy, Shares
-from moelight.core.request import Completion, Request, SamplingParams
+from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
+from moelight.engine.answers import Answers
+from moelight.engine.batcher import Piece
+from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
 from moelight.engine.passes import PassRunner
 from moelight.engine.sampling import next_tokens
+from moelight.engine.tokenizer import Tokenizer
 from moelight.runtime.lanes import HostTicket, StreamTicket
 from tests.engines import Tiny
 
@@ -84,6 +88,30 @@ def test_choosing_tokens_reads_nothing_back() -> None:
     with Reads():
         chosen = next_tokens(logits, hows, list(range(40)), [0] * 40)
     assert chosen.shape == (40,)
+
+
+def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
+    tokenizer = Tokenizer.from_dir(model)
+    special: list[dict[str, Any]] = [
+        {"logprobs": 3},
+        {"logprobs": -1, "temperature": 1.0},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.5, "logprobs": 0},
+        {"logit_bias": {4: 2.0}, "min_tokens": 2},
+        {"structured_outputs": StructuredOutputs(regex="[a-z]+"), "temperature": 0.7},
+        {},
+    ]
+    hows = [SamplingParams(prompt_logprobs=2, **special[row % len(special)]) for row in range(40)]
+    requests = [Request(index=row, token_ids=(65, 66, 65), sampling=how) for row, how in enumerate(hows)]
+    answers = Answers(requests, tokenizer, Constraints(tokenizer, 307), 99)
+    pieces = [Piece(generation=each, start=0, count=3) for each in answers.generations]
+    logits = torch.randn(40, 307, generator=torch.Generator().manual_seed(1))
+    with Reads():
+        chosen = answers.choose(pieces, logits)
+        answers.score(pieces, 40, logits, torch.tensor([66, 65] * 20))
+    assert chosen.shape == (40,)
+    assert all(tokenizer.decode([int(chosen[row])]).islower() for row in range(5, 40, 7)), "each row has its own change"
+    assert [int(chosen[row]) for row in range(6, 40, 7)] == logits.argmax(1)[6::7].tolist()
 
 
 @pytest.mark.parametrize("lanes", ["auto", "threads", "inline"])

@@ -256,7 +256,7 @@ def answers(completions: Sequence[Completion]) -> list[tuple[int, tuple[int, ...
     return sorted((each.index, each.token_ids, each.finish_reason) for each in completions)
 
 
-HOW = {"batch_size": 6, "micro_batch_size": 4, "micro_batch_tokens": 48, "kv_tokens": 8 * 160}
+HOW = {"batch_size": 6, "micro_batch_size": 4, "micro_batch_tokens": 48, "kv_tokens": 8 * 160, "kv_block_size": BLOCK}
 POLICIES: dict[str, dict[str, Any]] = {
     "cpu": {**DEVICES["cpu"], "schedule": "serial"},
     "static": {**DEVICES["cpu"], "admission": "static"},
@@ -327,3 +327,23 @@ def test_a_closed_run_leaves_the_cache_exact(wanted: tuple[Path, Prompts, Any, A
         assert pool.free == pool.blocks
         assert not any(pool._holders)
         assert answers(list(engine.run(requests))) == expected
+
+
+def test_samples_of_one_prompt_share_its_blocks(wanted: tuple[Path, Prompts, Any, Any]) -> None:
+    """And what is scored is computed, however much of it is known."""
+    model, prompt = wanted[0], tuple(range(65, 115))
+    how = SamplingParams(max_tokens=3, n=3, temperature=0.9, seed=1, ignore_eos=True)
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    requests = [
+        Request(index=0, token_ids=prompt, sampling=how),
+        *(Request(index=n, token_ids=prompt, sampling=scored, scored_from=first) for n, first in enumerate((1, 20), 1)),
+    ]
+    found = []
+    for caching in (False, True):
+        with Engine(Policy(model=str(model), **HOW), device="cpu", prefix_caching=caching) as engine:
+            found.append(sorted(engine.run(requests), key=lambda each: (each.index, each.sample)))
+    whole, shared = found
+    assert [(each.token_ids, each.prompt_logprobs) for each in shared] == [
+        (each.token_ids, each.prompt_logprobs) for each in whole
+    ]
+    assert [each.cached_tokens for each in shared] == [0, 48, 48, 0, 16]

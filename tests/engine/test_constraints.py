@@ -1,0 +1,205 @@
+"""Answers that must match: thirty grammars in one batch of random draws, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from moelight.core.errors import InputError
+from moelight.core.policy import Policy
+from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
+from moelight.engine.constraints import Constraints
+from moelight.engine.engine import Engine
+from moelight.engine.tokenizer import Tokenizer
+from tests.engine.test_tokenizer import byte_level, sentence_piece_like
+from tests.engines import Tiny
+
+DEMO = Path(__file__).resolve().parents[2] / "moelight" / "demo"
+Fits = Callable[[Any], bool]
+
+
+def value(random: Random, depth: int) -> tuple[dict[str, Any], Fits]:
+    """A random schema of bounded texts, and whether a value fits it."""
+    match random.choice(
+        ["text", "integer", "flag", "enum", "list", "object"] if depth else ["text", "integer", "flag"]
+    ):
+        case "text":
+            most = random.randint(1, 6)
+            return {"type": "string", "maxLength": most}, lambda found: isinstance(found, str) and len(found) <= most
+        case "integer":
+            low = random.randint(-20, 20)
+            return (
+                {"type": "integer", "minimum": low, "maximum": low + 30},
+                lambda found: isinstance(found, int) and low <= found <= low + 30,
+            )
+        case "flag":
+            return {"type": "boolean"}, lambda found: isinstance(found, bool)
+        case "enum":
+            known = random.sample(["red", "green", 7, None, "a b"], 3)
+            return {"enum": known}, lambda found: found in known
+        case "list":
+            inner, fits = value(random, depth - 1)
+            return (
+                {"type": "array", "items": inner, "minItems": 1, "maxItems": 2},
+                lambda found: isinstance(found, list) and 1 <= len(found) <= 2 and all(map(fits, found)),
+            )
+        case _:
+            names = random.sample(["name", "n", "ok", "of_what"], random.randint(1, 2))
+            parts = {name: value(random, depth - 1) for name in names}
+            schema = {
+                "type": "object",
+                "properties": {name: part for name, (part, _) in parts.items()},
+                "required": names,
+                "additionalProperties": False,
+            }
+            return (
+                schema,
+                lambda found: (
+                    isinstance(found, dict)
+                    and set(found) == set(names)
+                    and all(fits(found[name]) for name, (_, fits) in parts.items())
+                ),
+            )
+
+
+def grammars() -> list[tuple[StructuredOutputs, Fits]]:
+    """Thirty: each with what its answer's text must pass."""
+    made: list[tuple[StructuredOutputs, Fits]] = []
+    for seed in range(20):
+        schema, fits = value(Random(seed), 2)
+        given = json.dumps(schema) if seed % 2 else schema
+        made.append((StructuredOutputs(json=given), lambda text, fits=fits: fits(json.loads(text))))
+    for regex in ("[0-9]{3}-[0-9]{4}", "(yes|no)!", "[a-c]{2,5}x", r"\(\d{1,4}(,\d{1,3}){0,2}\)", "a?b?c"):
+        made.append((StructuredOutputs(regex=regex), lambda text, regex=regex: re.fullmatch(regex, text) is not None))
+    for choice in (["red", "green", "blue"], ["a", "ab", "abc"], ['say "x"']):
+        made.append((StructuredOutputs(choice=choice), lambda text, choice=choice: text in choice))
+    sums = 'start: one ("+" one)~1..3\none: /[1-9]/ | "(" one ")"'
+    made.append((StructuredOutputs(grammar=sums), lambda text: eval(text, {"__builtins__": {}}) > 0))  # noqa: S307
+    made.append((StructuredOutputs(json_object=True), lambda text: isinstance(json.loads(text), dict)))
+    return made
+
+
+@pytest.mark.parametrize("place", ["cpu", "twin"])
+def test_answers_match_thirty_grammars_in_one_batch(place: str) -> None:
+    wanted = grammars()
+    policy = Policy(model="demo", batch_size=16, micro_batch_size=8, ffn_device="gpu" if place == "twin" else "cpu")
+    hows = [
+        SamplingParams(max_tokens=400, temperature=1.0, seed=n, structured_outputs=outputs)
+        for n, (outputs, _) in enumerate(wanted)
+    ]
+    plain = SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
+    with Engine(policy, device=place) as engine:
+        for n, how in enumerate(hows):
+            engine.check(Request(index=n, token_ids=(5,), sampling=how))
+        found = engine.generate(["tell me: "] * 32, [*hows, plain, plain])
+    for (outputs, fits), each in zip(wanted, found, strict=False):
+        ended = (each.finish_reason, each.stop_reason)
+        if outputs.json_object and each.finish_reason == "length":
+            continue  # any object, by a model that knows none, may be long
+        assert ended == ("stop", None), (outputs, each)
+        assert fits(each.text), (outputs, each.text)
+    assert [each.completion_tokens for each in found[30:]] == [12, 12]
+
+
+def answer(how: dict[str, Any], **outputs: Any) -> Completion:
+    with Engine(Policy(model="demo", batch_size=2), device="cpu") as engine:
+        given = {"max_tokens": 30, "temperature": 1.0, "seed": 2, **how}
+        return engine.generate(["x"], SamplingParams(structured_outputs=StructuredOutputs(**outputs), **given))[0]
+
+
+def test_an_answer_cut_short_says_so() -> None:
+    found = answer({"max_tokens": 4}, regex="[a-z]{20}")
+    assert (len(found.text), found.finish_reason) == (4, "length")
+
+
+def test_the_grammar_outranks_what_would_leave_no_token() -> None:
+    """Neither a least number of tokens nor a bias makes an answer that does not match."""
+    eos_is_likely = {"logit_bias": {1: 100.0}}
+    assert answer(eos_is_likely, regex="[a-z]{5}").completion_tokens == 5
+    assert answer({"min_tokens": 20, **eos_is_likely}, regex="[a-z]{2,9}").completion_tokens == 9
+    assert answer({"ignore_eos": True}, choice=["yes", "no"]).text in ("yes", "no")
+    assert answer({"stop_token_ids": [90, 91], "min_tokens": 3}, regex="[vw]{4}").completion_tokens <= 4
+
+
+def test_an_answer_that_no_token_goes_on_with_is_an_error() -> None:
+    """The demo's vocabulary has no é, which is found only where it is needed."""
+    found = answer({"logprobs": 0}, regex="abé")
+    assert (found.text, found.finish_reason) == ("ab", "error")
+    assert "no token" in str(found.stop_reason)
+    assert len(found.logprobs or ()) == 2
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        ({"json": {"type": "objekt"}}, "objekt"),
+        ({"json": "{"}, "EOF"),
+        ({"json": "[1]"}, ""),
+        ({"json": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]}}, ""),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, ""),
+        ({"grammar": "start: x"}, "unknown name"),
+        ({"choice": ["é"]}, "no token"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compiled_is_refused_before_it_runs(outputs: dict[str, Any], says: str) -> None:
+    constraints = Constraints(Tokenizer.from_dir(DEMO), 98)
+    for _ in range(2):  # also when it is known
+        with pytest.raises(InputError) as refusal:
+            constraints.check(StructuredOutputs(**outputs))
+        assert refusal.value.code == "invalid_structured_output"
+        assert says in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+        assert len(str(refusal.value)) < 400
+
+
+def test_equal_specifications_are_compiled_once() -> None:
+    constraints = Constraints(Tokenizer.from_dir(DEMO), 98)
+    first = constraints.open(StructuredOutputs(regex="[0-9]{3}"))
+    first.go_on(20)
+    second = constraints.open(StructuredOutputs(regex="[0-9]{3}"))
+    for _ in range(2):
+        first.go_on(20)
+    assert first.complete
+    assert not second.complete
+    assert len(constraints._compiled) == 1
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece_like])
+def test_characters_of_several_tokens_and_padding_of_the_vocabulary(
+    kind: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """Where the model's vocabulary is larger than the tokenizer's, what is beyond never comes."""
+    tokenizer = Tokenizer.from_dir(kind(tmp_path))
+    padded = tokenizer.vocab_size + 45
+    constraint = Constraints(tokenizer, padded).open(StructuredOutputs(choice=["界🦊", "é"]))
+    text = b""
+    while not constraint.complete:
+        allowed = constraint.allowed()
+        assert allowed is not None
+        tokens = [token for token in range(32 * len(allowed)) if int(allowed[token // 32]) >> token % 32 & 1]
+        assert max(tokens) < tokenizer.vocab_size
+        constraint.go_on(tokens[0])
+        text += tokenizer.token_bytes(tokens[0])
+    assert text.decode() in ("界🦊", "é")
+
+
+def test_vocabulary_and_structure_are_checked_before_running(tiny: Tiny) -> None:
+    with Engine(Policy(model=str(tiny("mixtral"))), device="cpu") as engine:
+        for fields, code in [
+            ({"logit_bias": {307: 1.0}}, "bad_token_id"),
+            ({"stop_token_ids": [5, 400]}, "bad_token_id"),
+            ({"structured_outputs": {"regex": "["}}, "invalid_structured_output"),
+        ]:
+            with pytest.raises(InputError) as refusal:
+                engine.generate(["x", "y"], SamplingParams.from_dict(dict(fields)))
+            assert refusal.value.code == code
+            assert "prompt 0" in str(refusal.value)
+        engine.generate(["x"], SamplingParams(logit_bias={306: 1.0}, stop_token_ids=[306], max_tokens=1))

@@ -1,0 +1,103 @@
+"""Token ids back to text at UTF-8 borders: the bytes of a token, texts after a context, stop texts cut anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, pre_tokenizers
+
+from moelight.engine.detokenizer import StopMatcher, cut_at_stop
+from moelight.engine.tokenizer import Tokenizer
+from tests.engine.test_tokenizer import byte_level, sentence_piece_like
+
+TEXTS = ["a fox", "🦊🏳️‍🌈 ok", "数える 世界", "e\u0301n\u0303 a\u030a", "\n\ttab", "naïve — “x”"]
+
+
+@pytest.fixture(scope="module", params=["byte-level", "byte-fallback", "unigram"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "byte-level":
+        return Tokenizer.from_dir(byte_level(directory))
+    if request.param == "byte-fallback":
+        return Tokenizer.from_dir(sentence_piece_like(directory))
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁fo", "x", "n", "o", "k", "t", "b", "e"]
+    inner = Inner(models.Unigram([(word, -float(rank)) for rank, word in enumerate(words)], 0, byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    inner.save(str(directory / "tokenizer.json"))
+    return Tokenizer.from_dir(directory)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    words = b"".join(tokenizer.token_bytes(token) for token in ids if token not in tokenizer.special_ids)
+    assert words.decode().removeprefix(" ") == text
+    assert all(("\ufffd" in tokenizer.token_text(token)) == (not _whole(tokenizer.token_bytes(token))) for token in ids)
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def _whole(word: bytes) -> bool:
+    try:
+        word.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_goes_on_after_its_context(tokenizer: Tokenizer, text: str) -> None:
+    """Wherever it is cut between characters, the two parts are the whole: no space is lost at the border."""
+    ids = tokenizer.encode("so " + text)
+    whole = tokenizer.decode(ids)
+    for cut in range(1, len(ids)):
+        before = tokenizer.decode(ids[:cut])
+        if "\ufffd" not in before:
+            assert before + tokenizer.decode_after(tokenizer.context(ids[:cut]), ids[cut:]) == whole
+
+
+def test_a_context_that_ends_in_the_middle_of_a_character_gives_no_text_twice(tokenizer: Tokenizer) -> None:
+    ids = [token for token in tokenizer.encode("界x") if token not in tokenizer.special_ids]
+    cut = next((at for at in range(1, len(ids)) if "\ufffd" in tokenizer.decode(ids[:at])), 0)
+    if cut:
+        after = tokenizer.decode_after(tokenizer.context(ids[:cut]), ids[cut:])
+        assert after.endswith("x")
+        assert len(after) <= len(ids) - cut
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("a 🦊🦊 b", ["🦊 b"]),
+        ("a fox 世界", ["界"]),
+        ("a fox 世界", [" 世"]),
+        ("xe\u0301x", ["e\u0301"]),
+        ("a fox", ["fo", "x"]),
+        ("a fox", ["zz", "o"]),
+    ],
+)
+def test_stop_texts_are_found_as_soon_as_they_are_there(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
+    ids = tokenizer.encode("so " + text)
+    context, ids = ids[:3], ids[3:]
+    matcher = StopMatcher(tokenizer.decode, stops, context=tokenizer.context(context))
+    for count in range(1, len(ids) + 1):
+        there = any(stop in tokenizer.decode_after(tokenizer.context(context), ids[:count]) for stop in stops)
+        assert matcher.found(ids[count - 1]) == there, count
+        if there:
+            return
+    pytest.fail("never found")
+
+
+def test_first_tokens_are_not_searched_but_a_stop_may_begin_there(tokenizer: Tokenizer) -> None:
+    ids = [tokenizer.encode("x")[-1], tokenizer.encode("aéo")[-1]] * 3
+    for unsearched, expected in [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6)]:
+        matcher = StopMatcher(tokenizer.decode, ["xo"], unsearched=unsearched)
+        assert next(n for n, token in enumerate(ids, start=1) if matcher.found(token)) == expected
+
+
+def test_a_stop_may_stay_or_begin_late() -> None:
+    assert cut_at_stop("one two one", ["one"], include=True) == ("one", "one")
+    assert cut_at_stop("one two one", ["one"], begin=1) == ("one two ", "one")
+    assert cut_at_stop("one", ["one"], begin=-5) == ("", "one")
