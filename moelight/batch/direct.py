@@ -8,20 +8,44 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from moelight.batch.append import AppendFile
-from moelight.batch.journal import State
+from moelight.batch.journal import Journal, State
 from moelight.batch.numbers import Numbers
-from moelight.batch.output import STANDARD_OUTPUT, check_writable, clear
+from moelight.batch.output import STANDARD_OUTPUT, check_writable, clear, writes_directly
 from moelight.batch.places import WHAT, Outputs
 from moelight.batch.waiting import Waiting
 from moelight.core.errors import InputError, MoelightError
 
 _HELD_BYTES = 16 << 20
+
+
+def open_outputs(
+    outputs: Outputs,
+    facts: Mapping[str, Any],
+    *,
+    informative: Iterable[str] = (),
+    restart: bool = False,
+    allow_changed: bool = False,
+) -> Ledger:
+    """A `Journal`; or, where ``outputs.rows`` is standard output, a pipe or a device, `DirectRows`.
+
+    Raises:
+        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is asked of a stream.
+    """
+    if writes_directly(outputs.rows):
+        return DirectRows(outputs)
+    if outputs.errors is not None and writes_directly(outputs.errors):
+        raise InputError(
+            f"error file {outputs.errors}: is a pipe or device, and the output is a file; give a file for both, "
+            "or leave the error file out: failed rows are then in the output",
+            code="output_path",
+        )
+    return Journal.open(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
 
 
 class DirectRows:
@@ -153,3 +177,6 @@ class _Stream:
     def close(self) -> None:
         if self._path != STANDARD_OUTPUT:
             self._file.close()
+
+
+Ledger: TypeAlias = Journal | DirectRows  # where the rows of a job go, whatever it is

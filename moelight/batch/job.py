@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.answering import Answering
+from moelight.batch.direct import Ledger, open_outputs
 from moelight.batch.dry_run import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.eta import Eta
 from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
 from moelight.batch.input import Input, open_input
 from moelight.batch.interrupt import Interrupt
-from moelight.batch.ledger import NOWHERE, Ledger, open_ledger
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, whole_file
 from moelight.batch.places import Outputs
 from moelight.batch.planned import PlannedJob, plan_job, predicted
-from moelight.batch.progress import JobCounts, JobStart, Progress, Several
+from moelight.batch.progress import JobCounts, JobStart, Progress, Several, State
 from moelight.batch.rows import Row
 from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.batch.scan import Scan, scan
@@ -41,6 +42,9 @@ from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
+
+
+_NOWHERE = Path(os.devnull)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,25 +96,31 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
             job's. During work: the disk is full or fails; what was done is kept then.
     """
     left = eta or Eta()
-    with prepare(options) as prepared, contextlib.ExitStack() as opened:
+    with prepare(options) as prepared:
         if options.durability.restart:
             _rehearse(options, prepared, progress or Progress())
-        ledger = opened.enter_context(_open_ledger(options, prepared))
-        # Only now: whoever has no right to the output has none to the files that tell of it.
-        files = files_that_tell(options, left)
-        told = Several([left, *([progress] if progress is not None else []), *files])
-        try:
-            done = ledger.state == "complete"
-            result = _done_before(ledger, told) if done else _run(options, prepared, ledger, told)
-        except MoelightError as error:
-            told.failed(getattr(error, "code", "job"), str(error))
-            told.ended("failed")
-            raise
-        except KeyboardInterrupt:
-            told.ended("cancelled")
-            raise
-        told.ended("cancelled" if result.state == INTERRUPTED else "completed")
-        return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
+        with _open_ledger(options, prepared) as ledger:
+            return _run_on(options, prepared, ledger, left, progress)
+
+
+def _run_on(options: JobOptions, prepared: Prepared, ledger: Ledger, left: Eta, progress: Progress | None) -> JobResult:
+    # Only now: whoever has no right to the output has none to the files that tell of it.
+    files = files_that_tell(options, left)
+    told = Several([left, *([progress] if progress is not None else []), *files])
+    end: State = "failed"
+    try:
+        done = ledger.state == "complete"
+        result = _done_before(ledger, told) if done else _run(options, prepared, ledger, told)
+        end = "cancelled" if result.state == INTERRUPTED else "completed"
+    except MoelightError as error:
+        told.failed(getattr(error, "code", "job"), str(error))
+        raise
+    except KeyboardInterrupt:
+        end = "cancelled"
+        raise
+    finally:
+        told.ended(end)
+    return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
 
 
 def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
@@ -315,13 +325,13 @@ def _open_ledger(options: JobOptions, prepared: Prepared) -> Ledger:
     """Where the rows go."""
     how = options.durability
     outputs = Outputs(
-        rows=options.output or NOWHERE,
+        rows=options.output or _NOWHERE,
         errors=options.error_file,
         order=how.order,
         atomic=how.atomic,
         sync_s=how.sync_s,
     )
-    return open_ledger(outputs, prepared.facts, restart=how.restart, allow_changed=how.allow_changed)
+    return open_outputs(outputs, prepared.facts, restart=how.restart, allow_changed=how.allow_changed)
 
 
 def _check_paths(options: JobOptions) -> None:

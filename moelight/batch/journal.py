@@ -60,7 +60,8 @@ class Journal:
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._counted = self._counts()
-        self._last = time.monotonic()
+        # The first rows are put down at the first look, so that whoever waits sees the job move.
+        self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
         self._torn = False
         self._made: list[Path] = []

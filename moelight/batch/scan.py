@@ -9,7 +9,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,12 +50,12 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int) -> Scan
     Raises:
         InputError: the input cannot be read, or holds no row.
     """
-    found, ids = Summing(), _CustomIds()
+    found, ids, keys = Summing(), _CustomIds(), _Keys()
     last_s = time.monotonic()
     for rows, row in enumerate(source.rows(), start=1):
         if row.custom_id is not None:
             ids.add(row.custom_id, row.number)
-        _count(found, row, encode, context)
+        _count(found, row, encode, context, keys)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
             told.reading(rows, source.read_bytes, source.size_bytes)
@@ -90,11 +90,6 @@ def room(row: Row, tokens: int, context: int) -> int:
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
-def key_of(sampling: SamplingParams) -> int:
-    """A number that equal parameters share."""
-    return hash(tuple(str(getattr(sampling, each.name)) for each in fields(sampling)))
-
-
 def _asked(row: Row | BadRow, encode: Encode, context: int) -> list[tuple[int, int]] | BadRow:
     """``(tokens, room)`` of every prompt of ``row``, or why none is served."""
     if isinstance(row, BadRow):
@@ -108,14 +103,14 @@ def _asked(row: Row | BadRow, encode: Encode, context: int) -> list[tuple[int, i
     return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
 
 
-def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> None:
+def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int, keys: _Keys) -> None:
     asked = _asked(row, encode, context)
     if isinstance(asked, BadRow):
         found.refuse(asked)
         return
     assert isinstance(row, Row)
     first, *others = asked
-    found.add(row.kind, *first, samples=row.sampling.n, sampling=key_of(row.sampling))
+    found.add(row.kind, *first, samples=row.sampling.n, sampling=keys.of(row.sampling))
     for tokens, most in others:
         found.prompt(tokens, most, samples=row.sampling.n)
 
@@ -125,6 +120,19 @@ def _withdraw(found: Summing, row: Row | BadRow, encode: Encode, context: int) -
     asked = _asked(row, encode, context)
     if isinstance(row, Row) and not isinstance(asked, BadRow):
         found.withdraw(duplicate(row), asked, samples=row.sampling.n)
+
+
+class _Keys:
+    """Numbers that equal sampling parameters share. Rows that follow each other mostly share the object too."""
+
+    def __init__(self) -> None:
+        self._last: tuple[SamplingParams | None, int] = (None, 0)
+
+    def of(self, sampling: SamplingParams) -> int:
+        """The number of ``sampling``."""
+        if sampling is not self._last[0]:
+            self._last = sampling, hash(repr(sampling))
+        return self._last[1]
 
 
 class _CustomIds:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from moelight.batch import direct
-from moelight.batch.direct import DirectRows
+from moelight.batch.direct import DirectRows, open_outputs
 from moelight.batch.journal import Journal
-from moelight.batch.ledger import open_ledger
 from moelight.batch.places import Outputs
 from moelight.core.errors import InputError, MoelightError
 
@@ -26,7 +25,7 @@ def test_standard_output(
 ) -> None:
     monkeypatch.setattr(direct, "_HELD_BYTES", 30)
     numbers = [*range(19, 0, -1), 0, *range(39, 20, -1), 20]
-    with open_ledger(Outputs(rows=Path("-"), order=order), {}) as rows:  # type: ignore[arg-type]
+    with open_outputs(Outputs(rows=Path("-"), order=order), {}) as rows:  # type: ignore[arg-type]
         assert isinstance(rows, DirectRows)
         for number in numbers:
             assert not rows.done(number)
@@ -46,7 +45,7 @@ def test_a_pipe_with_a_file_of_errors(tmp_path: Path) -> None:
     received: list[bytes] = []
     reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
     reader.start()
-    with open_ledger(Outputs(rows=pipe, errors=errors), {}) as rows:
+    with open_outputs(Outputs(rows=pipe, errors=errors), {}) as rows:
         for number in (2, 1, 0):
             rows.put(number, row(number), failed=number == 1)
         rows.finish(3)
@@ -60,18 +59,18 @@ def test_a_closed_pipe_is_not_dressed_up(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with open_ledger(Outputs(rows=pipe), {}) as rows:
+    with open_outputs(Outputs(rows=pipe), {}) as rows:
         os.close(reader)
         with pytest.raises(BrokenPipeError):
             rows.put(0, row(0))
 
 
 def test_files_have_a_journal_and_kinds_do_not_mix(tmp_path: Path) -> None:
-    with open_ledger(Outputs(rows=tmp_path / "out"), {}) as rows:
+    with open_outputs(Outputs(rows=tmp_path / "out"), {}) as rows:
         assert isinstance(rows, Journal)
     with pytest.raises(InputError, match="error file /dev/null: is a pipe or device"):
-        open_ledger(Outputs(rows=tmp_path / "out", errors=Path("/dev/null")), {})
+        open_outputs(Outputs(rows=tmp_path / "out", errors=Path("/dev/null")), {})
     with pytest.raises(InputError, match="--atomic needs a file"):
-        open_ledger(Outputs(rows=Path("/dev/null"), atomic=True), {})
-    with open_ledger(Outputs(rows=Path("/dev/full")), {}) as rows, pytest.raises(InputError, match="no space left"):
+        open_outputs(Outputs(rows=Path("/dev/null"), atomic=True), {})
+    with open_outputs(Outputs(rows=Path("/dev/full")), {}) as rows, pytest.raises(InputError, match="no space left"):
         rows.put(0, row(0))
