@@ -107,6 +107,7 @@ OPTIONS = {
         "--device",
         "--expert-policy",
     },
+    "lm-eval": {"ARGUMENTS"},
     "optimize": {
         *QUESTION,
         *LIMITS,
