@@ -24,7 +24,13 @@ FLOORS = {
     8: ("cli", "integrations", "serve"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-NEIGHBOURS = {("optimizer", "scheduler"), ("lang", "experts"), ("batch", "engine"), ("cli", "serve")}
+NEIGHBOURS = {
+    ("optimizer", "scheduler"),
+    ("lang", "experts"),
+    ("batch", "engine"),
+    ("cli", "serve"),
+    ("cli", "integrations"),
+}
 WATERLINE = 3
 ABOVE_WATER = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
 # Rooms without code, and the face of the package, which imports nothing by itself.

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moelight.batch.direct import Ledger
 from moelight.batch.format import to_json_line
-from moelight.batch.ledger import Ledger
 from moelight.batch.progress import Progress, Shown
 from moelight.batch.rows import BadRow, Format, Row, Served, bad_row
 from moelight.batch.scan import Encode, check_length, duplicate, room
@@ -127,6 +127,11 @@ class Answering:
         completions = sorted(opened.completions, key=lambda each: (each.index, each.sample))
         row, generated = opened.row, sum(each.completion_tokens for each in completions)
         self.spared += opened.room - generated
+        stuck = next((each for each in completions if each.finish_reason == "error"), None)
+        if stuck is not None:
+            error = InputError(str(stuck.stop_reason), code="structured_outputs")
+            self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind))
+            return
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
         self._ledger.put(
             row.number,

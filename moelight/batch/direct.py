@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from moelight.batch.append import AppendFile
 from moelight.batch.journal import Journal, State
@@ -31,7 +31,7 @@ def open_outputs(
     informative: Iterable[str] = (),
     restart: bool = False,
     allow_changed: bool = False,
-) -> Journal | DirectRows:
+) -> Ledger:
     """A `Journal`; or, where ``outputs.rows`` is standard output, a pipe or a device, `DirectRows`.
 
     Raises:
@@ -177,3 +177,6 @@ class _Stream:
     def close(self) -> None:
         if self._path != STANDARD_OUTPUT:
             self._file.close()
+
+
+Ledger: TypeAlias = Journal | DirectRows  # where the rows of a job go, whatever it is

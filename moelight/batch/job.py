@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.answering import Answering
+from moelight.batch.direct import Ledger, open_outputs
 from moelight.batch.dry_run import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.eta import Eta
 from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
 from moelight.batch.input import Input, open_input
 from moelight.batch.interrupt import Interrupt
-from moelight.batch.ledger import NOWHERE, Ledger, open_ledger
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, whole_file
@@ -41,6 +42,9 @@ from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
+
+
+_NOWHERE = Path(os.devnull)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,13 +309,13 @@ def _open_ledger(options: JobOptions, prepared: Prepared) -> Ledger:
     """Where the rows go."""
     how = options.durability
     outputs = Outputs(
-        rows=options.output or NOWHERE,
+        rows=options.output or _NOWHERE,
         errors=options.error_file,
         order=how.order,
         atomic=how.atomic,
         sync_s=how.sync_s,
     )
-    return open_ledger(outputs, prepared.facts, restart=how.restart, allow_changed=how.allow_changed)
+    return open_outputs(outputs, prepared.facts, restart=how.restart, allow_changed=how.allow_changed)
 
 
 def _check_paths(options: JobOptions) -> None:

@@ -55,13 +55,13 @@ class Journal:
         self._generation = past.generation if past.waiting else past.generation + 1
         places = [(number, *place) for number, place in past.waiting.items()]
         self._waiting = Waiting(places=places)
-        self._ends = dict(past.ends)  # on the disk, and recorded
-        self._sealed_ends = self._ends  # of the commit under way
+        self._ends = dict(past.ends)  # of files, by the last record
         self._files: dict[str, AppendFile] = {}
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._counted = self._counts()
-        self._last = time.monotonic()
+        # The first rows are put down at the first look, so that whoever waits sees the job move.
+        self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
         self._torn = False
         if not opened.complete:
@@ -265,12 +265,11 @@ class Journal:
         """Wait for the commit that is under way."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
         try:
-            pending.result()
+            self._pending.result()
         except OSError as error:
             self._fail(error)
-        self._ends = self._sealed_ends
+        self._pending = None
 
     def _begin(self) -> None:
         """Begin a commit, if there is something to commit. None is under way."""
@@ -282,9 +281,10 @@ class Journal:
             record, spent = self._seal()
         except OSError as error:
             self._fail(error)
-        self._torn = False
         files = [self._files[name] for name in record["files"]]
-        self._pending = self._worker.submit(self._make_durable, files, record, spent)
+        ends = {name: file.end for name, file in self._files.items()}
+        self._pending = self._worker.submit(self._make_durable, files, record, ends, spent)
+        self._torn = False
 
     def _seal(self) -> tuple[Record, AppendFile | None]:
         """The record of a commit, its bytes being with the system; and a file of waiting rows it makes superfluous."""
@@ -299,7 +299,6 @@ class Journal:
             if rows or spent is not None:
                 record["waiting"] = {"file": self._generation, "rows": rows}
         extents = {name: file.seal() for name, file in self._files.items()}
-        self._sealed_ends = {name: extent.end for name, extent in extents.items()}
         record["files"] = {
             name: [extent.start, extent.end, f"{extent.crc:08x}"]
             for name, extent in extents.items()
@@ -327,7 +326,9 @@ class Journal:
         sync_directory(path.parent)
         return file
 
-    def _make_durable(self, files: list[AppendFile], record: Record, spent: AppendFile | None) -> None:
+    def _make_durable(
+        self, files: list[AppendFile], record: Record, ends: dict[str, int], spent: AppendFile | None
+    ) -> None:
         """The rest of a commit, beside the job. Raises OSError."""
         try:
             for file in files:
@@ -335,6 +336,7 @@ class Journal:
             faults.reach("after_fsync_rows")
             assert self._opened.journal is not None
             self._opened.journal.write(record)
+            self._ends = ends
             if spent is not None:
                 spent.path.unlink(missing_ok=True)
         finally:
@@ -355,8 +357,6 @@ class Journal:
 
     def _cut_back(self) -> None:
         """Files end where the last record says. A failed record goes first: none may name bytes that are gone."""
-        if self._pending is not None and self._pending.exception() is None:
-            self._ends = self._sealed_ends
         assert self._opened.journal is not None
         self._opened.journal.take_back()
         for name in self._opened.places.files:

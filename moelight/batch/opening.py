@@ -149,7 +149,6 @@ def _layout(outputs: Outputs, places: Places) -> dict[str, Any]:
     return {
         "order": outputs.order,
         "atomic": outputs.atomic,
-        "output": places.output.final.name,
         "error file": None if errors is None else errors.final.name,
     }
 

@@ -9,7 +9,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,12 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int) -> Scan
     Raises:
         InputError: the input cannot be read, or holds no row.
     """
-    found, ids = Summing(), _CustomIds()
+    found, ids, keys = Summing(), _CustomIds(), _Keys()
     last_s = time.monotonic()
     for rows, row in enumerate(source.rows(), start=1):
         if row.custom_id is not None:
             ids.add(row.custom_id, row.number)
-        _count(found, row, encode, context)
+        _count(found, row, encode, context, keys)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
             told.reading(rows, source.read_bytes, source.size_bytes)
@@ -90,12 +90,7 @@ def room(row: Row, tokens: int, context: int) -> int:
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
-def key_of(sampling: SamplingParams) -> int:
-    """A number that equal parameters share."""
-    return hash(tuple(str(getattr(sampling, each.name)) for each in fields(sampling)))
-
-
-def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> None:
+def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int, keys: _Keys) -> None:
     if isinstance(row, BadRow):
         found.refuse(row)
         return
@@ -108,10 +103,23 @@ def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> N
         return
     first, *others = prompts
     found.add(
-        row.kind, len(first), room(row, len(first), context), samples=row.sampling.n, sampling=key_of(row.sampling)
+        row.kind, len(first), room(row, len(first), context), samples=row.sampling.n, sampling=keys.of(row.sampling)
     )
     for prompt in others:
         found.prompt(len(prompt), room(row, len(prompt), context), samples=row.sampling.n)
+
+
+class _Keys:
+    """Numbers that equal sampling parameters share. Rows that follow each other mostly share the object too."""
+
+    def __init__(self) -> None:
+        self._last: tuple[SamplingParams | None, int] = (None, 0)
+
+    def of(self, sampling: SamplingParams) -> int:
+        """The number of ``sampling``."""
+        if sampling is not self._last[0]:
+            self._last = sampling, hash(repr(sampling))
+        return self._last[1]
 
 
 class _CustomIds:

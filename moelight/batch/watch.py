@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from moelight.batch.answering import Answering
-from moelight.batch.ledger import Ledger
+from moelight.batch.direct import Ledger
 from moelight.batch.progress import JobCounts, Progress
 from moelight.batch.run_trace import RunTrace
 from moelight.batch.summary import ScanSummary

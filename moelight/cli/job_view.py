@@ -88,7 +88,7 @@ def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
         bad = f", {result.failed:,} failed" if result.failed else ""
         yield f"{output} is complete already: {result.completed:,} rows answered{bad}; --restart answers them anew"
         return
-    if result.stats is not None:
+    if result.stats is not None and result.stats.passes:
         yield end_line(result.stats, completed=result.completed, failed=result.failed, output=output)
     if result.state == INTERRUPTED:
         counts = JobCounts(total=result.total, completed=result.completed, failed=result.failed)

@@ -82,11 +82,6 @@ class Piece:
         return self.start + self.count >= self.generation.prompt_tokens
 
     @property
-    def samples(self) -> bool:
-        """A token is chosen after it."""
-        return self.completes and self.generation.max_tokens > 0
-
-    @property
     def scored(self) -> range:
         """The prompt's positions that are to be scored and follow one of its tokens."""
         request = self.generation.request
@@ -246,7 +241,7 @@ class Batcher:
                 if not piece.decodes:
                     self._prefixes.computed(generation, before=piece.start)
                 if piece.completes:
-                    generation.chosen += piece.samples
+                    generation.chosen += generation.max_tokens > 0
                     if generation.chosen == generation.max_tokens:
                         self.retire(generation)
 

@@ -41,7 +41,7 @@ from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
 from moelight.optimizer.allocation import Allocation
 from moelight.runtime.attending import Act, DeviceAttention, HostAttention
-from moelight.runtime.context import Chunk, find_added, find_context
+from moelight.runtime.context import Chunk, Targets, find_added, find_context
 from moelight.runtime.crossing import CrossingArena
 from moelight.runtime.executor import Executor, Flight
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
@@ -228,7 +228,9 @@ class PassRunner:
             ahead=ahead,
             foresee=ahead and present(small).near.foresees,
         )
-        completing = [[piece for piece in load.pieces if piece.samples] for load in packed.loads]
+        completing = [
+            [piece for piece in load.pieces if piece.completes and piece.generation.max_tokens] for load in packed.loads
+        ]
 
         def sample(j: int, first: int, logits: Tensor) -> Tensor:
             return choose(completing[j][first : first + len(logits)], logits)
@@ -359,17 +361,24 @@ class PassRunner:
 
 
 def _chunk(piece: Piece) -> Chunk:
-    generation, scored = piece.generation, piece.scored
+    generation = piece.generation
+    plain = generation.request.sampling.prompt_logprobs is None
     return Chunk(
         token_ids=piece.token_ids,
         start=piece.start,
         blocks=generation.blocks,
         place=generation.place,
-        samples=piece.samples,
+        samples=piece.completes and generation.max_tokens > 0,
         decodes=piece.decodes,
-        scores_from=scored.start - 1 - piece.start,
-        targets=generation.request.token_ids[scored.start : scored.stop] if scored else (),
+        targets=None if plain else _targets(piece),
     )
+
+
+def _targets(piece: Piece) -> Targets | None:
+    scored, token_ids = piece.scored, piece.generation.request.token_ids
+    if not scored:
+        return None
+    return Targets(row=scored.start - 1 - piece.start, token_ids=token_ids[scored.start : scored.stop])
 
 
 def _page_reader(source: Source, dtype: torch.dtype, opened: ExitStack) -> PageReader:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 16
 MOST_WAITS = 2  # a row that goes on where the one before it ends would else begin one pass after it, and so for all
+WAIT_SHARE = 0.25  # of a prompt; a pass costs too much to wait for less, such as the head of a chat template
 
 
 class Prefixes:
@@ -36,8 +37,8 @@ class Prefixes:
         self._promised: dict[int, Generation] = {}
 
     def find(self, generation: Generation) -> list[int]:
-        """The blocks of the longest known or promised beginning of a prompt, in order. At least one token of it is left
-        over, and all whose logits are scored."""
+        """The blocks of the longest beginning of a prompt that is known, or promised if that is worth waiting for, in
+        order. At least one token of it is left over, and all whose logits are scored."""
         if not self._enabled:
             return []
         request = generation.request
@@ -47,6 +48,7 @@ class Prefixes:
         if request.sampling.prompt_logprobs is not None:
             most = min(most, request.scored_from - 1)
         blocks: list[int] = []
+        known = 0
         waits: dict[Generation, int] = {}
         for key in islice(generation.keys, most // self._size):
             block = self._pool.find(key)
@@ -58,6 +60,9 @@ class Prefixes:
                 if waits[owner] > MOST_WAITS:
                     break
             blocks.append(block)
+            known += not waits
+        if (len(blocks) - known) * self._size < WAIT_SHARE * len(request.token_ids):
+            del blocks[known:]
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
     def admit(self, generation: Generation, shared: Sequence[int], own: Sequence[int]) -> None:

@@ -137,14 +137,23 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
     the ``top`` likeliest ones (-1: all), without waiting for their device."""
     vocabulary = logits.shape[1]
     top = vocabulary if top < 0 else min(top, vocabulary)
-    found: list[tuple[Tensor, ...]] = []
-    for rows in blocks(range(len(logits)), logits, DRAW_BYTES if top else CHANGE_BYTES):
-        part, chosen = logits[rows[0] : rows[-1] + 1], tokens[rows[0] : rows[-1] + 1].unsqueeze(1)
+    count = len(logits)
+    scores = Scores(
+        logprobs=_room(logits, torch.float32, count),
+        ranks=_room(logits, torch.int64, count),
+        top_ids=_room(logits, torch.int64, count, top),
+        top_logprobs=_room(logits, torch.float32, count, top),
+    )
+    for rows in blocks(range(count), logits, DRAW_BYTES if top else CHANGE_BYTES):
+        at = slice(rows[0], rows[-1] + 1)
+        part, chosen = logits[at], tokens[at].unsqueeze(1)
         logprobs = torch.log_softmax(part, dim=1)
         likeliest = torch.topk(logprobs, top, dim=1)
-        found.append((logprobs.gather(1, chosen).squeeze(1), _ranks(part, chosen), likeliest.indices, likeliest.values))
-    columns = [_home(torch.cat(column)) for column in zip(*found, strict=True)]
-    return Scores(logprobs=columns[0], ranks=columns[1], top_ids=columns[2], top_logprobs=columns[3])
+        scores.logprobs[at].copy_(logprobs.gather(1, chosen).squeeze(1), non_blocking=True)
+        scores.ranks[at].copy_(_ranks(part, chosen), non_blocking=True)
+        scores.top_ids[at].copy_(likeliest.indices, non_blocking=True)
+        scores.top_logprobs[at].copy_(likeliest.values, non_blocking=True)
+    return scores
 
 
 def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -184,8 +193,6 @@ def there(numbers: np.ndarray, beside: Tensor) -> Tensor:
     return host if beside.device.type == "cpu" else host.pin_memory().to(beside.device, non_blocking=True)
 
 
-def _home(tensor: Tensor) -> Tensor:
-    """``tensor`` in host memory, on its way there if it was not."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _room(beside: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Host memory for what comes from the device of ``beside``."""
+    return torch.empty(shape, dtype=dtype, pin_memory=beside.device.type != "cpu")

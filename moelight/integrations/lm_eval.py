@@ -48,7 +48,7 @@ class MoELightLM(TemplateLM):
     """A checkpoint behind the three questions of the harness. ``close`` frees the model.
 
     The model is loaded when the first question comes, planned for its requests; again where a later one has longer
-    requests than the plan has room for, or generates after another scored.
+    requests than the plan has room for, or generates after another scored. ``engine`` is what is loaded, if it is.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MoELightLM(TemplateLM):
         if enable_thinking and think_end_token is None:
             raise ConfigError("enable_thinking=True needs think_end_token: what follows it is the answer")
         self._name = pretrained if isinstance(pretrained, str) else pretrained.policy.model
-        self._engine: Engine | None = None if isinstance(pretrained, str) else pretrained
+        self.engine: Engine | None = None if isinstance(pretrained, str) else pretrained
         self._lent = not isinstance(pretrained, str)
         self._scores = False  # what the engine was planned for
         source = open_source(self._name)
@@ -128,9 +128,9 @@ class MoELightLM(TemplateLM):
 
     def close(self) -> None:
         """Free the model, unless the engine was lent."""
-        if self._engine is not None and not self._lent:
-            self._engine.close()
-            self._engine = None
+        if self.engine is not None and not self._lent:
+            self.engine.close()
+            self.engine = None
 
     # --- what the harness asks of a tokenizer ---
 
@@ -209,7 +209,7 @@ class MoELightLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What results say of the model."""
-        policy = None if self._engine is None else policy_as_dict(self._engine.policy)
+        policy = None if self.engine is None else policy_as_dict(self.engine.policy)
         return {"model_dtype": self.profile.dtype, "moelight_version": __version__, "moelight_policy": policy}
 
     # --- the three questions ---
@@ -315,15 +315,15 @@ class MoELightLM(TemplateLM):
         from moelight.engine.engine import Engine
 
         scores = requests[0].sampling is _SCORING
-        if self._engine is not None and (self._lent or self._scores == scores):
+        if self.engine is not None and (self._lent or self._scores == scores):
             try:
                 for request in requests:
-                    self._engine.check(request)
+                    self.engine.check(request)
             except InputError as error:
                 if self._lent or error.code != "kv_capacity_exceeded":
                     raise
             else:
-                return self._engine
+                return self.engine
         self.close()
         lengths = [min(len(request.token_ids), self.profile.max_positions) for request in requests]
         workload = Workload(
@@ -332,10 +332,10 @@ class MoELightLM(TemplateLM):
             max_prompt_len=max(lengths),
             gen_len=max(1, *(request.sampling.max_tokens for request in requests)),
         )
-        self._engine, self._scores = Engine.from_pretrained(self._name, workload=workload, **self._planning), scores
+        self.engine, self._scores = Engine.from_pretrained(self._name, workload=workload, **self._planning), scores
         for request in requests:
-            self._engine.check(request)
-        return self._engine
+            self.engine.check(request)
+        return self.engine
 
 
 def _check_planning(planning: Mapping[str, Any]) -> None:

@@ -19,13 +19,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """Tokens of a prompt that are scored, by row ``row`` of a chunk and the following ones."""
+
+    row: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
     ``decodes``: one generated token, served by the decode kernel. It lies at ``place`` of the pool of tokens, where the
     next one goes too, so it has no ``token_ids`` here. A prompt's tokens never are, even where a cut leaves one alone:
-    its numbers would depend on the cut. ``targets``: the prompt's tokens that are scored, by its row ``scores_from``
-    and the following ones.
+    its numbers would depend on the cut. ``targets`` are scored.
     """
 
     token_ids: Sequence[int]
@@ -34,8 +41,7 @@ class Chunk:
     place: int
     samples: bool
     decodes: bool
-    scores_from: int = 0
-    targets: Sequence[int] = ()
+    targets: Targets | None = None
 
     @property
     def count(self) -> int:

@@ -53,6 +53,7 @@ class StandIn:
         self.lost = 0
         self.closed = False
         self.expert_stats = None
+        self.kv_usage = 0.5
 
     def __enter__(self) -> StandIn:
         return self

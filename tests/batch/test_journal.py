@@ -51,6 +51,12 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fsync is good for is `test_power_cut`'s; here it would only cost time."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture
 def outputs(tmp_path: Path) -> Outputs:
     return Outputs(rows=tmp_path / "out.jsonl", sync_s=3600.0)

@@ -36,7 +36,8 @@ def one_thread() -> Iterator[None]:
 def plain() -> list[dict[str, Any]]:
     done = moelight("generate", EXAMPLES, "--token-ids")
     assert done.returncode == 0
-    assert done.stderr.startswith("moelight: demo: N = ") and done.stderr.count("\n") == 2
+    assert "16 rows, 256 prompt tokens" in done.stderr and "; demo: N = " in done.stderr
+    assert done.stderr.count("\n") == 2
     return read_rows(done.stdout)
 
 
@@ -60,7 +61,8 @@ def test_the_output_file_holds_the_same(plain: list[dict[str, Any]], tmp_path: P
         "generate", EXAMPLES, "-o", out, "--token-ids", "--stats", stats, "--trace", trace, "--schedule", "serial"
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("moelight: demo: N = ") and done.stderr.count("\n") == 2
+    assert "16 rows, 256 prompt tokens" in done.stderr and "; demo: N = " in done.stderr
+    assert done.stderr.count("\n") == 2
     assert read_rows(out.read_text()) == plain
     check_stats(json.loads(stats.read_text()), plain)
     check_trace(json.loads(trace.read_text()), json.loads(stats.read_text()))

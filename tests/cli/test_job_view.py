@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moelight.batch.eta import Eta
-from moelight.batch.progress import JobCounts, JobStart, Several
+from moelight.batch.progress import JobCounts, JobStart, Several, Shown
 from moelight.cli import job_view
 from moelight.cli.job_view import Bar, LogLines, TableOfRows
 from moelight.cli.job_words import about_text, end_line, interrupted_line, log_line, start_line
@@ -60,36 +60,32 @@ def test_nothing_steers_the_terminal(text: str, shown: str) -> None:
 
 def drawn(table: TableOfRows) -> str:
     console = Console(file=io.StringIO(), width=60, color_system=None)
-    console.print(table.table)
+    console.print(table.table())
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_a_table_takes_text_as_it_is() -> None:
     table = TableOfRows()
-    table.row("[bold]prompt[/bold]", {"text": "[red]x[/red] :smile:", "finish_reason": "stop"})
-    table.row("cut", {"text": "endless", "finish_reason": "length"})
-    table.row("bad", {"line": 3, "error": {"code": "c", "message": "no \x1b[0m token"}})
+    table.row(Shown(number=2, prompt="bad", error="no \x1b[0m token"))
+    table.row(Shown(number=1, prompt="cut", texts=("endless",), finish_reasons=("length",)))
+    table.row(Shown(number=0, prompt="[bold]prompt[/bold]", texts=("[red]x[/red] :smile:",), finish_reasons=("stop",)))
     text = drawn(table)
-    for said in ("[bold]prompt[/bold]", "[red]x[/red] :smile:", "endless …", "error: no \\x1b[0m token"):
+    places = [text.index(said) for said in ("[bold]prompt[/bold]", "cut", "bad")]
+    assert places == sorted(places), "rows come in the order of the input"
+    for said in ("[red]x[/red] :smile:", "endless …", "error: no \\x1b[0m token"):
         assert said in text
 
 
-def test_a_table_reads_every_format() -> None:
+def test_all_samples_of_a_row_are_shown() -> None:
     table = TableOfRows()
-    chat = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "length"}]}
-    table.row("chat", {"response": {"status_code": 200, "body": chat}, "error": None})
-    text = {"choices": [{"text": "one", "finish_reason": "stop"}, {"text": "two", "finish_reason": "stop"}]}
-    table.row("text", {"response": {"status_code": 200, "body": text}, "error": None})
-    table.row("samples", {"choices": [{"text": "three", "finish_reason": "stop"}]})
-    table.row("bad", {"response": {"status_code": 400, "body": {"error": {"message": "too long"}}}, "error": None})
-    shown = drawn(table)
-    for said in ("hello …", "one", "two", "three", "error: too long"):
-        assert said in shown
+    table.row(Shown(number=0, prompt="text", texts=("one", "two"), finish_reasons=("stop", "length")))
+    text = drawn(table)
+    assert "one" in text and "two …" in text
 
 
 def test_long_text_is_folded_and_kept() -> None:
     table = TableOfRows()
-    table.row("p" * 100, {"text": "c" * 300, "finish_reason": "stop"})
+    table.row(Shown(number=0, prompt="p" * 100, texts=("c" * 300,), finish_reasons=("stop",)))
     text = drawn(table)
     assert max(map(len, text.splitlines())) <= 60
     assert text.count("p") == 100 + "prompt completion".count("p")

@@ -108,7 +108,7 @@ REFUSED = {
     "a routing trace over the prompts": ("@/good.jsonl --routing-trace @/good.jsonl", ["same file"]),
     "a policy for a GPU": ("@/good.jsonl --policy @/gpu.yaml --device cpu", ["gpu"]),
     "unknown machine": ("@/good.jsonl --hw l44", ["l44", "'l4'"]),
-    "no prompts named": ("", ["PROMPTS.jsonl"]),
+    "no prompts named": ("", ["PROMPTS"]),
     "one argument too many": ("@/good.jsonl @/empty.jsonl", ["argument"]),
     "an option without its value": ("@/good.jsonl --model", ["--model"]),
 }

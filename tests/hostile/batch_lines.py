@@ -206,6 +206,10 @@ BY_THE_MODEL: dict[str, tuple[Callable[[str], bytes], str]] = {
     "half a surrogate": (lambda i: _dump(chat(i, messages=_says("\ud800"))), "invalid_text"),
     "too long": (lambda i: _dump(completion(i, prompt="add 1 " * 100_000)), "context_length_exceeded"),
     "10 MB prompt": (lambda i: _dump(completion(i, prompt="add 1 " * (BIG // 6))), "context_length_exceeded"),
+    "regex that is none": (lambda i: _dump(chat(i, guided_regex="(a")), "invalid_structured_output"),
+    "schema that is none": (lambda i: _dump(chat(i, guided_json={"type": "wish"})), "invalid_structured_output"),
+    "stop token outside the vocabulary": (lambda i: _dump(chat(i, stop_token_ids=[10**9])), "bad_token_id"),
+    "bias outside the vocabulary": (lambda i: _dump(chat(i, logit_bias={"99999999": 1})), "bad_token_id"),
     "id outside the vocabulary": (lambda i: _dump(completion(i, prompt=[10**9])), "bad_token_id"),
     "role the template refuses": (
         lambda i: _dump(chat(i, messages=[{"role": "nobody", "content": "x"}])), "chat_template",

@@ -9,19 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from moelight.core.errors import ConfigError, InputError
-from tests.cli.program import DEMO, ROOT, moelight_inside
+from tests.cli.program import DEMO, ROOT
 from tests.tiny import save_tiny
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'moelight[lm-eval]')")
 
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
-from moelight.cli.lm_eval import completed
 from moelight.integrations.lm_eval import MoELightLM
 
 TASKS = ROOT / "tests" / "integrations" / "lm_eval_tasks"

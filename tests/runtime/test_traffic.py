@@ -110,8 +110,8 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
     moved: dict[TaskKind, int] = {}
     bind = Operations.bind
 
-    def counted(self: Operations, sweep: Sweep, sample: Any) -> Callable[[Task], Callable[[], Outcome]]:
-        perform = bind(self, sweep, sample)
+    def counted(self: Operations, sweep: Sweep, *calls: Any) -> Callable[[Task], Callable[[], Outcome]]:
+        perform = bind(self, sweep, *calls)
 
         def wrap(task: Task) -> Callable[[], Outcome]:
             work = perform(task)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PACE = Pace(poll_s=0.02, grace_s=0.5, retry_s=0.05)
 MAX_FILE_BYTES = 200_000
-SLOW_SENDER_S = 1.0  # how long the server waits for one
+SLOW_SENDER_S = 0.7  # how long the server waits for one
 
 
 def stand_in(job: Job) -> list[str]:

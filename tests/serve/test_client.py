@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.serve.standing import Standing, lines, standing
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    with standing(tmp_path_factory.mktemp("serve") / "data") as found:
-        yield found
+from tests.serve.standing import Standing, lines
 
 
 def test_upload_batch_poll_download(server: Standing) -> None:

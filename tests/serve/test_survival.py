@@ -34,39 +34,32 @@ def workers(data: Path) -> list[int]:
     return [int(each.split()[0]) for each in began.read_text().splitlines()] if began.exists() else []
 
 
-def test_a_killed_server_takes_its_worker_along_and_goes_on(tmp_path: Path) -> None:
+def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with standing(data) as first:
-        working, waiting = first.begin(lines(8, "slow")), first.begin(lines(2))
+        working, waiting = first.begin(lines(9, "slow")), first.begin(lines(2))
         first.until(working, lambda now: now.request_counts.completed >= 2)
+        with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
+            DataDirectory(data)
         (data / "files" / "file-half").write_bytes(b"half an upload")
         first.end(signal.SIGKILL)
         (killed,) = workers(data)
         until(lambda: alive(killed), lambda still: not still)
     with standing(data) as second:
         assert second.token == first.token and not (data / "files" / "file-half").exists()
-        done, after = second.finished(working), second.finished(waiting)
-        assert (done.status, after.status) == ("completed", "completed")
-        assert [row["custom_id"] for row in second.rows(done.output_file_id)] == [f"r{n}" for n in range(8)]
-        assert done.request_counts.completed == 8
-        assert second.end() == 128 + signal.SIGINT
-
-
-def test_an_interrupted_server_puts_back_what_it_does(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    with standing(data) as first:
-        working = first.begin(lines(6, "slow"))
-        first.until(working, lambda now: now.request_counts.completed >= 1)
-        with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
-            DataDirectory(data)
-        assert first.process.stderr is not None
-        first.process.send_signal(signal.SIGTERM)
-        assert "stopped; 1 batches go on with the same command" in first.process.stderr.read()
-        assert first.end() == 128 + signal.SIGTERM
+        second.until(working, lambda now: now.request_counts.completed >= 4)
+        second.process.send_signal(signal.SIGTERM)
+        assert second.process.stderr is not None
+        assert "stopped; 2 batches go on with the same command" in second.process.stderr.read()
+        assert second.end() == 128 + signal.SIGTERM
         assert not any(alive(pid) for pid in workers(data))
-    with standing(data) as second:
-        done = second.finished(working)
-        assert done.status == "completed" and len(second.rows(done.output_file_id)) == 6
+    with standing(data) as third:
+        done, after = third.finished(working), third.finished(waiting)
+        assert (done.status, after.status) == ("completed", "completed")
+        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(9)]
+        assert done.request_counts.completed == 9
+        assert third.end() == 128 + signal.SIGINT
+    assert len(workers(data)) == 4
 
 
 def test_one_worker_at_a_time(tmp_path: Path) -> None:
