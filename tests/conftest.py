@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_tests and not _has_gpu():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="no device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now outlives every test: the garbage collector need not walk it, nor come at
+    every 700 objects. A quarter of the time of tests that make many."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
