@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,8 @@ from moelight.batch.input import Input, open_input
 from moelight.batch.interrupt import Interrupt
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
-from moelight.batch.output import check_writable, whole_file
-from moelight.batch.places import Outputs
+from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
+from moelight.batch.places import Outputs, journal_of
 from moelight.batch.planned import PlannedJob, plan_job, predicted
 from moelight.batch.progress import JobCounts, JobStart, Progress, Several, State
 from moelight.batch.rows import Row
@@ -62,10 +63,11 @@ class Prepared:
         Raises:
             InputError: a prompt has no token, or the chat template refuses the conversation.
         """
+        tokenizer, most = self.tokenizer, self.context
         if row.conversation is not None:
-            prompts = [tuple(self.tokenizer.render(row.conversation))]
+            prompts = [tuple(tokenizer.render(row.conversation, most=most))]
         else:
-            prompts = [tuple(self.tokenizer.encode(p)) if isinstance(p, str) else p for p in row.prompts]
+            prompts = [tuple(tokenizer.encode(p, most=most)) if isinstance(p, str) else p for p in row.prompts]
         if not all(prompts):
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
         return prompts
@@ -336,11 +338,15 @@ def _open_ledger(options: JobOptions, prepared: Prepared) -> Ledger:
 
 def _check_paths(options: JobOptions) -> None:
     seen: dict[Path, str] = {}
-    if options.prompts.is_file():
+    mode = mode_of(options.prompts)
+    if mode is not None and stat.S_ISREG(mode):
         seen[options.prompts.resolve()] = "prompts"
     if options.error_file is not None and options.output is None:
         raise InputError("--error-file goes with --output: rows that are served need a file too", code="output_path")
-    for what, path in options.written.items():
+    written = dict(options.written)
+    if options.output is not None and not writes_directly(options.output):
+        written["journal"] = journal_of(options.output)
+    for what, path in written.items():
         if path is None:
             continue
         check_writable(path, what=what)
