@@ -8,10 +8,10 @@ CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
 INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize check format size clean
+.PHONY: help demo test test-crash sanitize check format size clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 # The constraints also bind what the build itself fetches. Installed editable: only the extension needs making anew.
 $(STAMP): $(INPUTS)
@@ -26,6 +26,9 @@ demo: $(STAMP)  ## run the bundled model on examples/prompts.jsonl, prompts besi
 WORKERS := 2
 test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
+	$(BIN)/python tests/batch/crash.py $(ARGS)
 
 # An extension of its own, which stands in for the usual one in this run only. The first report ends the run.
 SANITIZE := build/sanitize
