@@ -67,7 +67,12 @@ def test_the_output_file_holds_the_same(plain: list[dict[str, Any]], tmp_path: P
     check_stats(json.loads(stats.read_text()), plain)
     check_trace(json.loads(trace.read_text()), json.loads(stats.read_text()))
     check_prediction(json.loads(trace.read_text())["otherData"])
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "stats.json", "trace.json"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "out.jsonl.journal",
+        "stats.json",
+        "trace.json",
+    ]
 
 
 def check_stats(stats: dict[str, Any], rows: list[dict[str, Any]]) -> None:
