@@ -99,6 +99,7 @@ class Answering:
                     for request in requests:
                         engine.check(request)
             except InputError as error:
+                self.spared += expected
                 self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)
                 continue
             opened = _Open(row=row, missing=len(requests) * row.sampling.n, room=expected, asked_s=time.monotonic())
@@ -126,7 +127,7 @@ class Answering:
         stuck = next((each for each in completions if each.finish_reason == "error"), None)
         if stuck is not None:
             error = InputError(str(stuck.stop_reason), code="structured_outputs")
-            self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind))
+            self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
         self._ledger.put(
@@ -150,9 +151,8 @@ class Answering:
             raise MoelightError(f"line {first} was never answered")
 
     def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
-        """``room`` is what was expected of the row in tokens when only its text was known."""
+        """``room`` is what was expected of the row, in tokens, when only its text was known."""
         self.first_error = self.first_error or bad
-        self.spared += room
         line = to_json_line(self._answers.refuse(bad, self._served()))
         self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)
         self._told.row(Shown(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))

@@ -20,6 +20,8 @@ _CONFIG = ("config.json", "generation_config.json")
 _TEXT = (
     "tokenizer.json",
     "tokenizer.model",
+    "spiece.model",
+    "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",

@@ -262,8 +262,13 @@ def _answer(
         told.planned(job.why)
         watch = Watch(engine, ledger, answering, summary, told, trace)
         with Interrupt(told.interrupting) as interrupt:
+
+            def asked_to_end() -> bool:
+                watch.taken()
+                return interrupt.asked
+
             requests = answering.requests(rows, engine)
-            for completion in engine.run(requests, on_pass=watch.on_pass, until=lambda: interrupt.asked):
+            for completion in engine.run(requests, on_pass=watch.on_pass, until=asked_to_end):
                 answering.take(completion)
             ledger.commit()
         watch.tell()

@@ -41,9 +41,8 @@ class Watch:
         self._changes: list[Adaptation] = []
 
     def on_pass(self) -> None:
-        """A pass has landed."""
+        """A pass has landed; what it completed is still to be taken."""
         engine = self._engine
-        self._ledger.tick()
         self._told.tokens(engine.progress_tokens, self._expected, engine.binding)
         if time.monotonic() - self._told_s >= _TOLD_EVERY_S:
             self.tell()
@@ -52,6 +51,10 @@ class Watch:
         for change in engine.adaptations[len(self._changes) :]:
             self._changes.append(change)
             self._told.adapted(change.reason)
+
+    def taken(self) -> None:
+        """What the pass completed was taken: a next one may be minutes away."""
+        self._ledger.tick()
 
     def tell(self) -> None:
         """How far the job is."""

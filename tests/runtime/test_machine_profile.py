@@ -197,3 +197,10 @@ def test_without_an_accelerator_torch_is_not_needed(monkeypatch: pytest.MonkeyPa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("10000000000.0 False\n", "")
+
+
+def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / ("x" * 300)))
+    said: list[str] = []
+    assert room.kept_profile("cpu", say=said.append) is None
+    assert len(said) == 1 and "File name too long" in said[0]
