@@ -22,8 +22,10 @@ $(STAMP): $(INPUTS)
 demo: $(STAMP)  ## run the bundled model on examples/prompts.jsonl, prompts beside completions
 	$(BIN)/moelight generate examples/prompts.jsonl --show
 
+# Processes, not `auto`: that is the cores of the machine, of which a container may have few. `-n 0` in ARGS: in this one.
+WORKERS := 2
 test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
 	$(BIN)/python tests/batch/crash.py $(ARGS)

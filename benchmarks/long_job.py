@@ -87,7 +87,7 @@ def memory(prompts: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]
                 seen.append((_size(out), watched.memory_info().rss))
             time.sleep(_LOOK_EVERY_S)
     seconds, total = time.monotonic() - began, _size(out)
-    steady = [rss for size, rss in seen if 0.2 * total <= size]
+    steady = [rss for size, rss in seen if 0.2 * total <= size and rss]
     return {
         "seconds": round(seconds, 2),
         "rows_per_s": round(args.rows / seconds),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -11,8 +12,6 @@ import pytest
 # Tensors are tiny here. Two threads a product would wait for each other far longer than they work (50 times slower
 # where the cores are busy). Set before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-_GPU_MISSED = pytest.StashKey[int]()
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +28,23 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu") is not None]
-    missed = 0 if not gpu_tests or _has_gpu() else len(gpu_tests)
-    config.stash[_GPU_MISSED] = missed
-    if missed:
+    if gpu_tests and not _has_gpu():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="no device"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    missed = config.stash.get(_GPU_MISSED, 0)
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now outlives every test: the garbage collector need not walk it, nor come at
+    every 700 objects. A quarter of the time of tests that make many."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counts reports: the process that collects is another where tests run in several."""
+    missed = sum("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", ()))
     reason = "no device" if missed else "none was left out"
     terminalreporter.write_line(f"gpu tests not run: {missed} ({reason})")

@@ -31,10 +31,9 @@ class Checks(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
-    """A row on its way. ``first`` is the index of its first prompt's request; ``missing`` completions are to come."""
+    """A row on its way; ``missing`` completions are to come, of at most ``room`` tokens in all."""
 
     row: Row
-    first: int
     missing: int
     room: int
     asked_s: float
@@ -86,26 +85,23 @@ class Answering:
             if row.number in self._repeated:
                 self._refuse(duplicate(row))
                 continue
+            expected = 0
             try:
                 prompts = self._encode(row)
+                for prompt in prompts:
+                    check_length(len(prompt), self._context)
+                expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                 requests = [
                     Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)
                     for k, prompt in enumerate(prompts)
                 ]
-                for request in requests:
-                    check_length(len(request.token_ids), self._context)
-                    if engine is not None:
+                if engine is not None:
+                    for request in requests:
                         engine.check(request)
             except InputError as error:
-                self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind))
+                self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)
                 continue
-            opened = _Open(
-                row=row,
-                first=self._next,
-                missing=len(requests) * row.sampling.n,
-                room=sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n,
-                asked_s=time.monotonic(),
-            )
+            opened = _Open(row=row, missing=len(requests) * row.sampling.n, room=expected, asked_s=time.monotonic())
             self._next += len(requests)
             self.asked += opened.missing
             for request in requests:
@@ -153,9 +149,12 @@ class Answering:
             first = min(each.row.line for each in self._open.values())
             raise MoelightError(f"line {first} was never answered")
 
-    def _refuse(self, bad: BadRow) -> None:
+    def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
+        """``room`` is what was expected of the row in tokens when only its text was known."""
         self.first_error = self.first_error or bad
-        self._ledger.put(bad.number, to_json_line(self._answers.refuse(bad, self._served())), failed=True)
+        self.spared += room
+        line = to_json_line(self._answers.refuse(bad, self._served()))
+        self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)
         self._told.row(Shown(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
 
     def _served(self) -> Served:

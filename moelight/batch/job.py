@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,10 @@ from moelight.batch.input import Input, open_input
 from moelight.batch.interrupt import Interrupt
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
-from moelight.batch.output import check_writable, whole_file
-from moelight.batch.places import Outputs
+from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
+from moelight.batch.places import Outputs, journal_of
 from moelight.batch.planned import PlannedJob, plan_job, predicted
-from moelight.batch.progress import JobCounts, JobStart, Progress, Several
+from moelight.batch.progress import JobCounts, JobStart, Progress, Several, State
 from moelight.batch.rows import Row
 from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.batch.scan import Scan, scan
@@ -62,10 +63,11 @@ class Prepared:
         Raises:
             InputError: a prompt has no token, or the chat template refuses the conversation.
         """
+        tokenizer, most = self.tokenizer, self.context
         if row.conversation is not None:
-            prompts = [tuple(self.tokenizer.render(row.conversation))]
+            prompts = [tuple(tokenizer.render(row.conversation, most=most))]
         else:
-            prompts = [tuple(self.tokenizer.encode(p)) if isinstance(p, str) else p for p in row.prompts]
+            prompts = [tuple(tokenizer.encode(p, most=most)) if isinstance(p, str) else p for p in row.prompts]
         if not all(prompts):
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
         return prompts
@@ -96,22 +98,31 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
             job's. During work: the disk is full or fails; what was done is kept then.
     """
     left = eta or Eta()
-    with prepare(options) as prepared, _open_ledger(options, prepared) as ledger:
-        # Only now: whoever has no right to the output has none to the files that tell of it.
-        files = files_that_tell(options, left)
-        told = Several([left, *([progress] if progress is not None else []), *files])
-        try:
-            done = ledger.state == "complete"
-            result = _done_before(ledger, told) if done else _run(options, prepared, ledger, told)
-        except MoelightError as error:
-            told.failed(getattr(error, "code", "job"), str(error))
-            told.ended("failed")
-            raise
-        except KeyboardInterrupt:
-            told.ended("cancelled")
-            raise
-        told.ended("cancelled" if result.state == INTERRUPTED else "completed")
-        return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
+    with prepare(options) as prepared:
+        if options.durability.restart:
+            _rehearse(options, prepared, progress or Progress())
+        with _open_ledger(options, prepared) as ledger:
+            return _run_on(options, prepared, ledger, left, progress)
+
+
+def _run_on(options: JobOptions, prepared: Prepared, ledger: Ledger, left: Eta, progress: Progress | None) -> JobResult:
+    # Only now: whoever has no right to the output has none to the files that tell of it.
+    files = files_that_tell(options, left)
+    told = Several([left, *([progress] if progress is not None else []), *files])
+    end: State = "failed"
+    try:
+        done = ledger.state == "complete"
+        result = _done_before(ledger, told) if done else _run(options, prepared, ledger, told)
+        end = "cancelled" if result.state == INTERRUPTED else "completed"
+    except MoelightError as error:
+        told.failed(getattr(error, "code", "job"), str(error))
+        raise
+    except KeyboardInterrupt:
+        end = "cancelled"
+        raise
+    finally:
+        told.ended(end)
+    return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
 
 
 def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
@@ -148,6 +159,13 @@ def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress
         stats=ran.stats,
         first_error=ran.answering.first_error,
     )
+
+
+def _rehearse(options: JobOptions, prepared: Prepared, told: Progress) -> None:
+    """What --restart throws away is thrown away for a job that can be run, or not at all."""
+    workload = scan(prepared.source, prepared.encode, told, context=prepared.context).summary.workload()
+    if workload is not None:
+        plan_job(options, workload)
 
 
 def _done_before(ledger: Ledger, told: Progress) -> JobResult:
@@ -235,7 +253,7 @@ def _answer(
         told=told,
     )
     rows = prepared.source.rows(skip=ledger.done)
-    if workload is None or ledger.completed >= found.servable:
+    if workload is None or ledger.completed >= summary.served:
         answering.refuse_all(rows)
         return _Ran(state=DONE, answering=answering, stats=_nothing_ran())
     job = plan_job(options, workload)
@@ -320,11 +338,15 @@ def _open_ledger(options: JobOptions, prepared: Prepared) -> Ledger:
 
 def _check_paths(options: JobOptions) -> None:
     seen: dict[Path, str] = {}
-    if options.prompts.is_file():
+    mode = mode_of(options.prompts)
+    if mode is not None and stat.S_ISREG(mode):
         seen[options.prompts.resolve()] = "prompts"
     if options.error_file is not None and options.output is None:
         raise InputError("--error-file goes with --output: rows that are served need a file too", code="output_path")
-    for what, path in options.written.items():
+    written = dict(options.written)
+    if options.output is not None and not writes_directly(options.output):
+        written["journal"] = journal_of(options.output)
+    for what, path in written.items():
         if path is None:
             continue
         check_writable(path, what=what)

@@ -25,7 +25,7 @@ from moelight.batch.numbers import ranges
 from moelight.batch.opening import Opened, open_job, take_names
 from moelight.batch.places import Outputs, failed
 from moelight.batch.waiting import Waiting
-from moelight.core.errors import InputError, MoelightError
+from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]
 _HELD_BYTES = 16 << 20  # of waiting rows in memory before they are put down
@@ -60,9 +60,11 @@ class Journal:
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._counted = self._counts()
-        self._last = time.monotonic()
+        # The first rows are put down at the first look, so that whoever waits sees the job move.
+        self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
         self._torn = False
+        self._made: list[Path] = []
         if not opened.complete:
             self._open_files()
 
@@ -106,8 +108,8 @@ class Journal:
             self.close()
             return
         # What ended the block is what is to be reported.
-        with contextlib.suppress(InputError):
-            self.close()
+        with contextlib.suppress(InputError, OSError):
+            self.close(forget=isinstance(error, UserError))
 
     def done(self, number: int) -> bool:
         """Row ``number`` needs no work: it was put, by this process or an earlier one."""
@@ -182,8 +184,10 @@ class Journal:
             self._fail(error)
         self.state = "complete"
 
-    def close(self) -> None:
+    def close(self, *, forget: bool = False) -> None:
         """Commit what was put, and let go of the files. After a failure, what was not committed is cut off.
+
+        With ``forget``, a job of which no row was put leaves none of the files that it has made.
 
         Raises:
             InputError: the last commit failed, and no call has said so before.
@@ -202,12 +206,15 @@ class Journal:
                         self._cut_back()
             finally:
                 self._close_files()
+                if forget and self._opened.new and not self.completed + self.failed:
+                    self._remove_files()
                 os.close(self._opened.fd)
                 self._opened.fd = -1
 
     def _open_files(self) -> None:
         places = self._opened.places
         try:
+            self._made = [place.written for place in places.files.values() if not place.written.exists()]
             for name, place in places.files.items():
                 self._files[name] = self._open_file(place.written, self._ends.get(name, 0), gzip=place.gzip)
             if self._waiting:
@@ -234,6 +241,11 @@ class Journal:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+    def _remove_files(self) -> None:
+        for path in (*self._made, self._opened.places.journal):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _place(self, number: int, data: bytes, *, failed: bool) -> None:
         if self._outputs.order == "completion":

@@ -56,8 +56,8 @@ def open_job(
         fd = open_locked(places.journal, shown=outputs.rows)
         try:
             past = None if restart else read_past(fd, shown=places.journal)
-            if past is None:
-                return _begin(fd, places, outputs, facts, restart=restart)
+            if past is None or (past.empty and _began_otherwise(past, places, outputs)):
+                return _begin(fd, places, outputs, facts, restart=restart or past is not None)
             return _go_on(fd, past, places, outputs, facts, tuple(informative), allow_changed=allow_changed)
         except BaseException:
             if os.fstat(fd).st_size == 0:
@@ -129,7 +129,8 @@ def _refuse_changed(past: Past, changed: list[str], places: Places, outputs: Out
             "or --restart starts anew",
             code="job_changed",
         )
-    if changed and not allow_changed:
+    # A job that has no row yet binds nobody: it may have been refused, or mistaken.
+    if changed and not allow_changed and not past.empty:
         raise InputError(
             f"{places.output}: belongs to a job that was another ({'; '.join(changed)}); --allow-changed keeps its "
             "finished rows and goes on as asked now, --restart starts anew",
@@ -141,6 +142,13 @@ def _refuse_changed(past: Past, changed: list[str], places: Places, outputs: Out
             "nothing is added to it; --restart starts anew",
             code="job_changed",
         )
+
+
+def _began_otherwise(past: Past, places: Places, outputs: Outputs) -> bool:
+    """The layout is another, and what that would overwrite is this job's own: with ``atomic`` an earlier job's files
+    are still there."""
+    now = _layout(outputs, places)
+    return past.header["layout"] != now and past.header["layout"]["atomic"] == now["atomic"]
 
 
 def _layout(outputs: Outputs, places: Places) -> dict[str, Any]:

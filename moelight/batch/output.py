@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,16 @@ def writes_directly(path: Path) -> bool:
     """True for standard output, pipes and devices: what cannot be replaced by a finished file."""
     if path == STANDARD_OUTPUT or str(path).startswith(_STREAMS):
         return True
-    return path.exists() and not path.is_file()
+    mode = mode_of(path)
+    return mode is not None and not stat.S_ISREG(mode)
+
+
+def mode_of(path: Path) -> int | None:
+    """The mode of the file behind ``path``; None where there is none, or none can have that name."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return None
 
 
 def check_writable(path: Path, *, what: str) -> None:

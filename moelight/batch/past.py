@@ -50,6 +50,11 @@ class Past:
         """Where each file ends."""
         return {name: extents[-1].end for name, extents in self.extents.items() if extents}
 
+    @property
+    def empty(self) -> bool:
+        """No row was ever done."""
+        return self.stage == "running" and not self.completed + self.failed
+
     def follow(self, record: Record) -> None:
         """The next record."""
         match record["kind"]:

@@ -89,8 +89,7 @@ class Places:
         files = {
             name: _place(WHAT[name], path, atomic=outputs.atomic) for name, path in named.items() if path is not None
         }
-        final = files["output"].final
-        return cls(files=files, journal=final.with_name(f"{final.name}.journal"))
+        return cls(files=files, journal=journal_of(outputs.rows))
 
     @property
     def output(self) -> Place:
@@ -118,6 +117,12 @@ class Places:
         """Remove the files of waiting rows."""
         for generation in range(2):
             self.waiting(generation).unlink(missing_ok=True)
+
+
+def journal_of(output: Path) -> Path:
+    """Where the journal of ``output`` lies: beside what a link leads to."""
+    final = target(output)
+    return final.with_name(f"{final.name}.journal")
 
 
 def _place(what: str, shown: Path, *, atomic: bool) -> Place:

@@ -16,6 +16,10 @@ from moelight.optimizer.plan import Plan
 from moelight.optimizer.rehearse import Stage
 from moelight.profiles.workload import Workload
 
+# What is alive when a job is killed is computed again, and costs some kilobytes of Python each: more than this many
+# sequences at a time are planned only where they make the job faster by more than predictions err.
+_MANY, _AS_FAST = 4096, 0.85
+
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
     from moelight.engine.source import Source
@@ -69,21 +73,31 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
     if options.policy is not None:
         policy = replace(options.policy, model=options.model)
         return PlannedJob(source=source, policy=policy, plan=None, workload=workload)
-    plan = plan_for(
-        options.model,
-        source,
-        find_machine(options.device),
-        hw=options.hw,
-        host_memory=options.host_memory,
-        device_memory=options.device_memory,
-        wishes=Wishes(
-            batch_size=options.batch_size,
-            micro_batch_size=options.micro_batch_size,
-            schedule=options.schedule or "cgopipe",
-        ),
-        workload=workload,
-        experts=options.experts.policy,
+    wishes = Wishes(
+        batch_size=options.batch_size,
+        micro_batch_size=options.micro_batch_size,
+        schedule=options.schedule or "cgopipe",
     )
+    machine = find_machine(options.device)
+
+    def planned(wishes: Wishes) -> Plan:
+        return plan_for(
+            options.model,
+            source,
+            machine,
+            hw=options.hw,
+            host_memory=options.host_memory,
+            device_memory=options.device_memory,
+            wishes=wishes,
+            workload=workload,
+            experts=options.experts.policy,
+        )
+
+    plan = planned(wishes)
+    if plan.policy.batch_size > _MANY and wishes.batch_size is None:
+        fewer = planned(replace(wishes, batch_size=_MANY))
+        if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
+            plan = fewer
     return PlannedJob(source=source, policy=plan.policy, plan=plan, workload=workload)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,6 @@ class Scan:
     summary: ScanSummary
     repeated: frozenset[int] = frozenset()
 
-    @property
-    def servable(self) -> int:
-        """The most rows that may be served."""
-        return self.summary.served - len(self.repeated)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"summary": self.summary.as_dict(), "repeated": sorted(self.repeated)}
@@ -55,19 +50,24 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int) -> Scan
     Raises:
         InputError: the input cannot be read, or holds no row.
     """
-    found, ids = Summing(), _CustomIds()
+    found, ids, keys = Summing(), _CustomIds(), _Keys()
     last_s = time.monotonic()
     for rows, row in enumerate(source.rows(), start=1):
         if row.custom_id is not None:
             ids.add(row.custom_id, row.number)
-        _count(found, row, encode, context)
+        _count(found, row, encode, context, keys)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
             told.reading(rows, source.read_bytes, source.size_bytes)
-    return Scan(summary=found.summary(), repeated=ids.repeated())
+    repeated = ids.repeated()
+    if repeated:
+        # Known only when all ids are: what these rows ask for was counted, and is not served.
+        for row in source.rows(skip=lambda number: number not in repeated):
+            _withdraw(found, row, encode, context)
+    return Scan(summary=found.summary(), repeated=repeated)
 
 
-def duplicate(row: Row | BadRow) -> BadRow:
+def duplicate(row: Row) -> BadRow:
     """``row``, whose custom_id an earlier one has, as a row that is not served."""
     error = InputError(f"custom_id {row.custom_id!r} was used by an earlier line", code="duplicate_custom_id")
     return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
@@ -90,28 +90,49 @@ def room(row: Row, tokens: int, context: int) -> int:
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
-def key_of(sampling: SamplingParams) -> int:
-    """A number that equal parameters share."""
-    return hash(tuple(str(getattr(sampling, each.name)) for each in fields(sampling)))
-
-
-def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> None:
+def _asked(row: Row | BadRow, encode: Encode, context: int) -> list[tuple[int, int]] | BadRow:
+    """``(tokens, room)`` of every prompt of ``row``, or why none is served."""
     if isinstance(row, BadRow):
-        found.refuse(row)
-        return
+        return row
     try:
         prompts = encode(row)
         for prompt in prompts:
             check_length(len(prompt), context)
     except InputError as error:
-        found.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind))
+        return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
+    return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
+
+
+def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int, keys: _Keys) -> None:
+    asked = _asked(row, encode, context)
+    if isinstance(asked, BadRow):
+        found.refuse(asked)
         return
-    first, *others = prompts
-    found.add(
-        row.kind, len(first), room(row, len(first), context), samples=row.sampling.n, sampling=key_of(row.sampling)
-    )
-    for prompt in others:
-        found.prompt(len(prompt), room(row, len(prompt), context), samples=row.sampling.n)
+    assert isinstance(row, Row)
+    first, *others = asked
+    found.add(row.kind, *first, samples=row.sampling.n, sampling=keys.of(row.sampling))
+    for tokens, most in others:
+        found.prompt(tokens, most, samples=row.sampling.n)
+
+
+def _withdraw(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> None:
+    """``row`` repeats a custom_id: if it was counted as one that is served, it is that no longer."""
+    asked = _asked(row, encode, context)
+    if isinstance(row, Row) and not isinstance(asked, BadRow):
+        found.withdraw(duplicate(row), asked, samples=row.sampling.n)
+
+
+class _Keys:
+    """Numbers that equal sampling parameters share. Rows that follow each other mostly share the object too."""
+
+    def __init__(self) -> None:
+        self._last: tuple[SamplingParams | None, int] = (None, 0)
+
+    def of(self, sampling: SamplingParams) -> int:
+        """The number of ``sampling``."""
+        if sampling is not self._last[0]:
+            self._last = sampling, hash(repr(sampling))
+        return self._last[1]
 
 
 class _CustomIds:

@@ -6,7 +6,7 @@ rows and counts. Refuses to read files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,13 +145,28 @@ class Summing:
         counts["generated_tokens"] += samples * room
         self._max_prompt_len = max(self._max_prompt_len, tokens)
         self._max_gen_len = max(self._max_gen_len, room)
-        bucket = max(0, tokens.bit_length() - 1)
+        bucket = _bucket(tokens)
         self._histogram += [0] * (bucket + 1 - len(self._histogram))
         self._histogram[bucket] += 1
+
+    def withdraw(self, bad: BadRow, prompts: Sequence[tuple[int, int]], *, samples: int) -> None:
+        """A row of ``prompts``, each ``(tokens, room)``, was added and is not served after all. What was longest
+        stays."""
+        counts = self._counts
+        for tokens, room in prompts:
+            counts["prompts"] -= 1
+            counts["sequences"] -= samples
+            counts["prompt_tokens"] -= tokens
+            counts["generated_tokens"] -= samples * room
+            self._histogram[_bucket(tokens)] -= 1
+        self._problem(bad)
 
     def refuse(self, bad: BadRow) -> None:
         """A row that cannot be served."""
         self._rows(bad.kind)
+        self._problem(bad)
+
+    def _problem(self, bad: BadRow) -> None:
         code = bad.code if bad.code in self._problems or len(self._problems) < _MOST_CODES else OTHER
         before = self._problems.get(code)
         if before is None:
@@ -176,3 +191,8 @@ class Summing:
             max_gen_len=self._max_gen_len,
             samplings=len(self._samplings),
         )
+
+
+def _bucket(tokens: int) -> int:
+    """The place in the histogram of a prompt of ``tokens``."""
+    return max(0, tokens.bit_length() - 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,13 +17,24 @@ from moelight.core.request import SamplingParams, StructuredOutputs
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
+    from moelight.batch.options import Durability, JobOptions
     from moelight.experts.options import ExpertOptions
 
 _PLANNED = ("--batch-size", "--micro-batch-size", "--schedule", "--host-memory", "--device-memory")
 _ORDERS = ("input", "completion")
+_SAMPLING = (
+    *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "prompt_logprobs"),
+)
+_AS_THEY_ARE = (
+    *("prompts", "error_file", "format", "prompt_column", "id_column", "ignore_model", "chat_template", "token_ids"),
+    *("hw", "device", "batch_size", "micro_batch_size", "schedule", "adapt"),
+    *("stats", "trace", "status", "metrics", "expert_stats", "save_expert_profile"),
+)
 
 
 def generate(
+    context: typer.Context,
     prompts: opt.Prompts,
     model: opt.Model = None,
     output: opt.Output = None,
@@ -85,77 +96,66 @@ def generate(
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
     with an optional custom_id and its own sampling fields, or a line of text, or a row of a table.
     """
-    from moelight.batch.options import Durability, JobOptions
-    from moelight.batch.output import STANDARD_OUTPUT
     from moelight.cli.job_view import forecast_and_report, run_and_report
-    from moelight.scheduler import SCHEDULES
 
-    if schedule is not None:
-        SCHEDULES.get(schedule)
-    if order not in _ORDERS:
-        raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {order!r}")
     if as_json and not dry_run:
         raise ConfigError("--json goes with --dry-run; rows are JSON lines already")
-    planned = (batch_size, micro_batch_size, schedule, host_memory, device_memory)
-    chosen = None if policy is None else read_policy(policy, planned)
     as_table = show if show is not None else output is None and sys.stdout.isatty()
-    options = JobOptions(
-        prompts=prompts,
-        model=model if model is not None else "demo" if chosen is None else chosen.model,
-        policy=chosen,
-        hw=hw,
-        output=STANDARD_OUTPUT if output is None and not as_table else output,
-        error_file=error_file,
-        format=format,
-        prompt_column=prompt_column,
-        id_column=id_column,
-        ignore_model=ignore_model,
-        chat_template=chat_template,
-        sampling=SamplingParams(
-            n=n,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=tuple(stop or ()),
-            stop_token_ids=tuple(stop_token_id or ()),
-            ignore_eos=ignore_eos,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            structured_outputs=read_constraint(json_schema, regex, choice),
-        ),
-        durability=Durability(
-            order="input" if order == "input" else "completion",
-            atomic=atomic,
-            sync_s=sync_interval,
-            restart=restart,
-            allow_changed=allow_changed,
-        ),
-        device=device,
-        host_memory=None if host_memory is None else parse_bytes(host_memory, what="--host-memory"),
-        device_memory=None if device_memory is None else parse_bytes(device_memory, what="--device-memory"),
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
-        token_ids=token_ids,
-        stats=stats,
-        trace=trace,
-        status=status,
-        metrics=metrics,
-        adapt=adapt,
-        experts=read_experts(expert_policy, expert_profile, routing_trace),
-        expert_stats=expert_stats,
-        save_expert_profile=save_expert_profile,
-    )
+    options = read_options(context.params, as_table=as_table)
     code = forecast_and_report(options, as_json=as_json) if dry_run else run_and_report(options, as_table=as_table)
     if code:
         raise typer.Exit(code)
+
+
+def read_options(given: Mapping[str, Any], *, as_table: bool) -> JobOptions:
+    """The job that the command's parameters ``given`` describe; rows go to a table only if nothing else was said.
+
+    Raises:
+        ConfigError, InputError: a value is impossible, or two contradict each other.
+    """
+    from moelight.batch.options import JobOptions
+    from moelight.batch.output import STANDARD_OUTPUT
+    from moelight.scheduler import SCHEDULES
+
+    if given["schedule"] is not None:
+        SCHEDULES.get(given["schedule"])
+    planned = [given[option.removeprefix("--").replace("-", "_")] for option in _PLANNED]
+    policy = None if given["policy"] is None else read_policy(given["policy"], planned)
+    model, output = given["model"], given["output"]
+    sizes: dict[str, Any] = {
+        name: None if given[name] is None else parse_bytes(given[name], what=f"--{name.replace('_', '-')}")
+        for name in ("host_memory", "device_memory")
+    }
+    return JobOptions(
+        **{name: given[name] for name in _AS_THEY_ARE},
+        **sizes,
+        model=model if model is not None else "demo" if policy is None else policy.model,
+        policy=policy,
+        output=STANDARD_OUTPUT if output is None and not as_table else output,
+        sampling=read_sampling(given),
+        durability=read_durability(given),
+        experts=read_experts(given["expert_policy"], given["expert_profile"], given["routing_trace"]),
+    )
+
+
+def read_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """How tokens are chosen where a row does not say otherwise."""
+    return SamplingParams(
+        **{name: given[name] for name in _SAMPLING},
+        stop=tuple(given["stop"] or ()),
+        stop_token_ids=tuple(given["stop_token_id"] or ()),
+        structured_outputs=read_constraint(given["json_schema"], given["regex"], given["choice"]),
+    )
+
+
+def read_durability(given: Mapping[str, Any]) -> Durability:
+    """How the output is kept."""
+    from moelight.batch.options import Durability
+
+    if given["order"] not in _ORDERS:
+        raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {given['order']!r}")
+    names = ("order", "atomic", "restart", "allow_changed")
+    return Durability(**{name: given[name] for name in names}, sync_s=given["sync_interval"])
 
 
 def read_constraint(schema: Path | None, regex: str | None, choice: Sequence[str] | None) -> StructuredOutputs | None:

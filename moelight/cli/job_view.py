@@ -202,7 +202,7 @@ class LogLines(_View):
     def __init__(self, eta: Eta) -> None:
         super().__init__(eta)
         self._held: list[str] | None = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Ctrl-C speaks within whatever the main thread was saying
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moelight-log", daemon=True)
 
@@ -252,8 +252,9 @@ class LogLines(_View):
 
 
 def _print(line: str) -> None:
-    # A log that nobody reads any more is no reason to end a job.
-    with contextlib.suppress(OSError, ValueError):
+    # A log that nobody reads any more is no reason to end a job; nor is a line that Ctrl-C wants to put inside another,
+    # which Python refuses as a RuntimeError.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(printable(f"moelight: {line}"), file=sys.stderr, flush=True)
 
 

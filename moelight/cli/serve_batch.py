@@ -5,55 +5,70 @@ from __future__ import annotations
 import importlib.util
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
 
+if TYPE_CHECKING:
+    from moelight.serve.jobs import Command
+
 _HTTP = ("--host", "--port", "--data", "--token-file", "--allow-remote", "--max-file-size", "--expire")
 _MODULES = ("starlette", "uvicorn", "python_multipart")
 _INTERRUPTED = 130
 
+_Model = Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")]
+_Host = Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")]
+_Port = Annotated[int | None, typer.Option(min=0, max=65535, help="8000 if not given; 0: any that is free.")]
+_Data = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="For files and state; ~/.local/share/moelight/serve-batch if not given."),
+]
+_TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Holds the token that requests bring; one is made if not given.")
+]
+_AllowRemote = Annotated[
+    bool, typer.Option("--allow-remote", help="Let --host be an address that other machines reach.")
+]
+_MaxFileSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The largest file that is taken; 512MiB if not given.")
+]
+_Expire = Annotated[bool, typer.Option("--expire", help="End a batch when its completion window is over, done or not.")]
+_Folder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Instead of HTTP: run each .jsonl file dropped in DIR.")
+]
+_MaxTokens = Annotated[int | None, typer.Option(min=1, help="The most tokens generated where a request does not say.")]
+_HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory of a job.")]
+_DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory of a job.")]
+_Policy = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")]
+_Hw = Annotated[str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for.")]
+_Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, xpu, or twin.")]
+_ExpertPolicy = Annotated[
+    str | None, typer.Option(metavar="FILE.moe|static|default", help="Which experts stay near in small passes.")
+]
+
 
 def serve_batch(
-    model: Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")],
-    host: Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="8000 if not given; 0: any that is free.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="For files and state; ~/.local/share/moelight/serve-batch if not given."),
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Holds the token that requests bring; one is made if not given.")
-    ] = None,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Let --host be an address that other machines reach.")
-    ] = False,
-    max_file_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The largest file that is taken; 512MiB if not given.")
-    ] = None,
-    expire: Annotated[
-        bool, typer.Option("--expire", help="End a batch when its completion window is over, done or not.")
-    ] = False,
-    watch: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Instead of HTTP: run each .jsonl file dropped in DIR.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens generated where a request does not say.")
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory of a job.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory of a job.")] = None,
-    policy: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
-    ] = None,
-    hw: Annotated[str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, xpu, or twin.")] = None,
-    expert_policy: Annotated[
-        str | None, typer.Option(metavar="FILE.moe|static|default", help="Which experts stay near in small passes.")
-    ] = None,
+    model: _Model,
+    host: _Host = None,
+    port: _Port = None,
+    data: _Data = None,
+    token_file: _TokenFile = None,
+    allow_remote: _AllowRemote = False,
+    max_file_size: _MaxFileSize = None,
+    expire: _Expire = False,
+    watch: _Folder = None,
+    max_tokens: _MaxTokens = None,
+    host_memory: _HostMemory = None,
+    device_memory: _DeviceMemory = None,
+    policy: _Policy = None,
+    hw: _Hw = None,
+    device: _Device = None,
+    expert_policy: _ExpertPolicy = None,
 ) -> None:
     """Serve OpenAI's Files and Batches on this machine, or watch a folder.
 
@@ -75,15 +90,8 @@ def serve_batch(
     _check_model(model)
     if watch is not None:
         chosen = (host, port, data, token_file, allow_remote or None, max_file_size, expire or None)
-        for name, value in zip(_HTTP, chosen, strict=True):
-            if value is not None:
-                raise ConfigError(f"--watch {watch} and {name} contradict each other: a folder is watched without HTTP")
-        from moelight.serve.watch import Watcher
-        from moelight.serve.watch import watch as run_watcher
-
-        watcher = Watcher(watch, generate_command(model, options, line_format="auto"), say=_say)
-        _say(f"watching {watch}: drop .jsonl files there; answers come to {watch / 'done'}")
-        _leave(run_watcher(watcher, say=_say))
+        _refuse_beside(watch, dict(zip(_HTTP, chosen, strict=True)))
+        _watch(watch, generate_command(model, options, line_format="auto"))
         return
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
@@ -102,6 +110,20 @@ def serve_batch(
         expire=expire,
     )
     _leave(serve(server, generate_command(model, options, line_format="openai"), say=_say))
+
+
+def _refuse_beside(watch: Path, given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--watch {watch} and {name} contradict each other: a folder is watched without HTTP")
+
+
+def _watch(folder: Path, command: Command) -> None:
+    from moelight.serve.watch import Watcher, watch
+
+    watcher = Watcher(folder, command, say=_say)
+    _say(f"watching {folder}: drop .jsonl files there; answers come to {folder / 'done'}")
+    _leave(watch(watcher, say=_say))
 
 
 def _leave(number: int) -> None:

@@ -240,7 +240,7 @@ def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
         raise InputError("the prompt has no tokens", code="empty_prompt")
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
-    # The last token that is only scored is not computed, and needs no position.
+    # A token that is only scored is not computed, and needs no position.
     if tokens > (max_positions - 1 if how.max_tokens else max_positions + 1):
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"

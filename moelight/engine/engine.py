@@ -9,13 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from moelight.core.adaptation import Adaptation
-from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -25,15 +23,14 @@ from moelight.engine.adaptation import Adapting, adapting_for
 from moelight.engine.answers import Answers, check_tokens, most_tokens
 from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
-from moelight.engine.experts import choices_for, with_room
+from moelight.engine.experts import choices_for
 from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
     Wishes,
-    memory_limits,
+    choose_residents,
     plan_for,
     resolve,
     resolve_host_pages,
-    resolve_residents,
     speeds_for,
 )
 from moelight.engine.prompts import Prompt, requests_from
@@ -96,7 +93,7 @@ class Engine:
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         dtype = weight_dtype(resolved, self._source, machine)
         options = experts or ExpertOptions()
-        resolved, self.residents_reason = self._with_residents(resolved, options, dtype)
+        resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         speeds = speeds_for(self.plan, discrete=machine.discrete)
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
@@ -371,15 +368,6 @@ class Engine:
     def adaptations(self) -> tuple[Adaptation, ...]:
         """Changes of policy between passes so far."""
         return () if self._adapting is None else tuple(self._adapting.changes)
-
-    def _with_residents(self, policy: Policy, options: ExpertOptions, dtype: DType) -> tuple[Policy, str]:
-        """``policy`` with the room that ``options`` ask for, and whether those who are near may change, and why."""
-        if options.policy is not None:
-            policy = with_room(policy, options.policy, self.profile, dtype)
-        if not options.learn:
-            policy = replace(policy, residents="static")
-        limits = memory_limits(self.plan)
-        return resolve_residents(policy, self.profile, dtype, limits, wanted=options.policy is not None)
 
     def _adapts(self, wanted: bool | None) -> Adapting | None:
         if wanted is False or (wanted is None and self.plan is None):

@@ -9,8 +9,9 @@ from moelight.core.dtypes import FLOAT32, DType, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.engine.experts import near_share
+from moelight.engine.experts import near_share, with_room
 from moelight.engine.source import Source
+from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
@@ -178,6 +179,17 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
     if need > FREE_SHARE * there:
         return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
     return pinned, "memory is locked in place, so experts cross from their homes"
+
+
+def choose_residents(
+    policy: Policy, plan: Plan | None, options: ExpertOptions, model: ModelProfile, dtype: DType
+) -> tuple[Policy, str]:
+    """``policy`` with the room that ``options`` ask for, and whether those who are near may change, and why."""
+    if options.policy is not None:
+        policy = with_room(policy, options.policy, model, dtype)
+    if not options.learn:
+        policy = replace(policy, residents="static")
+    return resolve_residents(policy, model, dtype, memory_limits(plan), wanted=options.policy is not None)
 
 
 def resolve_residents(

@@ -25,6 +25,8 @@ _PIECES = ("tokenizer.model", "spiece.model")
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")  # what conversions get wrong
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
+_LETTERS = 4  # that a token of an ordinary text has: one of fewer tokens than that is encoded at once
+_CUT_TOKENS = 64  # of a text that is cut off, the last ones, which may be others in the whole
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -82,13 +84,16 @@ class Tokenizer:
         text = self._named.get(role)
         return None if text is None else self._inner.token_to_id(text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt.
 
+        A text of far more than ``most`` tokens, the model's context, is refused without being encoded whole: the
+        tokenizers library takes some 200 bytes a token.
+
         Raises:
-            InputError: ``text`` holds half of a surrogate pair.
+            InputError: ``text`` holds half of a surrogate pair, or is far too long.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        return self._encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, special tokens left out."""
@@ -131,25 +136,41 @@ class Tokenizer:
         """Tokens that are no text."""
         return self._bytes.special_ids
 
-    def render(self, conversation: Conversation | object) -> list[int]:
+    def render(self, conversation: Conversation | object, *, most: int | None = None) -> list[int]:
         """The ids of a conversation as the chat template writes it; a plain list of messages is open for the answer.
+        ``most`` is as for `encode`.
 
         Raises:
-            InputError: ``conversation`` is no such list, there is no template, or the template refuses it.
+            InputError: ``conversation`` is no such list or far too long, there is no template, or it refuses it.
         """
         if self.template is None:
             raise InputError(
                 "this model has no chat template; send a prompt instead, or name a template of your own",
                 code="no_chat_template",
             )
-        return self._encode(self.template.render(conversation), add_special_tokens=False)
+        return self._encode(self.template.render(conversation), add_special_tokens=False, most=most)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool, most: int | None) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
+        if most is not None:
+            self._refuse_far_too_long(text, most)
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _refuse_far_too_long(self, text: str, most: int) -> None:
+        """Judges by the text's beginning, of which only the last tokens may be others in the whole."""
+        most += _CUT_TOKENS
+        count = _LETTERS * most
+        while count < len(text):
+            if len(self._inner.encode(text[:count], add_special_tokens=False)) > most:
+                raise InputError(
+                    f"the prompt has {len(text):,} letters, and more tokens than the model's context of "
+                    f"{most - _CUT_TOKENS}",
+                    code="context_length_exceeded",
+                )
+            count *= _LETTERS
 
 
 class _DamageIn:

@@ -122,7 +122,7 @@ def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
     n, requests = cell.batch_size, problem.workload.num_requests
     b = -(-n // cell.micro_batch_size)
     numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
-    size, tokens = np.round(np.log2(n**4)), np.round(np.log2(cell.micro_batch_tokens))
+    size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(cell.micro_batch_tokens))
     if by_waves:
         waves = -(-requests // n)
         size = 2 * waves + (n == -(-requests // waves))

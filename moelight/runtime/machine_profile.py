@@ -88,11 +88,9 @@ def kept_path(device: str = AUTO) -> Path:
 
 def _kept(path: Path, say: Say) -> HardwareProfile | None:
     """The kept profile; None where there is none, or where what is there cannot be read."""
-    if not path.exists():
-        return None
     try:
-        return read_hardware_profile(path)
-    except ConfigError as error:
+        return read_hardware_profile(path) if path.exists() else None
+    except (ConfigError, OSError) as error:
         say(f"warning: {error}; measuring anew")
         return None
 

@@ -477,3 +477,97 @@ def test_refused_before_the_engine_is_opened(kind: str, engine: StandIn, tmp_pat
     assert "\n" not in str(refusal.value)
     assert engine.workload is None
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rows_that_are_refused_and_repeat_an_id_do_not_stop_the_good_ones(engine: StandIn, tmp_path: Path) -> None:
+    bad = {"prompt": "", "custom_id": "bad"}
+    path = prompts(tmp_path, {"prompt": "a", "custom_id": "good"}, bad, bad, bad)
+    heard = Heard()
+    result = run_job(JobOptions(prompts=path, output=tmp_path / "out.jsonl"), progress=heard)
+    assert (result.completed, result.failed) == (1, 3)
+    assert engine.workload is not None and engine.workload.num_requests == 1
+
+
+def test_what_the_engine_refuses_is_expected_no_longer(engine: StandIn, tmp_path: Path) -> None:
+    heard = Heard()
+    path = prompts(tmp_path, {"prompt": "x" * 30, "max_tokens": 30}, {"prompt": "b", "max_tokens": 10})
+    options = JobOptions(prompts=path, output=tmp_path / "out.jsonl")
+    engine.fault = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_job(options, progress=heard)
+    engine.fault = None
+    run_job(options, progress=heard)
+    assert heard.told == [(2, 10)]
+
+
+def refuse_to_plan(*_: object) -> None:
+    raise BudgetError("too small", tier="host", needed_bytes=1)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_refused_before_any_row_nothing_is_left(
+    atomic: bool, engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prompts(tmp_path, {"prompt": "a"})
+    found = tmp_path / "errors.jsonl"  # it was here, as a temporary file that a shell made would be
+    found.touch()
+    options = JobOptions(
+        prompts=path, output=tmp_path / "out.jsonl", error_file=found, durability=Durability(atomic=atomic)
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "plan_job", refuse_to_plan)
+        with pytest.raises(BudgetError):
+            run_job(options)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["errors.jsonl", "prompts.jsonl"]
+    other = dataclasses.replace(options, sampling=SamplingParams(max_tokens=9), durability=Durability())
+    assert run_job(other).completed == 1
+
+
+def test_a_restart_that_is_refused_throws_nothing_away(
+    engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl")
+    run_job(options)
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "plan_job", refuse_to_plan)
+        with pytest.raises(BudgetError):
+            run_job(dataclasses.replace(options, durability=Durability(restart=True)))
+    assert rows(tmp_path / "out.jsonl") and run_job(options).state == "done before"
+
+
+def test_a_job_without_a_row_binds_nobody(engine: StandIn, tmp_path: Path) -> None:
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"}), output=tmp_path / "out.jsonl")
+    engine.fault = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_job(options)
+    assert (tmp_path / "out.jsonl.journal").exists()
+    engine.fault = None
+    prompts(tmp_path, {"prompt": "c"})
+    errors = tmp_path / "errors.jsonl"
+    other = dataclasses.replace(
+        options,
+        sampling=SamplingParams(max_tokens=9),
+        error_file=errors,
+        durability=Durability(order="completion"),
+    )
+    assert run_job(other).completed == 1 and errors.read_bytes() == b""
+    with pytest.raises(InputError, match="was begun otherwise"):
+        run_job(options)
+
+
+def test_an_atomic_job_without_a_row_still_keeps_what_it_would_replace(engine: StandIn, tmp_path: Path) -> None:
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl")
+    run_job(options)
+    before = rows(tmp_path / "out.jsonl")
+    engine.fault = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_job(dataclasses.replace(options, durability=Durability(restart=True, atomic=True)))
+    with pytest.raises(InputError, match="was begun otherwise"):
+        run_job(options)
+    assert rows(tmp_path / "out.jsonl") == before
+
+
+def test_rows_in_a_file_and_errors_in_a_pipe_do_not_mix(engine: StandIn, tmp_path: Path) -> None:
+    options = JobOptions(prompts=prompts(tmp_path, "{"), output=tmp_path / "out.jsonl", error_file=Path("/dev/null"))
+    with pytest.raises(InputError, match="error file /dev/null: is a pipe or device"):
+        run_job(options)

@@ -16,7 +16,7 @@ from moelight.cli import main as program
 from moelight.core.errors import InputError
 from moelight.experts.profile import ActivationProfile, facts_of_model
 from moelight.experts.profile_files import save_profile
-from tests.cli.program import DEMO, ROOT, moelight, write_prompts
+from tests.cli.program import DEMO, ROOT, moelight, moelight_inside, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +114,26 @@ REFUSED = {
 }
 
 
+# One of each way to be refused, by a process of its own: by the options, before torch is there, by the hub (which is
+# told to be offline as it is imported), by a checkpoint, by the planner. What the others say is said the same way.
+BY_A_PROCESS = (
+    "no prompts named",
+    "no such prompts",
+    "a policy and a budget",
+    "no such model on the hub",
+    "a torn checkpoint",
+    "a budget too small",
+    "a profile of another model",
+)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused_in_one_clear_line(kind: str, there: Path) -> None:
+def test_refused_in_one_clear_line(kind: str, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     before = sorted(there.rglob("*"))
     arguments, words = REFUSED[kind]
-    done = moelight("generate", *arguments.replace("@", str(there)).split())
+    run = moelight if kind in BY_A_PROCESS else moelight_inside
+    done = run("generate", *arguments.replace("@", str(there)).split())
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert 1 <= done.stderr.count("\n") <= 3

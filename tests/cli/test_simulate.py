@@ -89,7 +89,7 @@ def test_one_policy_on_another_model(policy: Path) -> None:
 def test_a_trace_that_can_be_reported(policy: Path, tmp_path: Path) -> None:
     trace = tmp_path / "sim.json"
     done = run("simulate", "--hw", "t4", *WORK, "--policy", policy, "--passes", "5", "--trace", trace)
-    assert (done.returncode, done.stderr) == (0, "") and f"trace: {trace}" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and f"trace: {trace}" in done.stdout.replace("\n", "")
     found = read_trace(trace)
     assert set(found.bars.passes) == set(range(6))  # one with prompts, five that decode
     assert found.about is not None and found.about.source == "simulated" and found.about.hardware == "t4"

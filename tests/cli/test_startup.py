@@ -15,7 +15,18 @@ from tests.observe.traces import write_passes
 START_S = 0.3
 
 
-COMMANDS = ("generate", "optimize", "simulate", "roofline", "report", "inspect", "profile", "doctor", "policy")
+COMMANDS = (
+    "generate",
+    "optimize",
+    "simulate",
+    "roofline",
+    "report",
+    "inspect",
+    "profile",
+    "doctor",
+    "lm-eval",
+    "policy",
+)
 PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
 
 

@@ -132,6 +132,27 @@ def test_half_a_surrogate_pair_is_the_inputs_fault(tmp_path: Path) -> None:
     assert refusal.value.code == "invalid_text"
 
 
+def test_a_text_far_beyond_the_context_is_not_encoded_whole(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(byte_level(tmp_path))
+    whole, longest = tokenizer._inner, []
+
+    class Watched:
+        def encode(self, text: str, **options: Any) -> Any:
+            longest.append(len(text))
+            return whole.encode(text, **options)
+
+    tokenizer._inner = Watched()  # type: ignore[assignment]
+    with pytest.raises(InputError, match="200,000 letters") as refusal:
+        tokenizer.encode("a \u00e9" * 50_000 + "bc" * 25_000, most=50)
+    assert refusal.value.code == "context_length_exceeded"
+    assert max(longest) < 1000
+    text = (CORPUS[0] + " ") * 40
+    longest.clear()
+    assert tokenizer.encode(text, most=4000) == tokenizer.encode(text)
+    assert longest == [len(text)] * 2, "one that may fit is encoded once"
+    assert tokenizer.encode(text, most=len(tokenizer.encode(text)) - 1), "whether it fits is told of all its tokens"
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [

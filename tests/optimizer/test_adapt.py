@@ -25,7 +25,7 @@ from moelight.profiles.workload import Workload
 from tests.optimizer.played import Played, adapted
 from tests.shapes import examples
 
-MIXTRAL = replace(load_model_profile("mixtral"), num_layers=4, moe_layers=(True,) * 4)
+MIXTRAL = replace(load_model_profile("mixtral"), num_layers=2, moe_layers=(True,) * 2)
 CPU = replace(speeds_of(hardware_for("cpu-amx", discrete=False)), under_disk=1.0, disk_under_cpu=1.0)
 GPU = speeds_of(hardware_for("t4", discrete=True))
 # Room for twice as many sequences as N says; and, on a GPU, for not one more.

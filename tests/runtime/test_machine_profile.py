@@ -62,6 +62,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose free memory and disk other programs leave alone, so that profiles can be compared."""
+    monkeypatch.setattr(room, "available_bytes", lambda: 8 * GiB)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda directory: SimpleNamespace(free=99 * GiB))
+
+
 def bench(monkeypatch: pytest.MonkeyPatch, *profiles: HardwareProfile) -> Bench:
     stand_in = Bench(*profiles)
     monkeypatch.setattr(room, "_measured_apart", stand_in)
@@ -110,6 +117,7 @@ def test_a_cache_that_cannot_be_written_is_a_line(monkeypatch: pytest.MonkeyPatc
     assert stand_in.taken == 1 and "cannot be written" in said[-1]
 
 
+@pytest.mark.usefixtures("steady")
 def test_what_is_missing_is_measured_and_what_is_known_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     known = measured(3e10, works=("linear", "experts"))
     write_hardware_profile(known, kept_path("cpu"))
@@ -121,6 +129,7 @@ def test_what_is_missing_is_measured_and_what_is_known_stays(monkeypatch: pytest
     assert found.figure("host_copy") == 3e10
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_disturbed_measurement_is_told_and_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = bench(monkeypatch, measured(1e9, busy=1.5), measured(2e9, busy=1.8), measured(1e10))
     said: list[str] = []

@@ -1,0 +1,87 @@
+"""The first reading of an input: sums, and rows that repeat a custom_id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moelight.batch.input import open_input
+from moelight.batch.progress import Progress
+from moelight.batch.rows import Row
+from moelight.batch.scan import Scan, check_length, scan
+from moelight.core.errors import InputError
+
+CONTEXT = 100
+
+
+def letters(row: Row) -> list[tuple[int, ...]]:
+    if not all(row.prompts):
+        raise InputError("empty", code="empty_prompt")
+    return [tuple(map(ord, prompt)) for prompt in row.prompts if isinstance(prompt, str)]
+
+
+def scanned(tmp_path: Path, *lines: object) -> Scan:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    with open_input(path) as source:
+        return scan(source, letters, Progress(), context=CONTEXT)
+
+
+def completions(custom_id: str, *prompts: str, **body: object) -> dict[str, object]:
+    body = {"prompt": list(prompts), "max_tokens": 5, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def test_sums_of_what_can_be_served(tmp_path: Path) -> None:
+    found = scanned(
+        tmp_path,
+        completions("a", "xyz", "x" * 98, n=2),
+        completions("b", "x" * 100),
+        completions("c", "", "x"),
+        "{",
+    )
+    summary = found.summary
+    assert (summary.rows, summary.served, summary.prompts, summary.sequences) == (4, 1, 2, 4)
+    assert (summary.prompt_tokens, summary.max_prompt_len) == (101, 98)
+    assert (summary.generated_tokens, summary.max_gen_len) == (2 * (5 + 2), 5)
+    assert {code: each.first_line for code, each in summary.problems.items()} == {
+        "context_length_exceeded": 2,
+        "empty_prompt": 3,
+        "invalid_json": 4,
+    }
+    assert Scan.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_a_row_that_repeats_an_id_is_none_that_is_served(tmp_path: Path) -> None:
+    once = scanned(tmp_path, completions("a", "xyz"), completions("b", "x"))
+    found = scanned(
+        tmp_path,
+        completions("a", "xyz"),
+        completions("b", "x"),
+        completions("a", "uv", "w", n=3),
+        completions("a", "x"),
+    )
+    assert found.repeated == {2, 3}
+    assert found.summary.problems["duplicate_custom_id"].count == 2
+    assert found.summary.problems["duplicate_custom_id"].first_line == 3
+    assert (found.summary.rows, found.summary.served) == (4, 2)
+    for name in ("sequences", "prompts", "prompt_tokens", "generated_tokens", "histogram"):
+        assert getattr(found.summary, name) == getattr(once.summary, name)
+
+
+def test_a_row_that_is_refused_and_repeats_an_id_is_one_problem(tmp_path: Path) -> None:
+    found = scanned(tmp_path, completions("a", "x"), completions("b", wish=1), completions("b", "", ""))
+    assert found.repeated == {2}
+    assert (found.summary.served, found.summary.refused) == (1, 2)
+
+
+def test_rows_without_an_id_repeat_none(tmp_path: Path) -> None:
+    assert scanned(tmp_path, {"prompt": "a"}, {"prompt": "a"}).repeated == frozenset()
+
+
+def test_the_context_holds_a_prompt_and_a_token() -> None:
+    check_length(CONTEXT - 1, CONTEXT)
+    with pytest.raises(InputError, match="100 tokens, the model's context is 100"):
+        check_length(CONTEXT, CONTEXT)
