@@ -107,7 +107,6 @@ OPTIONS = {
         "--device",
         "--expert-policy",
     },
-    "lm-eval": {"ARGUMENTS"},
     "optimize": {
         *QUESTION,
         *LIMITS,
