@@ -103,7 +103,7 @@ def write_prompts(path: Path, count: int, longest: int) -> Path:
 
 def _generate(model: Path, prompts: Path, budget: str, max_tokens: int, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "--model", str(model)]
-    command += ["-o", str(prompts.with_suffix(".out.jsonl")), "--device", "cpu", "--host-memory", budget]
+    command += ["-o", str(prompts.with_suffix(".out.jsonl")), "--device", "cpu", "--host-memory", budget, "--restart"]
     command += ["--max-tokens", str(max_tokens), *more]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
