@@ -21,7 +21,7 @@ from moelight.batch.dry_run import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.eta import Eta
 from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
 from moelight.batch.input import Input, open_input
-from moelight.batch.interrupt import Interrupt
+from moelight.batch.interrupt import Interrupt, terminable
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
@@ -98,7 +98,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
             job's. During work: the disk is full or fails; what was done is kept then.
     """
     left = eta or Eta()
-    with prepare(options) as prepared:
+    with terminable(), prepare(options) as prepared:
         if options.durability.restart:
             _rehearse(options, prepared, progress or Progress())
         with _open_ledger(options, prepared) as ledger:

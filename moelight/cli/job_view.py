@@ -25,7 +25,7 @@ from rich.text import Text
 from moelight.batch import job
 from moelight.batch.eta import Eta
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
-from moelight.batch.output import STANDARD_OUTPUT
+from moelight.batch.output import STANDARD_OUTPUT, writes_directly
 from moelight.batch.progress import JobCounts, JobStart, Progress, Several, Shown
 from moelight.cli.dry_run_view import print_forecast
 from moelight.cli.job_words import (
@@ -54,7 +54,12 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
     with watching(quiet=rows_on_screen) as (eta, view):
         watchers = [each for each in (view, table) if each is not None]
-        result = job.run_job(options, progress=Several(watchers), eta=eta)
+        try:
+            result = job.run_job(options, progress=Several(watchers), eta=eta)
+        except KeyboardInterrupt:
+            if view is not None:
+                view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
+            return _INTERRUPTED
         if view is not None:
             for line in _last_lines(result, options):
                 view.say_last(line)
@@ -83,7 +88,7 @@ def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
 
 
 def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
-    output = "" if options.output in (None, STANDARD_OUTPUT) else str(options.output)
+    output = _file_of(options)
     if result.state == DONE_BEFORE:
         bad = f", {result.failed:,} failed" if result.failed else ""
         yield f"{output} is complete already: {result.completed:,} rows answered{bad}; --restart answers them anew"
@@ -93,6 +98,11 @@ def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
     if result.state == INTERRUPTED:
         counts = JobCounts(total=result.total, completed=result.completed, failed=result.failed)
         yield interrupted_line(counts, output=output, command=_command())
+
+
+def _file_of(options: JobOptions) -> str:
+    """The output, if it is a file, where rows are kept."""
+    return "" if options.output is None or writes_directly(options.output) else str(options.output)
 
 
 def _command() -> str:

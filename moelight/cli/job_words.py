@@ -86,6 +86,12 @@ def end_line(stats: Stats, *, completed: int, failed: int, output: str = "") -> 
     )
 
 
-def interrupted_line(counts: JobCounts, *, output: str, command: str) -> str:
-    """What is kept, and the ``command`` that continues."""
-    return f"interrupted: {counts.done:,} of {counts.total:,} rows are kept in {output}; continue with: {command}"
+def interrupted_line(counts: JobCounts | None, *, output: str, command: str) -> str:
+    """What is kept, and the ``command`` that continues. ``counts`` are not known of a job that ended at once; without
+    an ``output`` nothing is kept."""
+    rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
+    if not output:
+        return (
+            f"interrupted{f': {rows}were answered' if rows else ''}; rows can be kept, and gone on with, in a file (-o)"
+        )
+    return f"interrupted: {rows or 'the rows that were finished '}are kept in {output}; continue with: {command}"

@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # 300,000 take 3 to 4 % of a run on two cores. Read when torch is first imported; a choice of the user's stands.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = typer.main.get_command(app)
     try:
+        command = typer.main.get_command(app)
         with command.make_context("moelight", given) as context:
             command.invoke(context)
         sys.stdout.flush()

@@ -571,3 +571,30 @@ def test_rows_in_a_file_and_errors_in_a_pipe_do_not_mix(engine: StandIn, tmp_pat
     options = JobOptions(prompts=prompts(tmp_path, "{"), output=tmp_path / "out.jsonl", error_file=Path("/dev/null"))
     with pytest.raises(InputError, match="error file /dev/null: is a pipe or device"):
         run_job(options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_while_the_input_is_read_the_status_says_so(
+    number: signal.Signals, engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object, **__: object) -> None:
+        signal.raise_signal(number)
+
+    status = tmp_path / "status.json"
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl", status=status)
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "scan", ended)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(options)
+    assert json.loads(status.read_text())["status"] == "cancelled"
+    assert run_job(options).completed == 1
+    assert json.loads(status.read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize("fault", [BudgetError("too small", tier="host", needed_bytes=1), OSError("weights")], ids=repr)
+def test_after_a_fault_the_status_says_so(fault: Exception, engine: StandIn, tmp_path: Path) -> None:
+    status = tmp_path / "status.json"
+    engine.fault = fault
+    with pytest.raises(type(fault)):
+        run_job(JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "o.jsonl", status=status))
+    assert json.loads(status.read_text())["status"] == "failed"

@@ -209,3 +209,7 @@ def test_the_first_and_the_last_line_say_it_all() -> None:
         "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; continue with: "
         "moelight generate in.jsonl -o out.jsonl"
     )
+    at_once = interrupted_line(None, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl")
+    assert at_once.startswith("interrupted: the rows that were finished are kept in out.jsonl; continue with: moelight")
+    for counts in (None, COUNTS):
+        assert "continue with" not in interrupted_line(counts, output="", command="moelight generate in.jsonl")

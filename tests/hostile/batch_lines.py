@@ -208,6 +208,15 @@ BY_THE_MODEL: dict[str, tuple[Callable[[str], bytes], str]] = {
     "10 MB prompt": (lambda i: _dump(completion(i, prompt="add 1 " * (BIG // 6))), "context_length_exceeded"),
     "regex that is none": (lambda i: _dump(chat(i, guided_regex="(a")), "invalid_structured_output"),
     "schema that is none": (lambda i: _dump(chat(i, guided_json={"type": "wish"})), "invalid_structured_output"),
+    "schema in a file": (
+        lambda i: _dump(chat(i, guided_json={"$ref": "file:///etc/passwd"})), "invalid_structured_output",
+    ),
+    "schema on a server": (
+        lambda i: _dump(chat(i, guided_json={"$ref": "http://127.0.0.1:9/s"})), "invalid_structured_output",
+    ),
+    "grammar in a file": (
+        lambda i: _dump(chat(i, guided_grammar='%import "/etc/passwd"')), "invalid_structured_output",
+    ),
     "stop token outside the vocabulary": (lambda i: _dump(chat(i, stop_token_ids=[10**9])), "bad_token_id"),
     "bias outside the vocabulary": (lambda i: _dump(chat(i, logit_bias={"99999999": 1})), "bad_token_id"),
     "id outside the vocabulary": (lambda i: _dump(completion(i, prompt=[10**9])), "bad_token_id"),
