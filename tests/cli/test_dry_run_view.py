@@ -125,5 +125,5 @@ def test_as_values_it_is_json() -> None:
 def test_where_nothing_can_run_it_says_so() -> None:
     only_bad = ScanSummary(rows=1, problems={"bad_json": Problem(count=1, first_line=1, message="no JSON")})
     forecast = Forecast(input="in", detected="lines", model="m", summary=only_bad)
-    assert "nothing to run: no row can be served" in drawn(forecast, 80)
+    assert "no row can be served" in drawn(forecast, 80)
     assert forecast.as_dict()["plan"] is None
