@@ -89,7 +89,7 @@ class Answering:
             try:
                 prompts = self._encode(row)
                 for prompt in prompts:
-                    check_length(len(prompt), self._context)
+                    check_length(len(prompt), self._context, generates=row.sampling.max_tokens > 0)
                 expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                 requests = [
                     Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)

@@ -28,9 +28,7 @@ class Forecast:
 
     Attributes:
         input: what a person calls the input; ``detected`` its format, and from what that was told.
-        plan: None where no row can be served, or all are done.
-        resumed: rows that an earlier run has done; the plan is for the others.
-        shared_prompt_tokens: prompt tokens that need not be computed again, where that is known.
+        plan: None where no row can be served, or a policy was given.
     """
 
     input: str
@@ -38,8 +36,6 @@ class Forecast:
     model: str
     summary: ScanSummary
     plan: Plan | None = None
-    resumed: int = 0
-    shared_prompt_tokens: int | None = None
 
     @property
     def phases(self) -> tuple[PhaseForecast, ...]:
@@ -58,8 +54,6 @@ class Forecast:
             "detected": self.detected,
             "model": self.model,
             "summary": self.summary.as_dict(),
-            "resumed": self.resumed,
-            "shared_prompt_tokens": self.shared_prompt_tokens,
             "predicted_s": self.predicted_s,
             "phases": [
                 {"name": each.name, "passes": each.passes, "seconds": each.seconds, "binding": each.binding}

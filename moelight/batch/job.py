@@ -150,7 +150,7 @@ def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress
         if ran.state == DONE:
             ledger.finish(found.summary.rows)
         _write_figures(options, ran, trace)
-    told.counts(_counts_of(ledger, found.summary.rows))
+    told.counts(replace(ran.counts, completed=ledger.completed, failed=ledger.failed))
     return JobResult(
         state=ran.state,
         total=found.summary.rows,
@@ -230,6 +230,7 @@ class _Ran:
     state: str
     answering: Answering
     stats: Stats
+    counts: JobCounts
 
 
 def _answer(
@@ -255,7 +256,7 @@ def _answer(
     rows = prepared.source.rows(skip=ledger.done)
     if workload is None or ledger.completed >= summary.served:
         answering.refuse_all(rows)
-        return _Ran(state=DONE, answering=answering, stats=_nothing_ran())
+        return _Ran(state=DONE, answering=answering, stats=_nothing_ran(), counts=_counts_of(ledger, summary.rows))
     job = plan_job(options, workload)
     told.started(_start(options, prepared, summary, ledger, job))
     with job.load(options) as engine:
@@ -278,7 +279,8 @@ def _answer(
         _write_experts(engine, options)
         if trace is not None:
             trace.about = predicted(engine, options.hw, job.workload)
-        return _Ran(state=INTERRUPTED if left else DONE, answering=answering, stats=engine.stats)
+        state = INTERRUPTED if left else DONE
+        return _Ran(state=state, answering=answering, stats=engine.stats, counts=watch.counts())
 
 
 def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger: Ledger, job: PlannedJob) -> JobStart:

@@ -73,13 +73,14 @@ def duplicate(row: Row) -> BadRow:
     return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
 
 
-def check_length(tokens: int, context: int) -> None:
-    """Refuse a prompt that leaves no room in the model's context.
+def check_length(tokens: int, context: int, *, generates: bool = True) -> None:
+    """Refuse a prompt that leaves no room in the model's context. The last token of one that only is scored
+    (``generates`` is false) needs no place there.
 
     Raises:
         InputError: says both lengths.
     """
-    if tokens >= context:
+    if tokens > (context - 1 if generates else context + 1):
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
         )
@@ -97,7 +98,7 @@ def _asked(row: Row | BadRow, encode: Encode, context: int) -> list[tuple[int, i
     try:
         prompts = encode(row)
         for prompt in prompts:
-            check_length(len(prompt), context)
+            check_length(len(prompt), context, generates=row.sampling.max_tokens > 0)
     except InputError as error:
         return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
     return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]

@@ -128,7 +128,7 @@ class StatusFile(Progress):
 
     def _more(self, counts: JobCounts) -> dict[str, Any]:
         rows, read_bytes, total_bytes = self._read
-        left, binding = self._eta.remaining_s, self._binding
+        left, binding = 0.0 if self._state == "completed" else self._eta.remaining_s, self._binding
         return {
             "updated_at": int(self._clock()),
             "rows_read": max(rows, counts.total),

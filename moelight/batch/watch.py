@@ -59,14 +59,15 @@ class Watch:
     def tell(self) -> None:
         """How far the job is."""
         self._told_s = time.monotonic()
-        self._told.counts(self._counts())
+        self._told.counts(self.counts())
         self._told.measured(self._engine.stats, self._engine.expert_stats)
 
     @property
     def _expected(self) -> int:
         return max(self._engine.progress_tokens, self._room - self._answering.spared)
 
-    def _counts(self) -> JobCounts:
+    def counts(self) -> JobCounts:
+        """The same as a value."""
         ledger, stats = self._ledger, self._engine.stats
         done = ledger.completed + ledger.failed
         return JobCounts(

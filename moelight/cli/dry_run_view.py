@@ -15,7 +15,7 @@ from moelight.batch.summary import ScanSummary
 from moelight.cli.job_words import about_text, tokens_text
 from moelight.cli.plan_view import memory_view
 from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
-from moelight.observe.figures import rate_or_count, seconds_text, share_text
+from moelight.observe.figures import rate_or_count, seconds_text
 
 _MOST_BUCKETS = 12
 _WIDEST_BAR = 40
@@ -54,8 +54,6 @@ def _rows(forecast: Forecast) -> RenderableType:
         table.add_row(f"{count:,}", printable(kind))
     if summary.refused:
         table.add_row(Text(f"{summary.refused:,}", style="red"), "will be error rows")
-    if forecast.resumed:
-        table.add_row(f"{forecast.resumed:,}", "done by an earlier run")
     return table
 
 
@@ -96,10 +94,6 @@ def _work(forecast: Forecast) -> Text:
         f"at most {tokens_text(summary.generated_tokens)} tokens to generate in {summary.sequences:,} answers, "
         f"{summary.max_gen_len:,} at most in one",
     ]
-    shared = forecast.shared_prompt_tokens
-    if shared:
-        share = share_text(shared / summary.prompt_tokens)
-        lines.append(f"{tokens_text(shared)} prompt tokens ({share}) begin alike and are computed once")
     if summary.samplings > 1:
         lines.append(f"{summary.samplings:,} different sampling parameters")
     return Text("\n".join(lines))
@@ -123,9 +117,7 @@ def _time(forecast: Forecast, width: int) -> RenderableType:
 def _ending(forecast: Forecast) -> RenderableType:
     plan = forecast.plan
     if plan is None or forecast.predicted_s is None:
-        left = forecast.summary.served - forecast.resumed
-        why = "no row can be served" if not forecast.summary.served else "" if left > 0 else "every row is done"
-        return Text(f"nothing to run: {why}" if why else "not planned")
+        return Text("not planned: a policy says how" if forecast.summary.served else "no row can be served")
     estimate = plan.estimate
     speed = f"{rate_or_count(estimate.tokens_per_s)} tokens/s"
     return Group(

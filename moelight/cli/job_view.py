@@ -67,7 +67,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
         # Rows on stdout are for programs: the table keeps out of their way.
         Console(stderr=options.output == STANDARD_OUTPUT).print(table.table())
     if result.first_error is not None:
-        bad = f"{result.failed} of {result.total} lines were not served"
+        bad = f"{result.failed:,} of {result.total:,} lines were not served"
         _print(f"{bad}; the first is line {result.first_error.line}: {result.first_error.message}")
     for trouble in result.troubles:
         _print(trouble)
@@ -334,8 +334,9 @@ class Bar(_View):
         rows = f"{counts.done:,}/{counts.total:,} rows" if counts.total else ""
         ending = "" if left is None else f"{about_text(left)} left"
         ending = "finishing" if counts.state == "finalizing" else ending
-        words = f"  {share_text(self._reached):>6}  {rows}  {ending}"
-        first = bar(self._reached, max(6, min(_BAR, width - len(words) - 1))).append(words)
+        reached = 1.0 if counts.state == "finalizing" else self._reached
+        words = f"  {share_text(reached):>6}  {rows}  {ending}"
+        first = bar(reached, max(6, min(_BAR, width - len(words) - 1))).append(words)
         elapsed = max(counts.elapsed_s, time.monotonic() - self._began_s)
         done, likely = self._tokens
         said = [f"{tokens_text(done)}/{tokens_text(likely)} tokens"]

@@ -82,8 +82,9 @@ def _read_config(path: Path) -> dict[str, object]:
 
 
 def _raised_by_lm_eval(error: BaseException) -> bool:
-    """Whether the harness itself refuses, so that what it says is for the user."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    """Whether the harness itself refuses, or a library that it asked, so that what is said is for the user."""
+    trace, callers = error.__traceback__, set()
+    while trace is not None:
+        callers.add(str(trace.tb_frame.f_globals.get("__name__")))
         trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "lm_eval"
+    return not any(name.startswith("moelight.") and name != __name__ for name in callers)

@@ -83,5 +83,8 @@ def test_rows_without_an_id_repeat_none(tmp_path: Path) -> None:
 
 def test_the_context_holds_a_prompt_and_a_token() -> None:
     check_length(CONTEXT - 1, CONTEXT)
+    check_length(CONTEXT + 1, CONTEXT, generates=False)
+    with pytest.raises(InputError):
+        check_length(CONTEXT + 2, CONTEXT, generates=False)
     with pytest.raises(InputError, match="100 tokens, the model's context is 100"):
         check_length(CONTEXT, CONTEXT)

@@ -81,8 +81,6 @@ FORECAST = Forecast(
     model="mixtral-8x7b",
     summary=SUMMARY,
     plan=PLAN,
-    resumed=500,
-    shared_prompt_tokens=400_000,
 )
 
 
@@ -101,12 +99,10 @@ def test_a_forecast_says_rows_problems_lengths_memory_and_time(width: int) -> No
         "10,000  rows",
         "9,000  /v1/chat/completions",
         "2  will be error rows",
-        "500  done by an earlier run",
         "9,001",
         "128 to 255",
         "1.23M prompt tokens",
         "at most 2.56M tokens to generate",
-        "400k prompt tokens (32 %) begin alike",
         "3 different sampling parameters",
         "50.0GiB of 64.0GiB, 78 %",
         "about 1 h 41 min at most",
@@ -129,5 +125,5 @@ def test_as_values_it_is_json() -> None:
 def test_where_nothing_can_run_it_says_so() -> None:
     only_bad = ScanSummary(rows=1, problems={"bad_json": Problem(count=1, first_line=1, message="no JSON")})
     forecast = Forecast(input="in", detected="lines", model="m", summary=only_bad)
-    assert "nothing to run: no row can be served" in drawn(forecast, 80)
+    assert "no row can be served" in drawn(forecast, 80)
     assert forecast.as_dict()["plan"] is None
