@@ -9,12 +9,14 @@ from typing import Any
 
 _SHOWN = 60
 _ABSENT = object()
+_NOTHING = (_ABSENT, None)
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, informative: Iterable[str] = ()) -> list[str]:
     """A line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``.
 
-    Nested objects are compared key by key. ``informative`` names dotted keys, or whole objects, that do not count.
+    Nested objects are compared key by key; an absent value and null are the same. ``informative`` names dotted keys, or
+    whole objects, that do not count.
     """
     silent = tuple(informative)
     old, new = dict(_flat(was)), dict(_flat(now))
@@ -22,6 +24,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, informative: 
         f"{key}: was {shown[0]}, is {shown[1]}"
         for key in dict.fromkeys([*new, *old])
         if (values := (old.get(key, _ABSENT), new.get(key, _ABSENT)))[0] != values[1]
+        and not (values[0] in _NOTHING and values[1] in _NOTHING)
         and not any(key == name or key.startswith(f"{name}.") for name in silent)
         and (shown := _shown(*values))
     ]

@@ -86,4 +86,6 @@ def _plain(value: object) -> Any:
         return list(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value  # type: ignore[call-overload]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: each for name, each in asdict(value).items() if each not in (None, False)}  # type: ignore[call-overload]
+    return value

@@ -35,6 +35,8 @@ from moelight.batch.summary import ScanSummary
 from moelight.batch.telling import files_that_tell
 from moelight.batch.watch import Watch
 from moelight.core.errors import InputError, MoelightError
+from moelight.core.request import SamplingParams
+from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import Stats
 from moelight.profiles.families import profile_from_dir
@@ -192,8 +194,10 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
         numbered=options.durability.order == "completion",
     ) as source:
         directory = resolve_model(options.model)
-        context = profile_from_dir(directory).max_positions
+        profile = profile_from_dir(directory)
+        context = profile.max_positions
         tokenizer = vocabulary.tokenizer = Tokenizer.from_dir(directory, chat_template=options.chat_template)
+        _check_defaults(options.sampling, tokenizer, profile.vocab_size)
         yield Prepared(
             source=source,
             tokenizer=tokenizer,
@@ -212,6 +216,15 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
                 },
             },
         )
+
+
+def _check_defaults(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """What the job asks of every row can be served; else each of a million would become an error row."""
+    for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
+        if token >= vocab_size:
+            raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
+    if sampling.structured_outputs is not None:
+        Constraints(tokenizer, vocab_size).check(sampling.structured_outputs)
 
 
 def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:

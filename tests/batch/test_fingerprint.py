@@ -89,7 +89,7 @@ def test_sampling_is_plain_and_whole() -> None:
     assert set(facts) == {each.name for each in dataclasses.fields(SamplingParams)}
     assert json.loads(json.dumps(facts)) == facts
     assert (facts["stop"], facts["logit_bias"]) == (["a", "b"], {"5": 1.0})
-    assert facts["structured_outputs"]["json"] == {"type": "object"}
+    assert facts["structured_outputs"] == {"json": {"type": "object"}}
 
 
 def test_of_a_policy_only_number_formats_count() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +27,7 @@ from moelight.batch.progress import Progress, Shown
 from moelight.core.adaptation import Adaptation
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
-from moelight.core.request import Completion, Request, SamplingParams
+from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.stats import Binding, LaneStats, Stats
@@ -598,3 +599,29 @@ def test_after_a_fault_the_status_says_so(fault: Exception, engine: StandIn, tmp
     with pytest.raises(type(fault)):
         run_job(JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "o.jsonl", status=status))
     assert json.loads(status.read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        ({"stop_token_ids": [9999]}, "token id 9999 is not below the vocabulary's 98"),
+        ({"logit_bias": {98: 1.0}}, "token id 98 is not below"),
+    ],
+)
+def test_what_no_row_could_be_served_with_is_refused_once(
+    sampling: dict[str, Any], said: str, engine: StandIn, tmp_path: Path
+) -> None:
+    path = prompts(tmp_path, {"prompt": "a"})
+    with pytest.raises(InputError, match=re.escape(said)):
+        run_job(JobOptions(prompts=path, output=tmp_path / "out.jsonl", sampling=SamplingParams(**sampling)))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_a_constraint_that_went_is_one_difference(engine: StandIn, tmp_path: Path) -> None:
+    given = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl", sampling=given)
+    run_job(options)
+    with pytest.raises(InputError) as refusal:
+        run_job(dataclasses.replace(options, sampling=SamplingParams()))
+    assert 'was another (sampling.structured_outputs.regex: was "a", is absent);' in str(refusal.value)

@@ -275,13 +275,13 @@ def test_another_job_is_refused_with_the_difference(outputs: Outputs) -> None:
 
 def test_differences() -> None:
     long = "x" * 100
-    was = {"a": {"b": 1, "c": [1, 2]}, "long": f"{long}1{long}", "gone": None, "kept": 1, "silent": {"x": 1}}
+    was = {"a": {"b": 1, "c": [1, 2]}, "long": f"{long}1{long}", "gone": 2, "null": None, "kept": 1, "silent": {"x": 1}}
     now = {"a": {"b": 1, "c": [1, 3]}, "long": f"{long}2{long}", "kept": 1, "silent": {"x": 2}, "new": True}
     assert differences(was, now, informative=["silent"]) == [
         "a.c: was [1, 2], is [1, 3]",
         f"long: was …{'x' * 10}1{'x' * 49}…, is …{'x' * 10}2{'x' * 49}…",
         "new: was absent, is true",
-        "gone: was null, is absent",
+        "gone: was 2, is absent",
     ]
 
 

@@ -84,7 +84,13 @@ def test_rows_without_an_id_repeat_none(tmp_path: Path) -> None:
 def test_the_context_holds_a_prompt_and_a_token() -> None:
     check_length(CONTEXT - 1, CONTEXT)
     check_length(CONTEXT + 1, CONTEXT, generates=False)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="102 tokens"):
         check_length(CONTEXT + 2, CONTEXT, generates=False)
     with pytest.raises(InputError, match="100 tokens, the model's context is 100"):
         check_length(CONTEXT, CONTEXT)
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context(tmp_path: Path) -> None:
+    scored = {"max_tokens": 0, "prompt_logprobs": 0}
+    found = scanned(tmp_path, {"prompt": "x" * 101, **scored}, {"prompt": "x" * 102, **scored}, {"prompt": "x" * 100})
+    assert (found.summary.served, found.summary.generated_tokens) == (1, 0)
