@@ -206,17 +206,23 @@ class Batcher:
         admission either what is left of the batch's prompts, or the whole batch decodes."""
         room = max(pass_tokens(self.policy), len(self._alive))
         static = self.policy.admission == "static"
-        decoding: list[Piece] = []
         prompts: list[Piece] = []
         if static:
             self._admit_batch()
         prefills = static and any(not generation.chosen for generation in self._alive)
-        for generation in self._alive:
-            if (prefills and generation.chosen) or self._prefixes.waiting(generation):
-                continue
-            count = min(generation.waiting_tokens, room)
-            (decoding if generation.chosen else prompts).append(_piece(generation, count))
-            room -= count
+        going = [
+            generation
+            for generation in self._alive
+            if not ((prefills and generation.chosen) or self._prefixes.waiting(generation))
+        ]
+        # Those that decode first: who waited for another's prompt may have much to compute, and was admitted earlier.
+        decoding = [_piece(generation, generation.waiting_tokens) for generation in going if generation.chosen]
+        room -= len(decoding)
+        for generation in going:
+            if not generation.chosen:
+                count = min(generation.waiting_tokens, room)
+                prompts.append(_piece(generation, count))
+                room -= count
         while not static and room > 0 and (admitted := self._admit()) is not None:
             if self._prefixes.waiting(admitted):
                 continue

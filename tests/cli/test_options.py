@@ -134,6 +134,7 @@ OPTIONS = {
     "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
     "profile": {"--device", "--output", "-o", "--quick", "--disk-dir"},
     "doctor": {"--model", "-m", "--json"},
+    "lm-eval": {"ARGUMENTS"},  # the harness's own
     "policy": set(),
     "policy check": {"FILE.moe", "--json"},
     "policy format": {"FILE.moe", "--write", "--check"},

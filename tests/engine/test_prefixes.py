@@ -188,6 +188,25 @@ def test_others_are_not_held_up_by_those_who_wait() -> None:
     assert second == set(range(20))
 
 
+def test_who_waited_leaves_room_for_those_who_decode() -> None:
+    """The third is admitted behind the second, which waits, and decodes when the second has more to compute than a pass
+    holds."""
+    policy = Policy(
+        model="m", batch_size=3, micro_batch_size=3, micro_batch_tokens=64, prompt_micro_batches=1, kv_block_size=BLOCK
+    )
+    batcher = Batcher(policy, BlockPool(20), discrete=False, prefix_caching=True)
+    first = tuple(range(33))
+    prompts = (first, (*first[:32], *range(100, 180)), (1, 2, 3, 4))
+    batcher.add([generation(index, prompt, 5) for index, prompt in enumerate(prompts)])
+    passes = []
+    while batcher.busy:
+        loads = batcher.next_pass()
+        pieces = [piece for load in loads for piece in load.pieces]
+        batcher.launched(loads)
+        passes.append([sum(p.count for p in pieces if p.generation.request.index == index) for index in range(3)])
+    assert passes[:3] == [[33, 0, 4], [1, 65, 1], [1, 15, 1]]
+
+
 def test_rows_of_which_each_goes_on_where_the_last_one_ends_do_not_queue() -> None:
     run = small()
     turns = tuple(range(20 * BLOCK + 1))
