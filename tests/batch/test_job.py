@@ -3,154 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
-import random
 import re
 import shutil
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moelight.batch import job, run_trace
+from moelight.batch import run_trace
 from moelight.batch.answering import LONGEST_SHOWN
 from moelight.batch.job import run_job
-from moelight.batch.options import Durability, JobOptions
+from moelight.batch.options import JobOptions
 from moelight.batch.output import whole_file
 from moelight.batch.planned import plan_job
-from moelight.batch.progress import Progress, Shown
-from moelight.core.adaptation import Adaptation
-from moelight.core.errors import BudgetError, CheckpointError, ConfigError, InputError, MoelightError
+from moelight.batch.progress import Progress
+from moelight.core.errors import CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
-from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
-from moelight.core.schedule import Lane, Task, TaskKind
-from moelight.core.timeline import Span, Timeline
-from moelight.observe.stats import Binding, LaneStats, Stats
-from moelight.profiles.families import profile_from_dir
+from moelight.core.request import SamplingParams
+from moelight.core.timeline import Timeline
+from moelight.observe.stats import Binding
 from moelight.profiles.workload import Workload
-
-DEMO = Path(job.__file__).parents[1] / "demo"
-
-
-class StandIn:
-    """An engine that answers in a shuffled order; a prompt of 21 to 399 tokens is more than it can serve."""
-
-    def __init__(self) -> None:
-        self.plan: SimpleNamespace | None = SimpleNamespace(why="because the test says so")
-        self.policy = Policy(model="demo", batch_size=2, micro_batch_size=2, kv_tokens=64)
-        self.profile = profile_from_dir(DEMO)
-        self.progress_tokens = 0
-        self.timeline: Timeline | None = None
-        self.binding: Binding | None = Binding(lane=Lane.CPU, share=0.5)
-        self.requests: list[Request] = []
-        self.workload: Workload | None = None
-        self.fault: Exception | None = None
-        self.fault_after = 0
-        self.lost = 0
-        self.closed = False
-        self.expert_stats = None
-        self.kv_usage = 0.5
-
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.closed = True
-
-    def check(self, request: Request) -> None:
-        if 20 < len(request.token_ids) < 400:
-            raise InputError("longer than 20 tokens", code="context_length_exceeded")
-
-    def run(
-        self, requests: Iterable[Request], *, on_pass: Callable[[], None], until: Callable[[], bool]
-    ) -> Iterator[Completion]:
-        self.requests = list(requests)
-        order = list(self.requests)
-        random.Random(5).shuffle(order)
-        for answered, request in enumerate(order[self.lost :]):
-            if self.fault is not None and answered == self.fault_after:
-                raise self.fault
-            task = Task(kind=TaskKind.SAMPLE, lane=Lane.CPU)
-            self.timeline = Timeline(spans=(Span(task=task, start_s=1.0, end_s=2.0),))
-            self.progress_tokens += 2
-            on_pass()
-            yield Completion(
-                index=request.index,
-                text=f"answer {request.index}",
-                token_ids=(1, 2),
-                finish_reason="stop",
-                prompt_tokens=len(request.token_ids),
-            )
-            if until():
-                return
-
-    @property
-    def adaptations(self) -> tuple[Adaptation, ...]:
-        """One change after the third pass, another one after the sixth."""
-        fields = {"before": {"batch_size": 2}, "now": {"batch_size": 4}, "predicted_gain": 0.1}
-        made = [Adaptation(after_pass=at, reason=f"r{at}", **fields) for at in (3, 6)]  # type: ignore[arg-type]
-        return tuple(change for change in made if self.progress_tokens >= 2 * change.after_pass)
-
-    @property
-    def stats(self) -> Stats:
-        return Stats(
-            wall_s=2.0,
-            load_s=1.0,
-            prompt_tokens=5,
-            completion_tokens=self.progress_tokens,
-            passes=3,
-            peak_rss_bytes=7,
-            lanes={Lane.CPU: LaneStats(busy_s=1.5, bytes=0, tasks=4)},
-        )
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in = StandIn()
-
-    def plan_job(options: JobOptions, workload: Workload) -> SimpleNamespace:
-        stand_in.workload = workload
-        return SimpleNamespace(plan=None, why="because the test says so", workload=workload, load=lambda _: stand_in)
-
-    monkeypatch.setattr(job, "plan_job", plan_job)
-    return stand_in
-
-
-class Heard(Progress):
-    def __init__(self) -> None:
-        self.why = ""
-        self.told: list[tuple[int, int]] = []
-        self.bound: list[Binding | None] = []
-        self.rows: list[Shown] = []
-        self.changes: list[str] = []
-
-    def adapted(self, why: str) -> None:
-        self.changes.append(why)
-
-    def planned(self, why: str) -> None:
-        self.why = why
-
-    def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-        self.told.append((done, expected))
-        self.bound.append(binding)
-
-    def row(self, shown: Shown) -> None:
-        self.rows.append(shown)
-
-
-def prompts(tmp_path: Path, *lines: object) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.batch.playing import DEMO, Heard, StandIn, prompts, rows
 
 
 def test_rows_in_the_order_of_the_input(engine: StandIn, tmp_path: Path) -> None:
@@ -325,94 +201,6 @@ def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:
     assert len(heard.rows[0].prompt) == LONGEST_SHOWN
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        BudgetError("too small", tier="host", needed_bytes=1),
-        CheckpointError("torn"),
-        OSError("weights"),
-        KeyboardInterrupt(),
-    ],
-    ids=repr,
-)
-def test_after_a_fault_the_same_command_goes_on(fault: Any, engine: StandIn, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    options = JobOptions(prompts=prompts(tmp_path, *({"prompt": "a"} for _ in range(9))), output=out)
-    engine.fault, engine.fault_after = fault, 4
-    with pytest.raises(type(fault)):
-        run_job(options)
-    assert engine.closed and [request.index for request in engine.requests] == list(range(9))
-    before = rows(out)
-    engine.fault = None
-    result = run_job(options)
-    assert (result.state, result.completed, result.failed) == ("done", 9, 0)
-    assert len(engine.requests) == 5, "four were answered before the fault"
-    assert rows(out)[: len(before)] == before and len(rows(out)) == 9
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.journal", "prompts.jsonl"]
-
-
-def test_an_output_without_a_journal_is_not_touched(engine: StandIn, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text("earlier")
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=out)
-    with pytest.raises(InputError, match="--restart"):
-        run_job(options)
-    assert out.read_text() == "earlier" and engine.workload is None
-    again = dataclasses.replace(options, durability=Durability(restart=True))
-    assert run_job(again).completed == 1 and rows(out)[0]["text"] == "answer 0"
-
-
-def test_a_complete_output_needs_no_model(engine: StandIn, tmp_path: Path) -> None:
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}, "{"), output=tmp_path / "out.jsonl")
-    run_job(options)
-    engine.workload = None
-    result = run_job(options)
-    assert (result.state, result.completed, result.failed, engine.workload) == ("done before", 1, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"sampling": SamplingParams(max_tokens=9)}, "sampling.max_tokens: was 256, is 9"),
-        ({"policy": Policy(model="demo", weight_dtype="bfloat16")}, "numbers.weight_dtype"),
-        ({"token_ids": True}, "rows.token_ids"),
-        ({"prompts": "other"}, "prompts.digest"),
-        ({"model": "other"}, "model.tokenizer"),
-    ],
-)
-def test_another_job_is_refused_with_the_difference(
-    changed: dict[str, Any], said: str, engine: StandIn, tmp_path: Path
-) -> None:
-    path = prompts(tmp_path, {"prompt": "a"})
-    options = JobOptions(prompts=path, output=tmp_path / "out.jsonl")
-    run_job(options)
-    if "prompts" in changed:
-        changed = {"prompts": path.with_name("other.jsonl")}
-        changed["prompts"].write_text('{"prompt": "b"}\n')
-    if "model" in changed:
-        changed = {"model": str(tmp_path / "model")}
-        shutil.copytree(DEMO, changed["model"])
-        (tmp_path / "model" / "tokenizer_config.json").unlink()
-    other = dataclasses.replace(options, **changed)
-    with pytest.raises(InputError, match=said) as refusal:
-        run_job(other)
-    assert "--allow-changed" in str(refusal.value) and "--restart" in str(refusal.value)
-    allowed = dataclasses.replace(other, durability=Durability(allow_changed=True))
-    assert run_job(allowed).completed == 1
-
-
-def test_asked_to_end_it_keeps_what_is_finished(engine: StandIn, tmp_path: Path) -> None:
-    class Asking(Progress):
-        def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-            if done == 6:
-                signal.raise_signal(signal.SIGINT)
-
-    options = JobOptions(prompts=prompts(tmp_path, *({"prompt": "a"} for _ in range(9))), output=tmp_path / "out.jsonl")
-    result = run_job(options, progress=Asking())
-    assert (result.state, result.completed, result.total) == ("interrupted", 3, 9)
-    assert run_job(options).completed == 9
-
-
 def test_rows_of_several_prompts_and_samples_are_one_line(engine: StandIn, tmp_path: Path) -> None:
     body = {"model": "demo", "prompt": ["a", "b"], "n": 1}
     line = {"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": body}
@@ -501,104 +289,10 @@ def test_what_the_engine_refuses_is_expected_no_longer(engine: StandIn, tmp_path
     assert heard.told == [(2, 10)]
 
 
-def refuse_to_plan(*_: object) -> None:
-    raise BudgetError("too small", tier="host", needed_bytes=1)
-
-
-@pytest.mark.parametrize("atomic", [False, True])
-def test_refused_before_any_row_nothing_is_left(
-    atomic: bool, engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = prompts(tmp_path, {"prompt": "a"})
-    found = tmp_path / "errors.jsonl"  # it was here, as a temporary file that a shell made would be
-    found.touch()
-    options = JobOptions(
-        prompts=path, output=tmp_path / "out.jsonl", error_file=found, durability=Durability(atomic=atomic)
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(job, "plan_job", refuse_to_plan)
-        with pytest.raises(BudgetError):
-            run_job(options)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["errors.jsonl", "prompts.jsonl"]
-    other = dataclasses.replace(options, sampling=SamplingParams(max_tokens=9), durability=Durability())
-    assert run_job(other).completed == 1
-
-
-def test_a_restart_that_is_refused_throws_nothing_away(
-    engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl")
-    run_job(options)
-    with monkeypatch.context() as patched:
-        patched.setattr(job, "plan_job", refuse_to_plan)
-        with pytest.raises(BudgetError):
-            run_job(dataclasses.replace(options, durability=Durability(restart=True)))
-    assert rows(tmp_path / "out.jsonl") and run_job(options).state == "done before"
-
-
-def test_a_job_without_a_row_binds_nobody(engine: StandIn, tmp_path: Path) -> None:
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"}), output=tmp_path / "out.jsonl")
-    engine.fault = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        run_job(options)
-    assert (tmp_path / "out.jsonl.journal").exists()
-    engine.fault = None
-    prompts(tmp_path, {"prompt": "c"})
-    errors = tmp_path / "errors.jsonl"
-    other = dataclasses.replace(
-        options,
-        sampling=SamplingParams(max_tokens=9),
-        error_file=errors,
-        durability=Durability(order="completion"),
-    )
-    assert run_job(other).completed == 1 and errors.read_bytes() == b""
-    with pytest.raises(InputError, match="was begun otherwise"):
-        run_job(options)
-
-
-def test_an_atomic_job_without_a_row_still_keeps_what_it_would_replace(engine: StandIn, tmp_path: Path) -> None:
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl")
-    run_job(options)
-    before = rows(tmp_path / "out.jsonl")
-    engine.fault = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        run_job(dataclasses.replace(options, durability=Durability(restart=True, atomic=True)))
-    with pytest.raises(InputError, match="was begun otherwise"):
-        run_job(options)
-    assert rows(tmp_path / "out.jsonl") == before
-
-
 def test_rows_in_a_file_and_errors_in_a_pipe_do_not_mix(engine: StandIn, tmp_path: Path) -> None:
     options = JobOptions(prompts=prompts(tmp_path, "{"), output=tmp_path / "out.jsonl", error_file=Path("/dev/null"))
     with pytest.raises(InputError, match="error file /dev/null: is a pipe or device"):
         run_job(options)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ended_while_the_input_is_read_the_status_says_so(
-    number: signal.Signals, engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ended(*_: object, **__: object) -> None:
-        signal.raise_signal(number)
-
-    status = tmp_path / "status.json"
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl", status=status)
-    with monkeypatch.context() as patched:
-        patched.setattr(job, "scan", ended)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(options)
-    assert json.loads(status.read_text())["status"] == "cancelled"
-    assert run_job(options).completed == 1
-    assert json.loads(status.read_text())["status"] == "completed"
-
-
-@pytest.mark.parametrize("fault", [BudgetError("too small", tier="host", needed_bytes=1), OSError("weights")], ids=repr)
-def test_after_a_fault_the_status_says_so(fault: Exception, engine: StandIn, tmp_path: Path) -> None:
-    status = tmp_path / "status.json"
-    engine.fault = fault
-    with pytest.raises(type(fault)):
-        run_job(JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "o.jsonl", status=status))
-    assert json.loads(status.read_text())["status"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -616,12 +310,3 @@ def test_what_no_row_could_be_served_with_is_refused_once(
     with pytest.raises(InputError, match=re.escape(said)):
         run_job(JobOptions(prompts=path, output=tmp_path / "out.jsonl", sampling=SamplingParams(**sampling)))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["prompts.jsonl"]
-
-
-def test_a_constraint_that_went_is_one_difference(engine: StandIn, tmp_path: Path) -> None:
-    given = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl", sampling=given)
-    run_job(options)
-    with pytest.raises(InputError) as refusal:
-        run_job(dataclasses.replace(options, sampling=SamplingParams()))
-    assert 'was another (sampling.structured_outputs.regex: was "a", is absent);' in str(refusal.value)
