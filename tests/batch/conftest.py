@@ -1,7 +1,9 @@
-"""The engine that jobs of this room are given."""
+"""The engine that jobs of this room are given, and signals as a terminal gives them."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -22,3 +24,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
     monkeypatch.setattr(job, "plan_job", plan_job)
     return stand_in
+
+
+@pytest.fixture(autouse=True)
+def signals_of_a_terminal() -> Iterator[None]:
+    """A shell starts what runs in its background with SIGINT ignored, and a job respects that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
