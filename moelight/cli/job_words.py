@@ -50,7 +50,8 @@ def start_line(start: JobStart) -> str:
     beside = [f"{start.refused:,} with errors"] if start.refused else []
     beside += [f"{start.resumed:,} done before"] if start.resumed else []
     read = [start.detected] if start.detected else []
-    read.append(f"{start.total:,} rows" + (f" ({', '.join(beside)})" if beside else ""))
+    rows = "1 row" if start.total == 1 else f"{start.total:,} rows"
+    read.append(rows + (f" ({', '.join(beside)})" if beside else ""))
     if start.prompt_tokens:
         read.append(f"{tokens_text(start.prompt_tokens)} prompt tokens")
     if start.expected_tokens:
