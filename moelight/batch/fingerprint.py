@@ -32,7 +32,7 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 def model_facts(directory: Path) -> dict[str, str]:
     """Digests of the model's config, of what turns text into tokens, and of its weights, of which a sample is read:
-    64 KiB at 32 places of each file, which no training leaves as they were.
+    64 KiB at 32 places of each file. Training that leaves most tensors as they were may go unseen.
 
     Raises:
         CheckpointError: a file cannot be read.
