@@ -7,7 +7,7 @@ the cost of launching (``lanes``, ``acts``). Works on one policy or on arrays of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
-from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of, static_passes_of
+from moelight.hrm.job import KINDS, Passes, cached_sequences, decode_pass, passes_of, static_passes_of
 from moelight.hrm.lanes import Homes, PassCost, pass_cost
 from moelight.hrm.orders import pass_s, routed_only
 from moelight.hrm.placement import Placement, place
@@ -91,14 +91,14 @@ def estimate(
 ) -> Estimate:
     """The estimate of one resolved policy."""
     acts, homes = acts_of(model, policy, speeds, dtype), homes_of(place(model, policy), policy)
-    kinds_of = static_passes_of if policy.admission == "static" else passes_of
-    kinds = kinds_of(workload, policy.batch_size, riding_tokens(policy))
+    kinds = kinds_of(model, workload, policy)
     phases = tuple(
-        _phase(acts, policy, homes, name, kinds.kind(index))
+        _phase(acts, workload, policy, homes, name, kinds.kind(index))
         for index, name in enumerate(KINDS)
         if kinds.count[index] > 0
     )
-    steady = _phase(acts, policy, homes, "decode", decode_pass(workload, policy.batch_size))
+    alive = decode_pass(workload, alive_of(model, workload, policy))
+    steady = _phase(acts, workload, policy, homes, "decode", alive)
     total_s = sum(phase.passes * phase.seconds for phase in phases)
     busy: dict[str, float] = {}
     for phase in phases:
@@ -115,26 +115,94 @@ def estimate(
     )
 
 
+def alive_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
+    """Sequences that are alive at a time: at most N, all requests, and as many as the cache holds (one at least)."""
+    held = cached_sequences(workload, sizes.kv_tokens, sizes.kv_block_size, model.max_positions)
+    return np.minimum(np.minimum(sizes.batch_size, workload.num_requests), np.maximum(held, 1))
+
+
+def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
+    """The kinds of passes that serve ``workload`` under a policy, or under many candidates."""
+    of = static_passes_of if sizes.admission == "static" else passes_of
+    return of(workload, alive_of(model, workload, sizes), riding_tokens(sizes))
+
+
 def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes) -> Any:
-    """Seconds of the whole job for many candidates at once; ``sizes`` and ``homes`` hold arrays."""
-    kinds = passes_of(workload, sizes.batch_size, riding_tokens(sizes))
-    return np.sum(kinds.count * pass_s(order, cost_of(acts, kinds, homes, sizes, order)), axis=0)
+    """Seconds of the whole job for many candidates at once; ``sizes`` and ``homes`` hold arrays of one length, or
+    numbers. Kinds of passes that a candidate does not have are not priced."""
+    kinds = kinds_of(acts.model, workload, sizes)
+    count = np.atleast_2d(kinds.count.T).T
+    kind, candidate = np.nonzero(count)
+
+    def each(values: Any) -> Any:
+        return values if np.ndim(values) == 0 else values[candidate]
+
+    def taken(values: Any) -> Any:
+        return np.atleast_2d(values.T).T[kind, candidate]
+
+    some = replace(
+        kinds, **{name: taken(getattr(kinds, name)) for name in ("count", "decode_tokens", "prompt_tokens")}
+    )
+    alive = np.asarray(alive_of(acts.model, workload, sizes), dtype=float)
+    cost = _cost(
+        acts,
+        some,
+        Homes(**{name: each(getattr(homes, name)) for name in Homes.__dataclass_fields__}),
+        order=order,
+        alive=each(alive),
+        batches=each(np.ceil(alive / sizes.micro_batch_size)),
+        most=each(np.asarray(sizes.micro_batch_tokens, dtype=float)),
+        look_ahead=each(sizes.look_ahead),
+    )
+    total = np.bincount(candidate, weights=some.count * pass_s(order, cost), minlength=count.shape[1])
+    return total.reshape(kinds.count.shape[1:])[()]
 
 
-def cost_of(acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str) -> PassCost:
-    """The work of one pass of each of ``kinds`` under a policy, or under many candidates."""
-    alive = np.asarray(sizes.batch_size, dtype=float)
-    tokens, most = kinds.decode_tokens + kinds.prompt_tokens, np.asarray(sizes.micro_batch_tokens, dtype=float)
+def cost_of(
+    acts: Acts, workload: Workload, kinds: Passes, homes: Homes, sizes: Sizes, order: str, *, streams: bool | None = None
+) -> PassCost:
+    """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are taken to move; by default
+    where ``homes`` have some that do. Affine in ``homes`` where it is given."""
+    alive = np.asarray(alive_of(acts.model, workload, sizes), dtype=float)
+    return _cost(
+        acts,
+        kinds,
+        homes,
+        order=order,
+        alive=alive,
+        batches=np.ceil(alive / sizes.micro_batch_size),
+        most=np.asarray(sizes.micro_batch_tokens, dtype=float),
+        look_ahead=sizes.look_ahead,
+        streams=streams,
+    )
+
+
+def _cost(
+    acts: Acts,
+    kinds: Passes,
+    homes: Homes,
+    *,
+    order: str,
+    alive: Any,
+    batches: Any,
+    most: Any,
+    look_ahead: Any,
+    streams: bool | None = None,
+) -> PassCost:
+    """``pass_cost`` in ``order``. Where no page moves, no lane waits for the routers (``streams``)."""
+    routed = routed_only(acts.model, order, kinds.decode_tokens + kinds.prompt_tokens, most)
+    moving = np.asarray(homes.from_host + homes.from_disk) > 0 if streams is None else streams
     return pass_cost(
         acts,
         kinds,
         homes,
         alive=alive,
-        batches=np.ceil(alive / sizes.micro_batch_size),
+        batches=batches,
         prompt_tokens=most,
         whole=order in WHOLE_EXPERTS,
-        look_ahead=sizes.look_ahead,
-        routed_only=routed_only(acts.model, order, tokens, most),
+        look_ahead=look_ahead,
+        routed_only=routed,
+        apart=np.where(routed & moving, 1.0, 0.0),
     )
 
 
@@ -146,8 +214,8 @@ def flops_per_token(model: ModelProfile) -> float:
     return 2.0 * (dense + model.num_moe_layers * model.router.top_k * costs.page_elements(model))
 
 
-def _phase(acts: Acts, policy: Policy, homes: Homes, name: str, kind: Passes) -> Phase:
-    cost = cost_of(acts, kind, homes, policy, policy.schedule)
+def _phase(acts: Acts, workload: Workload, policy: Policy, homes: Homes, name: str, kind: Passes) -> Phase:
+    cost = cost_of(acts, workload, kind, homes, policy, policy.schedule)
     return Phase(
         name=name,
         passes=float(kind.count),

@@ -54,6 +54,25 @@ def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float
     )
 
 
+def cache_tokens(workload: Workload, sequences: Any, block_size: int, context: int) -> Any:
+    """Tokens of cache that ``sequences`` need at a time: each the average length of ``workload`` and a block that is not
+    quite full, and all together room for the longest one. ``context`` is the most tokens that a sequence may have."""
+    average, longest = _lengths(workload, context)
+    return np.maximum(sequences * average, longest) + block_size * sequences
+
+
+def cached_sequences(workload: Workload, tokens: Any, block_size: int, context: int) -> Any:
+    """The most sequences whose `cache_tokens` are at most ``tokens``; 0 where not even the longest one fits."""
+    average, longest = _lengths(workload, context)
+    return np.maximum(np.minimum(tokens // (average + block_size), (tokens - longest) // block_size), 0)
+
+
+def _lengths(workload: Workload, context: int) -> tuple[int, int]:
+    """Tokens of an average sequence and of the longest one, at their end."""
+    average, longest = (length + workload.gen_len for length in (workload.prompt_len, workload.max_prompt_len))
+    return min(average, context), min(longest, context)
+
+
 def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
     """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` sequences alive, and R = ``riding``.
 
@@ -183,6 +202,30 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tupl
     bounds = _chosen(fast.cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
     single = (least == most) & (np.asarray(few) == np.asarray(many))
     return _chosen(single, passes_of(workload, most, many), bounds)
+
+
+def bounding_static_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> Passes:
+    """`bounding_passes` of `static_passes_of`: prompts at the rate of passes as full as any may be, decode passes as
+    few as the most sequences need, each of the fewest. One single candidate is exact."""
+    requests, more = workload.num_requests, workload.gen_len - 1.0
+    least, most = (np.asarray(bound, dtype=float) for bound in sequences)
+    waves = np.floor(requests / most)
+    alike = np.floor(requests / least) == waves
+    rest = np.where(alike, np.maximum(requests - waves * most, 0.0), 0.0)
+    fullest = np.minimum(np.asarray(riding[1], dtype=float) + most, most * workload.prompt_len)
+    nothing = np.zeros_like(least)
+    none = (nothing, nothing, nothing)
+    rows = (
+        (requests * workload.prompt_len / fullest, nothing, fullest),
+        none,
+        (np.where(alike, waves, requests / most) * more, least, nothing),
+        none,
+        none,
+        (np.where(rest > 0, more, 0.0), rest, nothing),
+        none,
+    )
+    single = (least == most) & (np.asarray(riding[0]) == np.asarray(riding[1]))
+    return _chosen(single, static_passes_of(workload, most, riding[1]), _stacked(workload, rows))
 
 
 def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:

@@ -52,7 +52,7 @@ class PassCost:
         experts: device work of experts that run once over the whole pass.
         pages: what the streamed pages take of every lane they pass.
         link_waits: how long the link stands still for the CPU's experts, whose results cross in their turn.
-        beside_link: how much longer work in host memory takes while the link reads there too and gets its share first.
+        link_reads: seconds of host memory's bandwidth that streamed pages take while they cross the link.
         look_ahead: as in `Policy`.
         apart: 1 where only routed pages move, so that links and compute take turns; else 0.
         share: of the streamed pages that move: those that somebody is expected to be routed to, where only they do.
@@ -70,7 +70,7 @@ class PassCost:
     experts: Any
     pages: tuple[Any, ...]
     link_waits: Any = 0.0
-    beside_link: float = 1.0
+    link_reads: Any = 0.0
     look_ahead: Any = 2
     apart: Any = 0.0
     share: Any = 1.0
@@ -97,6 +97,7 @@ def pass_cost(
     whole: bool,
     look_ahead: Any = 2,
     routed_only: Any = False,
+    apart: Any = None,
 ) -> PassCost:
     """The work of one pass of ``kind``.
 
@@ -106,19 +107,21 @@ def pass_cost(
         whole: experts run once over the whole pass, not once per micro-batch.
         look_ahead: as in `Policy`; without a GPU no micro-batch is ever elsewhere.
         routed_only: pages that nobody is routed to do not move.
+        apart: as in `PassCost`; by default wherever only routed pages move.
     """
     met = costs.distinct_experts(acts.model, kind.decode_tokens + kind.prompt_tokens)
     share = np.where(routed_only, met / acts.model.experts.num_experts, 1.0)
+    apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
     if acts.discrete:
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / alive))
         fresh = np.maximum(batches * kind.prompts / alive, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
         beside = _beside_a_gpu(acts, kind, homes, decode, prompts, whole, share)
-        return replace(beside, apart=np.where(routed_only, 1.0, 0.0), look_ahead=look_ahead)
+        return replace(beside, apart=apart, look_ahead=look_ahead)
     rows = kind.decode_tokens + kind.prompts
     tokens = kind.decode_tokens + kind.prompt_tokens
     together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / alive), tokens / prompt_tokens))
-    return replace(_on_the_cpu(acts, kind, homes, together, whole, share), apart=np.where(routed_only, 1.0, 0.0))
+    return replace(_on_the_cpu(acts, kind, homes, together, whole, share), apart=apart)
 
 
 def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole: bool, share: Any) -> PassCost:
@@ -208,7 +211,7 @@ def _beside_a_gpu(
         share=share,
         crossing=pages[0],
         link_waits=host.cpu_s,
-        beside_link=1.0 / (1.0 - min(speeds.h2d / speeds.dram, 0.5)),
+        link_reads=share * (homes.from_host + homes.from_disk) * acts.page_bytes() / speeds.dram,
     )
 
 

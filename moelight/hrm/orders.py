@@ -94,10 +94,11 @@ def serial(cost: PassCost) -> list[Any]:
 
 def module(cost: PassCost) -> list[Any]:
     """Experts once over the whole pass: they wait for all attention of their layer, which waits for them; meanwhile
-    the next layer's pages cross, but no contexts."""
+    the next layer's pages cross, but no contexts. At worst all pages cross beside attention, whose reads of host memory
+    wait for theirs: however fast the link is, it takes no more of host memory than the pages' bytes."""
     if "device" not in cost.lanes:
         return _overlapped(cost)
-    attended = cost.lanes["cpu"] * cost.beside_link + cost.waits["cpu"]
+    attended = cost.lanes["cpu"] + cost.link_reads + cost.waits["cpu"]
     return [*_overlapped(cost), attended + cost.experts, cost.count * cost.up + cost.experts]
 
 

@@ -1,51 +1,70 @@
-"""Proof of how good any policy can be: branch and bound over boxes of N and numbers of micro-batches.
+"""Proof of how good any policy can be: branch and bound over boxes of everything that a policy may say.
 
-A box is priced with the best of everything in it: passes that are fewer and carry less than those of any N in it
-(`bounding_passes`), weights read for its fewest micro-batches, a pipeline filled as by its most, memory as its smallest
-candidate leaves it, pages computed and cached wherever that is best, on a machine where more work never takes less time
-or is done at a lower rate. So no policy in the box is faster. Boxes that cannot beat the best known policy are dropped,
-the others are cut in two along their longest side, until what is left is within the gap or the boxes run out.
+A box is a range of N, of numbers of micro-batches, of tokens in a prompt micro-batch, of tokens of prompts that ride in
+a pass, of pages for the CPU and of the cache's share of the device. It is priced with the best of everything in it:
+passes that are fewer and carry less than those of any N in it (`bounding_passes`), weights read for its fewest
+micro-batches, a pipeline filled as by its most, memory as its smallest candidate leaves it, pages computed and cached
+wherever that is best, no page moved that nobody is routed to and no wait for that, on a machine where more work never
+takes less time or is done at a lower rate. So no policy in the box is faster, whatever its order of work: cgopipe takes
+no longer than any other but ``module``. The cache has the smallest blocks, homes are pinned and micro-batches look ahead
+as far as they may, unless they are fixed otherwise: nothing of that ever takes longer. Both ways of admission have boxes
+of their own.
+
+Boxes that cannot beat the best known policy are dropped, the others are cut in two along the side that has raised bounds
+the most so far for its length, until what is left is within the gap or the boxes run out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from moelight.core.policy import MOST_LOOK_AHEAD
 from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
-from moelight.hrm.job import bounding_passes
+from moelight.hrm.job import bounding_passes, bounding_static_passes
 from moelight.hrm.lanes import NO_DISK_BYTES_PER_S, Homes, PassCost, pass_cost
-from moelight.hrm.orders import pass_s, routed_only
+from moelight.hrm.orders import ROUTED_ORDERS, pass_s
 from moelight.hrm.speeds import at_best
 from moelight.optimizer.homes import Room, Wanted, fill, room_of
-from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Cells, Problem, Setting, cells, kv_tokens, settings
+from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells, kv_tokens, settings
 
 GAP = 0.01
 EXACT = 1e-7
 SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
-MOST_BOXES = 28_000
+MOST_BOXES = 24_000
+TRIED = 60  # boxes of a setting that are cut along every side first
+FORGET = 0.7
+BOUNDING = ("cgopipe", "module")  # no other order takes less than the first of them, whichever pages move
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Boxes:
-    """N from ``n0`` to ``n1``, micro-batches from ``b0`` to ``b1``, prompt tokens ``t``, pages computed by the CPU from
-    ``c0`` to ``c1`` and the share of the cache on the device from ``k0`` to ``k1``: arrays of one length."""
+    """N from ``n0`` to ``n1``, micro-batches from ``b0`` to ``b1``, tokens of a prompt micro-batch from ``t0`` to
+    ``t1``, of all that ride in a pass from ``r0`` to ``r1``, pages computed by the CPU from ``c0`` to ``c1`` and the
+    share of the cache on the device from ``k0`` to ``k1``: arrays of one length. ``before_s`` is the bound of the box
+    that each was cut from, along ``side``."""
 
     n0: Any
     n1: Any
     b0: Any
     b1: Any
-    t: Any
+    t0: Any
+    t1: Any
+    r0: Any
+    r1: Any
     c0: Any
     c1: Any
     k0: Any
     k1: Any
+    before_s: Any = field(default=None)
+    side: Any = field(default=None)
 
     def at(self, index: Any) -> _Boxes:
         return _Boxes(**{name: getattr(self, name)[index] for name in _FIELDS})
@@ -54,14 +73,15 @@ class _Boxes:
         return len(self.n0)
 
 
-_FIELDS = ("n0", "n1", "b0", "b1", "t", "c0", "c1", "k0", "k1")
+_SIDES = (("n0", "n1"), ("b0", "b1"), ("t0", "t1"), ("r0", "r1"), ("c0", "c1"), ("k0", "k1"))
+_FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side")
 
 
 def least_seconds(problem: Problem, known_s: float) -> float:
     """No policy does the job in less; ``known_s`` is what the best known one takes. Within `GAP` of it where the boxes
     suffice; they go to the settings that hold the bound down."""
     goal_s, left = known_s * (1 - GAP), MOST_BOXES
-    fronts = [_Front.of(problem, setting, goal_s) for setting in settings(problem)]
+    fronts = [_Front.of(problem, setting, goal_s) for setting in _bounding(problem)]
     while left > 0:
         front = min(fronts, key=lambda front: front.least_s)
         if not len(front.waiting):
@@ -70,9 +90,14 @@ def least_seconds(problem: Problem, known_s: float) -> float:
     return min([goal_s, *(front.least_s for front in fronts)])
 
 
+def _bounding(problem: Problem) -> Iterator[Setting]:
+    """The settings whose boxes hold every policy."""
+    return (setting for setting in settings(problem) if setting.order in BOUNDING or "schedule" in problem.fixed)
+
+
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cells]:
     """The single candidates for sizes that some homes of pages might make faster than ``known_s``, most promising
-    first. Complete where the boxes suffice."""
+    first. Complete where the boxes suffice, and prompt micro-batches are fixed."""
     found: list[tuple[float, Cells]] = []
     for setting in settings(problem):
         front, left = _Front.of(problem, setting, known_s * (1 - EXACT)), most_boxes
@@ -80,11 +105,14 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cell
             left -= front.advance()
         boxes, bounds = _joined(front.whole, front.waiting), np.concatenate([front.whole_s, front.waiting_s])
         order = np.argsort(bounds, kind="stable")
-        _, first = np.unique(np.stack([boxes.n1, boxes.b1, boxes.t])[:, order], axis=1, return_index=True)
+        sizes = np.stack([boxes.n1, boxes.b1, boxes.t1, boxes.r1])[:, order]
+        _, first = np.unique(sizes, axis=1, return_index=True)
         mu, tokens = _micro_batches(problem, boxes)
         for index in order[np.sort(first)]:
             size, part, most = (int(values[index]) for values in (boxes.n1, mu[0], tokens[0]))
-            found.append((float(bounds[index]), cells(problem, setting, np.int64(size), part, most)))
+            rides = max(1, int(boxes.r1[index] // most))
+            cell = cells(problem, setting, np.int64(size), np.int64(part), np.int64(most), np.int64(rides))
+            found.append((float(bounds[index]), cell))
     return [cell for _, cell in sorted(found, key=lambda item: item[0])]
 
 
@@ -100,13 +128,14 @@ class _Front:
     waiting_s: Any
     whole: _Boxes
     whole_s: Any
+    raised: Any  # by how much a cut raised the bound so far, as a share of it for the length of each side
 
     @classmethod
     def of(cls, problem: Problem, setting: Setting, goal_s: float) -> _Front:
         """All there is."""
         setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
         boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
-        return cls(
+        front = cls(
             problem=problem,
             setting=setting,
             goal_s=goal_s,
@@ -114,7 +143,12 @@ class _Front:
             waiting_s=bounds,
             whole=boxes.at([]),
             whole_s=bounds[:0],
+            raised=np.full(len(_SIDES), np.nan),
         )
+        lowest = np.argsort(bounds, kind="stable")[:TRIED]
+        for side in range(len(_SIDES)):
+            front._cut(boxes.at(lowest), bounds[lowest], np.full(len(lowest), side))
+        return front
 
     @property
     def least_s(self) -> float:
@@ -125,15 +159,30 @@ class _Front:
         """Cut the boxes with the lowest bounds, so that the least of them rises fastest; how many came of it."""
         order = np.argsort(self.waiting_s, kind="stable")
         first, rest = order[:AT_ONCE], order[AT_ONCE:]
-        longest = _longest_side(self.problem, self.waiting.at(first))
-        done = first[longest < 0]
+        lengths = _lengths(self.problem, self.waiting.at(first))
+        worth = lengths * np.nan_to_num(np.maximum(self.raised, 1e-3), nan=1.0)[:, None]
+        side = np.where(np.max(lengths, axis=0) > 0, np.argmax(worth, axis=0), -1)
+        done, cut = first[side < 0], first[side >= 0]
         self.whole = _joined(self.whole, self.waiting.at(done))
         self.whole_s = np.concatenate([self.whole_s, self.waiting_s[done]])
-        cut = _cut(self.problem, self.waiting.at(first[longest >= 0]), longest[longest >= 0])
-        boxes, seconds = _open(self.problem, self.setting, cut, self.goal_s)
-        self.waiting = _joined(self.waiting.at(rest), boxes)
-        self.waiting_s = np.concatenate([self.waiting_s[rest], seconds])
-        return len(cut)
+        boxes, seconds = self._cut(self.waiting.at(cut), self.waiting_s[cut], side[side >= 0])
+        count, index = len(boxes), np.flatnonzero(seconds < self.goal_s)
+        self.waiting = _joined(self.waiting.at(rest), boxes.at(index))
+        self.waiting_s = np.concatenate([self.waiting_s[rest], seconds[index]])
+        return count
+
+    def _cut(self, boxes: _Boxes, bounds: Any, side: Any) -> tuple[_Boxes, Any]:
+        """The halves of ``boxes``, each cut along a side, and their bounds; notes what that brought."""
+        lengths = _lengths(self.problem, boxes)[side, np.arange(len(boxes))]
+        some = lengths > 0
+        halves = _halves(self.problem, replace(boxes, before_s=bounds, side=side).at(some))
+        seconds = np.maximum(_bound_s(self.problem, self.setting, halves), halves.before_s)
+        gained = np.minimum(seconds, 2 * self.goal_s) / halves.before_s - 1.0
+        for index in np.unique(halves.side).astype(int):
+            brought = float(np.mean(gained[halves.side == index])) / float(np.mean(lengths[some & (side == index)]))
+            before = self.raised[index]
+            self.raised[index] = brought if np.isnan(before) else FORGET * before + (1 - FORGET) * brought
+        return halves, seconds
 
 
 def _open(problem: Problem, setting: Setting, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
@@ -151,9 +200,12 @@ def _all(problem: Problem, setting: Setting) -> _Boxes:
     """Boxes that together hold every candidate of a setting."""
     total, (fewest, most) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
-    n = _ranges(fewest, most)
-    b = [(number, number)] if number is not None else _ranges(1, most)
-    tokens = [(t, t) for t in (PROMPT_MICRO_BATCH_TOKENS if fixed is None else (fixed,))]
+    longest = max(problem.prompt_tokens, most, LEAST_TOKENS)  # more tokens in a pass there never are
+    n = _ranges(fewest, most, 4)
+    b = [(number, number)] if number is not None else _ranges(1, most, 4)
+    tokens = [(fixed, fixed)] if fixed is not None else _ranges(1, longest, 32)
+    rides = problem.count("prompt_micro_batches")
+    riding = [(1, longest * (rides or 1))] if rides is not None or fixed is not None else _ranges(1, longest, 32)
     computed, cache = [(0, 0)], [(0.0, 0.0)]
     if setting.ffn_device == "split":
         share = problem.share("cpu_experts")
@@ -161,58 +213,66 @@ def _all(problem: Problem, setting: Setting) -> _Boxes:
         computed = [(low + 1, high) for low, high in pairwise(edges) if low < high]
         computed = computed if share is None else [(round(share * total),) * 2]
     if setting.attention_device == "gpu":
-        fixed_kv = problem.device_kv
-        half = 0.5 / int(kv_blocks(cells(problem, setting, np.int64(fewest), 1, 1)))  # a fixed share is met to a block
+        fixed_kv, one = problem.device_kv, np.int64(1)
+        blocks = int(kv_blocks(cells(problem, setting, np.int64(fewest), one, one, one)))
+        half = 0.5 / blocks  # a fixed share is met to a block
         cache = (
             [(0.0, 0.5), (0.5, 1.0)] if fixed_kv is None else [(max(0.0, fixed_kv - half), min(1.0, fixed_kv + half))]
         )
-    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, computed, cache)]
+    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, riding, computed, cache)]
     index = np.stack([i.ravel() for i in np.meshgrid(*(np.arange(len(axis)) for axis in grid), indexing="ij")])
-    (n0, n1), (b0, b1), (t, _), (c0, c1), (k0, k1) = (axis[i].T for axis, i in zip(grid, index, strict=True))
-    return _trimmed(problem, _Boxes(n0=n0, n1=n1, b0=b0, b1=b1, t=t, c0=c0, c1=c1, k0=k0, k1=k1))
+    sides = {
+        name: values
+        for side, axis, i in zip(_SIDES, grid, index, strict=True)
+        for name, values in zip(side, axis[i].T, strict=True)
+    }
+    nothing = np.zeros(index.shape[1])
+    return _trimmed(problem, _Boxes(**sides, before_s=nothing, side=nothing))
 
 
-def _ranges(fewest: int, most: int) -> list[tuple[int, int]]:
-    """``fewest`` to ``most`` in ranges that grow fourfold."""
+def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
+    """``fewest`` to ``most`` in ranges that grow by ``factor``."""
     edges = [fewest]
-    while 4 * edges[-1] <= most:
-        edges.append(4 * edges[-1])
+    while factor * edges[-1] <= most:
+        edges.append(factor * edges[-1])
     return list(zip(edges, [*(edge - 1 for edge in edges[1:]), most], strict=True))
 
 
 def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
     """Boxes without the sizes that cannot go together: N of at least as many sequences as micro-batches, a fixed number
-    in each of them, whole blocks of the cache. Boxes with nothing left are gone."""
+    in each of them, a token for each sequence of a micro-batch, one prompt micro-batch at least in a pass, whole blocks
+    of the cache. Boxes with nothing left are gone."""
     n0, n1, b0, b1, mu = boxes.n0, boxes.n1, boxes.b0, boxes.b1, problem.count("micro_batch_size")
     if mu is not None:
         n0, n1 = np.maximum(n0, (b0 - 1) * mu + 1), np.minimum(n1, b1 * mu)
         b0, b1 = np.maximum(b0, np.ceil(n0 / mu)), np.minimum(b1, np.ceil(n1 / mu))
     n0, b1 = np.maximum(n0, b0), np.minimum(b1, n1)
+    rides = problem.count("prompt_micro_batches")
+    t0, t1 = np.maximum(boxes.t0, np.ceil(n0 / np.maximum(b1, 1)) if mu is None else mu), boxes.t1
+    r0, r1 = np.maximum(boxes.r0, t0 * (rides or 1)), boxes.r1
+    if rides is not None:
+        r1 = np.minimum(r1, t1 * rides)
+    t1 = np.minimum(t1, np.floor(r1 / (rides or 1)))
     blocks = np.ceil(kv_tokens(problem, np.maximum(n0, 1)) / problem.block_size)
     single = n0 == n1
     k0 = np.where(single, np.ceil(boxes.k0 * blocks - SLACK) / blocks, boxes.k0)
     k1 = np.where(single, np.floor(boxes.k1 * blocks + SLACK) / blocks, boxes.k1)
-    trimmed = replace(boxes, n0=n0, n1=n1, b0=b0, b1=b1, k0=k0, k1=k1)
-    least = PROMPT_MICRO_BATCH_TOKENS[0]  # where a micro-batch has more sequences than tokens, T follows from it
-    apart = (boxes.t == least) | (boxes.t > np.ceil(n0 / b1)) if mu is None else np.ones_like(boxes.t, dtype=bool)
-    apart |= problem.count("micro_batch_tokens") is not None
-    return trimmed.at(np.flatnonzero((n0 <= n1) & (b0 <= b1) & (k0 <= k1) & apart))
+    trimmed = replace(boxes, n0=n0, n1=n1, b0=b0, b1=b1, t0=t0, t1=t1, r0=r0, r1=r1, k0=k0, k1=k1)
+    left = (n0 <= n1) & (b0 <= b1) & (t0 <= t1) & (r0 <= r1) & (k0 <= k1)
+    return trimmed.at(np.flatnonzero(left))
 
 
 def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     """Seconds that no policy of each box undercuts; infinite where none fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
-    smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few)
-    riding = (smallest.prompt_micro_batches * few, smallest.prompt_micro_batches * many)
-    kinds = bounding_passes(problem.workload, (boxes.n0, boxes.n1), riding)
+    smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
+    bounding = bounding_static_passes if setting.admission == "static" else bounding_passes
+    kinds = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
     room = _most_room(problem, smallest, boxes, many)
     filled = fill(
         problem, smallest, Wanted(computed=boxes.c1, device_kv=boxes.k0), off_host=boxes.k1, in_host=boxes.c0, room=room
     )
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in range(len(kinds.count))])
-
-    carried = kinds.decode_tokens + kinds.prompt_tokens  # the fewer, the fewer pages are routed to, if only they move
-    routed = routed_only(problem.model, setting.order, carried, many)
 
     def cost(homes: Homes, *, fewest: bool) -> PassCost:
         return pass_cost(
@@ -223,7 +283,9 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
             batches=boxes.b0 if fewest else boxes.b1,
             prompt_tokens=(many if fewest else few).astype(float),
             whole=setting.order in WHOLE_EXPERTS,
-            routed_only=routed,
+            look_ahead=problem.count("look_ahead") or MOST_LOOK_AHEAD,
+            routed_only=setting.order in ROUTED_ORDERS or "schedule" not in problem.fixed,
+            apart=0.0,
         )
 
     best = _best_of(
@@ -234,6 +296,9 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
         ]
     )
     best = _from_disk(problem, setting, best, filled.homes)
+    if not setting.acts.discrete:  # nothing costs more beside another than after it, for then it is done after it
+        cpu, disk = (np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu")))
+        best = replace(best, waits={"cpu": cpu, "disk": disk})
     if setting.attention_device == "gpu" and setting.ffn_device != "cpu":
         bare = fill(
             problem,
@@ -255,8 +320,7 @@ def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tu
     least, most = np.ceil(boxes.n0 / boxes.b1), np.ceil(boxes.n1 / boxes.b0)
     if fixed is not None:
         least, most = np.full_like(least, fixed), np.full_like(most, fixed)
-    pairs = (least, most), (np.maximum(boxes.t, least), np.maximum(boxes.t, most))
-    sizes, tokens = (tuple(bound.astype(np.int64) for bound in pair) for pair in pairs)
+    sizes, tokens = (tuple(bound.astype(np.int64) for bound in pair) for pair in ((least, most), (boxes.t0, boxes.t1)))
     return (sizes[0], sizes[1]), (tokens[0], tokens[1])
 
 
@@ -271,9 +335,8 @@ def _most_room(problem: Problem, smallest: Cells, boxes: _Boxes, most_tokens: An
     if not smallest.discrete:
         return replace(room, host=room.host + spared)
     if smallest.attention_device == "gpu":
-        largest = cells(
-            problem, smallest.setting, boxes.n1.astype(np.int64), smallest.micro_batch_size, smallest.micro_batch_tokens
-        )
+        sizes = (smallest.micro_batch_size, smallest.micro_batch_tokens, smallest.prompt_micro_batches)
+        largest = cells(problem, smallest.setting, boxes.n1.astype(np.int64), *sizes)
         buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
         tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
         spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, acts.kv_dtype)
@@ -335,36 +398,34 @@ def _best_of(costs: list[PassCost]) -> PassCost:
         experts=least("experts"),
         link_waits=least("link_waits"),
         first=np.inf,
-        beside_link=first.beside_link,
+        link_reads=least("link_reads"),
+        look_ahead=first.look_ahead,
         pages=tuple(np.minimum.reduce(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
     )
 
 
-def _longest_side(problem: Problem, boxes: _Boxes) -> Any:
-    """Which side of each box to cut, as an index into `_SIDES`: N and micro-batches count as factors, shares as parts
-    of a whole; -1 where none is longer than one step."""
+def _lengths(problem: Problem, boxes: _Boxes) -> Any:
+    """How long each of `_SIDES` is: sizes count as factors, shares as parts of a whole; 0 where it is one step."""
     blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
-    lengths = np.stack(
+    return np.stack(
         [
             np.log(boxes.n1 / boxes.n0),
             np.log(boxes.b1 / boxes.b0),
+            np.log(boxes.t1 / boxes.t0),
+            np.log(boxes.r1 / boxes.r0),
             (boxes.c1 - boxes.c0) / problem.pages,
             np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0),
         ]
     )
-    return np.where(np.max(lengths, axis=0) > 0, np.argmax(lengths, axis=0), -1)
 
 
-_SIDES = (("n0", "n1"), ("b0", "b1"), ("c0", "c1"), ("k0", "k1"))
-
-
-def _cut(problem: Problem, boxes: _Boxes, longest: Any) -> _Boxes:
-    """Each box cut in two along its longest side: N and micro-batches at the geometric mean, shares halfway."""
+def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:
+    """Each box cut in two along its ``side``: sizes at the geometric mean, shares halfway."""
     parts = []
     for side, (low, high) in enumerate(_SIDES):
-        part = boxes.at(np.flatnonzero(longest == side))
+        part = boxes.at(np.flatnonzero(boxes.side == side))
         start, stop = getattr(part, low), getattr(part, high)
-        middle = np.sqrt(start * stop) if side < 2 else (start + stop) / 2
+        middle = np.sqrt(start * stop) if side < 4 else (start + stop) / 2
         middle = middle if low == "k0" else np.floor(middle)
         parts += [replace(part, **{high: middle}), replace(part, **{low: middle if low == "k0" else middle + 1})]
     return _trimmed(problem, _joined(*parts))

@@ -120,7 +120,9 @@ def fill(
         on_device = cache + np.where(np.isnan(device_kv), more, 0)
         spared = on_device if off_host is None else np.ceil(room.kv_blocks * off_host)
         on_host = np.floor((room.host - (room.kv_blocks - spared) * room.kv_block_bytes) / room.slot_bytes) - held
-        from_host = _from_host(problem, room, pages - resident, on_host, ring, computed, held, wanted.spilled)
+        staged = 0 * ring if cells.setting.acts.pinned_homes else ring / 2
+        pinned = (staged, ring)
+        from_host = _from_host(problem, room, pages - resident, on_host, pinned, computed, held, wanted.spilled)
         fits &= from_host >= 0
     from_disk = pages - resident - from_host
     fits &= from_disk * room.page_bytes <= room.disk
@@ -154,20 +156,22 @@ def _from_host(
     room: Room,
     streamed: Any,
     slots: Any,
-    ring: Any,
+    pinned: tuple[Any, Any],
     computed: Any,
     held: Any,
     spilled: Any,
 ) -> Any:
-    """Pages streamed from host memory where ``slots`` of it are left; -1 where they and the pinned ring do not fit."""
-    on_host = slots - ring / 2
+    """Pages streamed from host memory where ``slots`` of it are left; -1 where they and the ``pinned`` ring do not fit,
+    which has more slots where some pages come from disk."""
+    shallow, deep = pinned
+    on_host = slots - shallow
     reads = _needs_disk(problem, room, streamed, on_host, held)
-    on_host = np.where(reads, on_host - ring / 2, on_host)
+    on_host = np.where(reads, slots - deep, on_host)
     found = np.where(on_host >= 0, _host_pages(problem, room, streamed, on_host, computed, held), -1)
     if _spread_is_fixed(problem):
         return found
     moved = np.clip(np.minimum(spilled, streamed) - (streamed - found), 0, np.maximum(found, 0))
-    most = np.where(moved > 0, slots - ring, np.inf)
+    most = np.where(moved > 0, slots - deep, np.inf)
     return np.where(found - moved <= most, found - moved, -1)
 
 

@@ -1,6 +1,6 @@
-"""Which candidates are looked at: a coarse lattice over the whole space first, then ever closer around good ones.
+"""Which candidates are looked at: a sample of the whole space first, then random and single steps around good ones.
 
-Knows what is fixed. Refuses to know what candidates cost.
+Depends on what is fixed; does not depend on what candidates cost.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from moelight.optimizer.homes import Wanted
-from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Cells, Problem, Setting, cells
+from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells
 
-WHOLE_UP_TO = 12  # requests: up to there the lattice has every N and every number of micro-batches
+WHOLE_UP_TO = 12  # requests: up to there the first look has every N and every number of micro-batches
+SAMPLED = 1600  # candidates of a first look
 _PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
-_CACHE_SHARES = (np.nan, 0.0, 1.0, 0.5)
+_CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
+_PARTS = (1, 2, 3, 4, 6, 8)
 _STEPS = (-1, 0, 1)
 
 
@@ -33,87 +35,102 @@ class Choices:
 
 
 def first_look(problem: Problem, setting: Setting) -> Choices:
-    """The lattice of a setting: N, micro-batches and prompt tokens in growing steps, and a few shares."""
-    requests, prompt_len = problem.workload.num_requests, problem.workload.prompt_len
+    """A sample of a setting: N, micro-batches, prompt tokens and shares of homes, each over its whole range; and every
+    N of a coarse row with the least of all else, which takes the least memory."""
+    draw, requests = np.random.default_rng(1), problem.workload.num_requests
     if requests <= WHOLE_UP_TO:
-        sizes = batches = np.arange(1, requests + 1)
+        every = [(n, b) for n in range(1, requests + 1) for b in range(1, n + 1)]
+        n, b = np.array(every * -(-SAMPLED // len(every))).T.astype(float)
     else:
         sizes = _sizes(requests, np.geomspace(1, requests, 24), waves=8)
-        batches = np.unique(np.geomspace(1, requests, 12).astype(int))
-    all_prompts, context = requests * prompt_len, problem.model.max_positions
-    steps = PROMPT_MICRO_BATCH_TOKENS[:: 1 if requests <= WHOLE_UP_TO else 2]
-    whole = [t for t in PROMPT_MICRO_BATCH_TOKENS if t >= context][:1]  # no context has to be gathered
-    tokens = sorted({*(t for t in steps if t <= 4 * all_prompts), *whole, steps[0]})
-    split, open_cache = setting.ffn_device == "split", cache_is_open(problem, setting)
-    cache = np.array(_CACHE_SHARES[:: 2 if split else 1] if open_cache else (np.nan,))
-    computed = np.array(_PAGE_SHARES[:: 2 if open_cache else 1] if split else (0.0,)) * problem.pages
-    return _grid(problem, setting, sizes, batches, tokens, computed, cache, [np.inf], [0.0])
+        n = draw.permutation(np.resize(sizes, SAMPLED)).astype(float)
+        b = np.where(draw.random(SAMPLED) < 0.6, draw.choice(_PARTS, SAMPLED), np.exp(draw.uniform(0, np.log(n))))
+    tokens, riding = _tokens(problem, draw, len(n))
+    shares = [np.zeros(len(n)), np.full(len(n), np.nan)]
+    if setting.ffn_device == "split":
+        shares[0] = draw.choice(_PAGE_SHARES, len(n)) * problem.pages
+    if cache_is_open(problem, setting):
+        shares[1] = draw.choice(_CACHE_SHARES, len(n))
+    unlimited, nothing = np.full(len(n), np.inf), np.zeros(len(n))
+    columns = [n, b, tokens, riding / tokens, *shares, unlimited, nothing]
+    fewest = np.unique(np.append(n[: 1 if requests > WHOLE_UP_TO else None], problem.sequences[0]))
+    least = [fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0]
+    rows = np.broadcast_arrays(*least)
+    return _choices(problem, setting, *(np.append(row, column) for row, column in zip(rows, columns, strict=True)))
 
 
-def closely(problem: Problem, leader: Choices) -> Choices:
-    """A close lattice of sizes, up to a factor of 4 from those of one candidate, with its shares."""
-    cell, wanted, requests = leader.cells, leader.wanted, problem.workload.num_requests
-    n, t, b = int(cell.batch_size), int(cell.micro_batch_tokens), -(-int(cell.batch_size) // int(cell.micro_batch_size))
-    sizes = _sizes(requests, np.geomspace(max(1, n / 4), min(requests, 4 * n), 120), waves=16)
-    batches = np.unique(np.append(np.arange(1, 17), np.geomspace(max(1, b / 4), 4 * b, 12)).astype(int))
-    tokens = [int(part) for part in (t, _next_tokens(t, 1), _next_tokens(t, -1))]
-    computed, spilled = [float(wanted.computed)], [float(wanted.spilled)]
-    cache, resident = [float(wanted.device_kv)], [float(wanted.resident)]
-    return _grid(problem, cell.setting, sizes, batches, tokens, computed, cache, resident, spilled)
+def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
+    """Tokens of a prompt micro-batch and of all that ride in a pass: from few to those of all prompts, or as many as no
+    context has to be gathered for."""
+    most = max(problem.prompt_tokens, LEAST_TOKENS)
+    tokens = np.exp2(draw.integers(4, np.log2(max(min(most, 1 << 16), 32)) + 1, count))
+    whole = problem.model.max_positions
+    tokens = np.where(draw.random(count) < 0.1 if whole <= 4 * most else False, whole, tokens)
+    return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
 
 
 def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
     """Neighbours of some candidates of one setting: sizes up to the factor ``1 + step`` away, shares up to ``step`` of
     a whole, and always those one whole step away."""
     cell, requests = leaders.cells, problem.workload.num_requests
-    n, mu, t = (np.atleast_1d(a)[:, None] for a in (cell.batch_size, cell.micro_batch_size, cell.micro_batch_tokens))
-    factor, single, in_waves, times, more, twice, double = _SIZE_MOVES
+    n, mu, t, p = (np.atleast_1d(np.asarray(getattr(cell, name)))[:, None] for name in _SIZE_NAMES)
+    factor, single, in_waves, times, more, twice = _SIZE_MOVES
     scale, waves = (1.0 + step) ** factor, -(-requests // n)
     more_waves = np.maximum(1, np.round(waves * scale) + single).astype(np.int64)
     size = np.where(in_waves > 0, -(-requests // more_waves), np.round(n * scale) + single)
-    batches = np.round(-(-n // mu) * twice * (1.0 + step) ** times) + more
+    parts = -(-n // mu)
+    batches = np.round(parts * twice * (1.0 + step) ** times) + more
     batches = np.where(more == _SAME_SIZE, np.ceil(np.maximum(size, 1) / mu), batches)
+    tokens, riding = _token_moves(t, p, step)
     wanted = _columns(leaders.wanted)
     near, alone = _near_shares(problem, cell, wanted, step)
-    parts = [(size, batches, _next_tokens(t, double), shares) for shares in (wanted, *(near if step > 0 else ()))]
-    parts += [(n, -(-n // mu), _next_tokens(t, up), shares) for up in (0, -1, 1) for shares in (*near, *alone)]
-    columns: list[list[Any]] = [[] for _ in range(7)]
-    for *sizes, shares in parts:
+    moves = [(size, batches, t, p, shares) for shares in (wanted, *(near if step > 0 else ()))]
+    moves += [(n, parts, tokens, riding, wanted)]
+    moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
+    columns: list[list[Any]] = [[] for _ in range(8)]
+    for *sizes, shares in moves:
         for column, part in zip(columns, np.broadcast_arrays(*sizes, *shares), strict=True):
             column.append(part.ravel())
     return _choices(problem, cell.setting, *map(np.concatenate, columns))
 
 
-def scattered(problem: Problem, leaders: Choices, draw: np.random.Generator, count: int) -> Choices:
+def scattered(
+    problem: Problem, leaders: Choices, draw: np.random.Generator, count: int, *, widest: float = 0.0
+) -> Choices:
     """Random neighbours of some candidates of one setting: each size and each share as it is, or a thousandth of it to
-    a few times as much away."""
+    a few times as much away (10 to the power of ``widest`` instead of few)."""
     cell, requests, wanted = leaders.cells, problem.workload.num_requests, _columns(leaders.wanted)
     pick = draw.integers(len(cell.batch_size), size=count)
-    n, mu, t = (np.asarray(a)[pick] for a in (cell.batch_size, cell.micro_batch_size, cell.micro_batch_tokens))
+    n, mu, t, p = (np.asarray(getattr(cell, name))[pick] for name in _SIZE_NAMES)
     computed, cache, resident, spilled = (column[pick, 0] for column in wanted)
 
     def some(share: float) -> Any:
         return draw.random(count) < share
 
     def scale() -> Any:
-        return np.exp(draw.normal(0, 1, count) * 10.0 ** draw.uniform(-3, 0, count))
+        return np.exp(draw.normal(0, 1, count) * 10.0 ** draw.uniform(-3, widest, count))
 
     def moved(pages: Any) -> Any:
-        return np.where(
-            some(0.5), pages, pages + np.round(draw.normal(0, 1, count) * 10.0 ** draw.uniform(0, 3, count))
-        )
+        far = 10.0 ** draw.uniform(0, np.log10(max(problem.pages, 2)) + min(widest, 0.0), count)
+        return np.where(some(0.5), pages, pages + np.round(draw.normal(0, 1, count) * far))
 
     waves = np.maximum(1, np.round(-(-requests // n) * scale()))
     size = np.where(some(0.4), n, np.where(some(0.7), np.ceil(requests / waves), np.round(n * scale())))
-    batches = np.where(some(0.3), -(-n // mu), np.round(-(-n // mu) * scale()) + draw.integers(-2, 3, count))
-    tokens = t * np.where(some(0.5), 1.0, 2.0 ** draw.integers(-2, 3, count))
+    parts = -(-n // mu)
+    same = np.where(some(0.6), parts, np.ceil(np.maximum(size, 1) / mu))
+    batches = np.where(some(0.4), same, np.round(parts * scale()) + draw.integers(-2, 3, count))
+    twice = 2.0 ** draw.integers(-2, 3, count)
+    tokens = np.where(some(0.5), t, np.round(t * np.where(some(0.5), twice, scale())))
+    riding = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
+    prompts = np.where(some(0.3), p, np.round(riding / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
     if cache_is_open(problem, cell.setting):
         resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))
+        cache = np.where(some(0.1), np.nan, cache)
     if cell.ffn_device == "split":
         computed = moved(computed)
     if cell.ffn_device != "cpu":
         spilled = moved(spilled)
-    return _choices(problem, cell.setting, size, batches, tokens, computed, cache, resident, spilled)
+    return _choices(problem, cell.setting, size, batches, tokens, prompts, computed, cache, resident, spilled)
 
 
 def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:
@@ -121,29 +138,33 @@ def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:
     return np.unique(np.append(-(-requests // np.arange(1, waves + 1)), lattice.astype(int)))
 
 
+_SIZE_NAMES = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")
 _SAME_SIZE = 99.0  # instead of a number of micro-batches more or less: as many as keep the size of each
 
 
 def _size_moves() -> Any:
-    """Moves of N (a factor's exponent, single ones, of waves instead), of micro-batches (and twice or half as many),
-    and of prompt tokens."""
+    """Moves of N (a factor's exponent, single ones, of waves instead), and of micro-batches (and twice or half as
+    many)."""
     sizes = [(up, single, waves) for up, single, waves in product(_STEPS, _STEPS, (0, 1)) if not (up and single)]
     batches = [(float(times), float(more), 1.0) for times in _STEPS for more in (0, times or 1)]
     batches += [(0.0, -1.0, 1.0), (0.0, _SAME_SIZE, 1.0), (0.0, 0.0, 2.0), (0.0, 0.0, 0.5)]
-    moves = [(*size, *batch, 0.0) for size in sizes for batch in batches]
-    moves += [
-        (*size, 0.0, more, 1.0, float(double)) for size in sizes for more in (0.0, _SAME_SIZE) for double in (-1, 1)
-    ]
-    return np.array(moves, dtype=float).T
+    return np.array([(*size, *batch) for size in sizes for batch in batches], dtype=float).T
 
 
 _SIZE_MOVES = _size_moves()
 
 
-def _next_tokens(t: Any, double: Any) -> Any:
-    """``t``, or the next power of two below or above it."""
-    power = np.log2(t)
-    return np.where(double > 0, 2.0 ** (np.floor(power) + 1), np.where(double < 0, 2.0 ** (np.ceil(power) - 1), t))
+def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
+    """Tokens of a prompt micro-batch and micro-batches that ride, moved apart and so that as many tokens ride."""
+    factors = np.array([1.0, 2.0, 0.5, 1.0 + step, 1.0 / (1.0 + step), 1.0, 1.0])
+    singles = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
+    tokens = np.round(t * factors) + singles
+    riding = np.round(p * factors) + singles
+    as_before = np.round(t * p / np.maximum(tokens, 1))
+    both = np.broadcast_arrays(tokens, p)
+    rides = np.broadcast_arrays(t, riding)
+    kept = np.broadcast_arrays(tokens, as_before)
+    return tuple(np.concatenate(parts, axis=1) for parts in zip(both, rides, kept, strict=True))  # type: ignore[return-value]
 
 
 def _columns(wanted: Wanted) -> tuple[Any, Any, Any, Any]:
@@ -182,23 +203,20 @@ def cache_is_open(problem: Problem, setting: Setting) -> bool:
     return open_here and setting.attention_device == "gpu" and setting.ffn_device != "cpu"
 
 
-def _grid(problem: Problem, setting: Setting, *axes: Any) -> Choices:
-    grids = np.meshgrid(*(np.asarray(axis, dtype=float) for axis in axes), indexing="ij")
-    return _choices(problem, setting, *(grid.ravel() for grid in grids))
-
-
-def _choices(problem: Problem, setting: Setting, n: Any, b: Any, t: Any, c: Any, k: Any, most: Any, x: Any) -> Choices:
-    """These candidates as far as they can be, each once: within bounds, what is fixed put in its place, the smallest
-    micro-batches that give as many."""
+def _choices(
+    problem: Problem, setting: Setting, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
+) -> Choices:
+    """These candidates as far as they can be: within bounds, what is fixed put in its place, the smallest micro-batches
+    that give as many, and no more prompts riding than there are."""
     fewest, largest = problem.sequences
-    number, size, tokens = (
-        problem.count(key) for key in ("num_micro_batches", "micro_batch_size", "micro_batch_tokens")
-    )
+    number, size, tokens, riding = (problem.count(key) for key in _COUNTS)
     n = np.clip(n, fewest, largest).astype(np.int64)
     b = np.clip(b, 1, n).astype(np.int64) if number is None else np.full_like(n, number)
     mu = -(-n // b) if size is None else np.full_like(n, size)
-    t = np.clip(t, PROMPT_MICRO_BATCH_TOKENS[0], PROMPT_MICRO_BATCH_TOKENS[-1])
-    t = np.maximum(2 ** np.floor(np.log2(t)), mu).astype(np.int64) if tokens is None else np.full_like(n, tokens)
+    most_tokens = max(problem.prompt_tokens, LEAST_TOKENS)
+    t = np.maximum(np.clip(t, LEAST_TOKENS, most_tokens), mu).astype(np.int64)
+    t = t if tokens is None else np.full_like(n, tokens)
+    p = np.clip(p, 1, -(-most_tokens // t)).astype(np.int64) if riding is None else np.full_like(n, riding)
     share = problem.share("cpu_experts") if setting.ffn_device == "split" else None
     c = np.round(np.clip(c, 0, problem.pages)) if share is None else np.full_like(c, round(share * problem.pages))
     k = np.clip(k, 0.0, 1.0)
@@ -208,21 +226,11 @@ def _choices(problem: Problem, setting: Setting, n: Any, b: Any, t: Any, c: Any,
     if number is not None:
         keep &= -(-n // mu) == number
     most = np.where(np.isnan(k), np.clip(most, 0, np.inf), np.inf)
-    columns = [column[keep] for column in (n, mu, t, c, k, most, np.clip(x, 0, problem.pages))]
-    first = _first_of_each(columns)
-    n, mu, t, c, k, most, x = (column[first] for column in columns)
+    kept = np.flatnonzero(keep)
+    n, mu, t, p, c, k, most, x = (a[kept] for a in (n, mu, t, p, c, k, most, np.clip(x, 0, problem.pages)))
     return Choices(
-        cells=cells(problem, setting, n, mu, t), wanted=Wanted(computed=c, device_kv=k, resident=most, spilled=x)
+        cells=cells(problem, setting, n, mu, t, p), wanted=Wanted(computed=c, device_kv=k, resident=most, spilled=x)
     )
 
 
-def _first_of_each(columns: list[Any]) -> Any:
-    """Where equal candidates come first, in the order of their sizes."""
-    keys = [np.nan_to_num(column, nan=-1.0) for column in columns]
-    keys = [key for key in keys if np.any(key != key[:1])] or keys[:1]
-    order = np.lexsort(keys[::-1])
-    differs = np.zeros(len(order), dtype=bool)
-    differs[:1] = True
-    for key in keys:
-        differs[1:] |= key[order[1:]] != key[order[:-1]]
-    return order[differs]
+_COUNTS = ("num_micro_batches", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")

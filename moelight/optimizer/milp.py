@@ -1,20 +1,19 @@
 """The integer programme: homes of every page and cache block for one candidate, so that its job ends soonest.
 
-Written with cvxpy, solved by HiGHS. Time is a sum over the kinds of passes, each as long as its longest term; every
-term is affine in the homes (``hrm.lanes``), so its coefficients are read off by pricing unit steps.
+Solved by HiGHS through scipy. Time is a sum over the kinds of passes, each as long as its longest term; every term is
+affine in the homes (``hrm.lanes``), so its coefficients are read off by pricing unit steps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from moelight.hrm.estimate import cost_of
-from moelight.hrm.footprint import riding_tokens
-from moelight.hrm.job import passes_of
+from moelight.hrm.estimate import cost_of, job_s, kinds_of
 from moelight.hrm.lanes import Homes
 from moelight.hrm.orders import ORDERS
 from moelight.optimizer.homes import Room, fixed_device_kv, room_of
@@ -22,6 +21,9 @@ from moelight.optimizer.problem import Cells, Problem
 
 _TOLERANCE = 2e-6  # of a slot: what the solver may overstep a limit by
 _AFFINE_IN = ("from_host", "from_disk", "computed", "device_kv")
+# Pages by home, the most streamed pages of a layer, blocks of the cache on the device, pinned slots, and whether any
+# page comes from disk. Seconds of each kind of pass follow.
+_NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device_blocks", "pinned", "reads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,109 +38,121 @@ class Solved:
     seconds: float
 
 
-class _Variables(NamedTuple):
-    """Pages by home, the most streamed pages of a layer, blocks of the cache on the device, pinned slots."""
+@dataclass(kw_only=True, slots=True)
+class _Rows:
+    """Linear limits on the variables: coefficients by name, and the least and the most of their sum."""
 
-    resident: Any
-    from_host: Any
-    from_disk: Any
-    computed: Any
-    per_layer: Any
-    device_blocks: Any
-    pinned: Any
+    seconds: int
+    matrix: list[Any] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+
+    def add(
+        self, coefficients: Mapping[str, float], *, least: float = -np.inf, most: float = np.inf, kind: int = -1
+    ) -> None:
+        """``kind``: the kind of pass whose seconds are taken off the sum."""
+        row = np.zeros(len(_NAMES) + self.seconds)
+        for name, value in coefficients.items():
+            row[_NAMES.index(name)] = value
+        if kind >= 0:
+            row[len(_NAMES) + kind] = -1.0
+        self.matrix.append(row)
+        self.least.append(least)
+        self.most.append(most)
 
 
 def solve(problem: Problem, cell: Cells) -> Solved | None:
     """The best homes for one candidate (a `Cells` of scalars); None where none fit."""
-    import cvxpy
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
-    room = room_of(problem, cell)
-    blocks = max(int(room.kv_blocks), 1)
-    v = _Variables(*(cvxpy.Variable(integer=True, name=name) for name in _Variables._fields))
-    reads = cvxpy.Variable(boolean=True, name="reads")  # whether any page comes from disk
-    homes = cvxpy.hstack([v.from_host, v.from_disk, v.computed, v.device_blocks / blocks])
-    limits = [
-        *(variable >= 0 for variable in v),
-        v.device_blocks <= int(room.kv_blocks),
-        v.resident + v.from_host + v.from_disk + v.computed == room.pages,
-        v.per_layer * room.layers >= v.from_host + v.from_disk,
-        v.from_disk <= room.pages * reads,
-        v.pinned >= v.per_layer,
-        v.pinned >= 2 * v.per_layer - 2 * room.pages * (1 - reads),
-        *_memory(cell, room, v),
-        *_fixed(problem, cell, room, v),
-    ]
-    objective: Any = 0
-    terms = _terms(problem, cell)
+    room, terms = room_of(problem, cell), _terms(problem, cell)
+    rows = _Rows(seconds=len(terms))
+    _memory(cell, room, rows)
+    _fixed(problem, cell, room, rows)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
-    for count, slopes, base in terms:
-        longest = cvxpy.Variable()  # of one kind of passes together
-        limits.append(longest >= (count / scale) * (slopes @ homes + base))
-        objective = objective + longest
-    programme = cvxpy.Problem(cvxpy.Minimize(objective), limits)
-    programme.solve(solver=cvxpy.HIGHS, mip_rel_gap=1e-9)  # type: ignore[no-untyped-call]
-    if programme.status not in ("optimal", "optimal_inaccurate"):
-        return None
-    found = _Variables(*(round(float(np.asarray(variable.value))) for variable in v))
-    return Solved(
-        resident=found.resident,
-        from_host=found.from_host,
-        from_disk=found.from_disk,
-        computed=found.computed,
-        device_blocks=found.device_blocks,
-        seconds=float(programme.value) * scale,
+    blocks = max(int(room.kv_blocks), 1)
+    for kind, (count, slopes, base) in enumerate(terms):
+        for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
+            per = dict(zip(("from_host", "from_disk", "computed", "device_blocks"), slope, strict=True))
+            rows.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
+    size = len(_NAMES) + len(terms)
+    most = np.full(size, np.inf)
+    most[_NAMES.index("device_blocks")], most[_NAMES.index("reads")] = int(room.kv_blocks), 1
+    found = milp(
+        c=np.repeat([0.0, 1.0], [len(_NAMES), len(terms)]),
+        integrality=np.repeat([1, 0], [len(_NAMES), len(terms)]),
+        bounds=Bounds(lb=np.zeros(size), ub=most),
+        constraints=LinearConstraint(np.array(rows.matrix), np.array(rows.least), np.array(rows.most)),
+        options={"mip_rel_gap": 1e-9},
     )
+    if found.x is None:
+        return None
+    whole = dict(zip(_NAMES, (round(float(value)) for value in found.x), strict=False))
+    counts = {name: whole[name] for name in ("resident", "from_host", "from_disk", "computed", "device_blocks")}
+    homes = Homes(**{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks)
+    setting = cell.setting
+    return Solved(**counts, seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, homes)))
 
 
-def _memory(cell: Cells, room: Room, v: _Variables) -> list[Any]:
-    """Every tier holds what is at home on it. In slots, to keep numbers small."""
-    block = room.kv_block_bytes / room.slot_bytes
+def _memory(cell: Cells, room: Room, rows: _Rows) -> None:
+    """Every page has a home, and every tier holds what is at home on it. In slots, to keep numbers small."""
+    block, pinned_homes = room.kv_block_bytes / room.slot_bytes, cell.setting.acts.pinned_homes
     device, host = float(room.device) / room.slot_bytes, float(room.host) / room.slot_bytes
-    kv, kv_device = int(room.kv_blocks) * block, v.device_blocks * block
-    limits = [v.from_disk <= room.disk // room.page_bytes]
+    kv = int(room.kv_blocks) * block
+    rows.add({"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=room.pages, most=room.pages)
+    rows.add({"per_layer": room.layers, "from_host": -1, "from_disk": -1}, least=0)
+    rows.add({"from_disk": 1, "reads": -room.pages}, most=0)
+    if not pinned_homes:
+        rows.add({"pinned": 1, "per_layer": -1}, least=0)
+    rows.add({"pinned": 1, "per_layer": -2, "reads": -2 * room.pages}, least=-2 * room.pages)
+    rows.add({"from_disk": 1}, most=room.disk // room.page_bytes)
     if cell.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
-        limits += [v.device_blocks == 0]
-        kv_device = 0
+        rows.add({"device_blocks": 1}, most=0)
+        block = 0.0
         device, host = float(math.floor(device)), float(math.floor(host - kv))
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
     if cell.ffn_device == "cpu":
-        limits += [v.resident + 2 * v.per_layer - kv_device <= host, v.from_host == 0, v.computed == 0]
+        rows.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
+        rows.add({"from_host": 1, "computed": 1}, most=0)
         if cell.discrete:
-            limits += [kv_device <= device]
-        return limits
-    limits += [v.resident + 2 * v.per_layer + kv_device <= device]
-    limits += [v.from_host + v.computed + v.pinned - kv_device <= host]
-    return limits if cell.ffn_device == "split" else [*limits, v.computed == 0]
+            rows.add({"device_blocks": block}, most=device)
+        return
+    rows.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
+    rows.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
+    if cell.ffn_device != "split":
+        rows.add({"computed": 1}, most=0)
 
 
-def _fixed(problem: Problem, cell: Cells, room: Room, v: _Variables) -> list[Any]:
+def _fixed(problem: Problem, cell: Cells, room: Room, rows: _Rows) -> None:
     """Fixed shares are met to the page and to the block."""
     near_device = cell.ffn_device != "cpu"
-    counts = {
-        "weights.device": v.resident if near_device else 0 * v.resident,
-        "weights.host": v.from_host + v.computed if near_device else v.resident,
-        "weights.disk": v.from_disk,
-        "cpu_experts": v.computed,
+    counts: Mapping[str, Mapping[str, float]] = {
+        "weights.device": {"resident": 1} if near_device else {"resident": 0},
+        "weights.host": {"from_host": 1, "computed": 1} if near_device else {"resident": 1},
+        "weights.disk": {"from_disk": 1},
+        "cpu_experts": {"computed": 1},
     }
-    shares = {key: problem.share(key) for key in counts}
-    limits = [counts[key] == round(share * room.pages) for key, share in shares.items() if share is not None]
+    for key, coefficients in counts.items():
+        share = problem.share(key)
+        if share is not None:
+            rows.add(coefficients, least=round(share * room.pages), most=round(share * room.pages))
     device_kv = fixed_device_kv(problem, cell)
     if device_kv is not None:
-        limits += [v.device_blocks == round(device_kv * int(room.kv_blocks))]
-    return limits
+        wanted = round(device_kv * int(room.kv_blocks))
+        rows.add({"device_blocks": 1}, least=wanted, most=wanted)
 
 
 def _terms(problem: Problem, cell: Cells) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: how many, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
     acts, order = cell.setting.acts, cell.setting.order
     found = []
-    kinds = passes_of(problem.workload, cell.batch_size, riding_tokens(cell))
+    kinds = kinds_of(acts.model, problem.workload, cell)
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
 
         def at(**homes: float) -> Any:
-            cost = cost_of(acts, kind, Homes(**homes), cell, order)  # noqa: B023 (called before the next kind)
+            cost = cost_of(acts, problem.workload, kind, Homes(**homes), cell, order, streams=True)  # noqa: B023
             return np.array([float(term) for term in ORDERS[order](cost)])
 
         base = at()

@@ -96,7 +96,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
         BudgetError, ConfigError: see `optimize`.
     """
     if problem.programme:
-        import cvxpy  # noqa: F401 (loading the solver is not solving)
+        import scipy.optimize  # noqa: F401 (loading the solver is not solving)
 
     began_s = time.perf_counter()
     found = search(problem)
@@ -152,11 +152,11 @@ def policy_of(problem: Problem, found: Found) -> Policy:
         kv_dtype=cell.setting.kv_dtype,
         schedule=cell.setting.order,
         kv_block_size=cell.kv_block_size,
-        host_pages=str(problem.fixed.get("host_pages", "auto")),
+        host_pages=str(problem.fixed.get("host_pages", "pinned" if cell.setting.acts.pinned_homes else "auto")),
         residents=str(problem.fixed.get("residents", "auto")),
-        prompt_micro_batches=cell.prompt_micro_batches,
+        prompt_micro_batches=int(cell.prompt_micro_batches),
         look_ahead=cell.look_ahead,
-        admission=str(problem.fixed.get("admission", "refill")),
+        admission=cell.admission,
     )
 
 

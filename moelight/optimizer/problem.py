@@ -14,9 +14,9 @@ import numpy as np
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
-from moelight.core.policy import FFN_DEVICES, PROCESSORS, PROMPT_MICRO_BATCHES
+from moelight.core.policy import ADMISSIONS, FFN_DEVICES, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, PROCESSORS
 from moelight.hrm.acts import Acts
-from moelight.hrm.orders import LOOK_AHEAD
+from moelight.hrm.job import cache_tokens, cached_sequences
 from moelight.hrm.speeds import Speeds
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -25,11 +25,12 @@ from moelight.scheduler.needs import misfit
 
 Fixed = str | int | float
 
-# In any device setting these two are never slower than the other orders (tests/hrm/test_estimate.py), so only they are
-# searched unless another is fixed.
-SEARCHED_ORDERS = ("cgopipe", "module")
-PROMPT_MICRO_BATCH_TOKENS = tuple(1 << power for power in range(4, 14))
-KV_BLOCK_SIZE = 32
+# Orders that may be the fastest. cgopipe takes no longer than any other with the same pages (tests/hrm/test_estimate.py),
+# but in small passes it waits for the routers; of those that never do, flexgen and flexgen-c are the fastest. Nothing
+# overlaps in serial, which pays where reading and computing cost each other more than they win.
+SEARCHED_ORDERS = ("cgopipe", "module", "flexgen", "flexgen-c", "serial")
+LEAST_TOKENS = 16  # of a prompt micro-batch: fewer save a few kilobytes
+KV_BLOCK_SIZE = KV_BLOCK_SIZES[0]  # the smaller, the less of the cache is lost in blocks that are not full
 _DEVICE_KEYS = (
     "schedule",
     "attention_device",
@@ -91,6 +92,11 @@ class Problem:
         return self.count("kv_block_size") or KV_BLOCK_SIZE
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts: more in a pass are of no use."""
+        return self.workload.num_requests * self.workload.prompt_len
+
+    @property
     def device_kv(self) -> float | None:
         """The share of the cache on the device where a GPU attends, if it is fixed."""
         device, host = self.share("kv.device"), self.share("kv.host")
@@ -98,21 +104,30 @@ class Problem:
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """The least and the most N: not more than there are requests, unless a fixed micro-batch asks for it."""
+        """The least and the most N: not more than there are requests, unless a fixed micro-batch asks for it, nor than a
+        fixed cache holds. The most is less than the least where it holds too few."""
         fixed, number, size = (self.count(key) for key in ("batch_size", "num_micro_batches", "micro_batch_size"))
         if fixed is not None:
-            return fixed, fixed
-        least = size or number or 1 if number is None or size is None else (number - 1) * size + 1
-        most = max(least, self.workload.num_requests)
-        return least, most if number is None or size is None else min(most, number * size)
+            least = most = fixed
+        else:
+            least = size or number or 1 if number is None or size is None else (number - 1) * size + 1
+            most = max(least, self.workload.num_requests)
+            most = most if number is None or size is None else min(most, number * size)
+        tokens = self.count("kv_tokens")
+        if tokens is None:
+            return least, most
+        held = int(cached_sequences(self.workload, tokens, self.block_size, self.model.max_positions))
+        return least, min(most, held)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The discrete part of a policy: devices, order, dtypes. It is priced by its ``acts``."""
+    """The discrete part of a policy: devices, order, admission, dtypes, and whether homes in host memory are pinned. It
+    is priced by its ``acts``."""
 
     acts: Acts
     order: str
+    admission: str
     weight_dtype: str
     kv_dtype: str
 
@@ -129,17 +144,17 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cells:
-    """Candidates of one setting as arrays of one shape: N, μ, and the most tokens of a prompt micro-batch. They have
-    the face of a policy, as far as memory and time ask for it."""
+    """Candidates of one setting as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and how many of
+    these ride in a pass. They have the face of a policy, as far as memory and time ask for it."""
 
     setting: Setting
     batch_size: Any
     micro_batch_size: Any
     micro_batch_tokens: Any
+    prompt_micro_batches: Any
     kv_tokens: Any
     kv_block_size: int
-    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
-    look_ahead: int = LOOK_AHEAD
+    look_ahead: int
 
     @property
     def attention_device(self) -> str:
@@ -157,19 +172,26 @@ class Cells:
         return self.setting.order
 
     @property
+    def admission(self) -> str:
+        """When prompts are admitted."""
+        return self.setting.admission
+
+    @property
     def discrete(self) -> bool:
         """Whether a GPU takes part."""
         return self.setting.acts.discrete
 
     def at(self, index: Any) -> Cells:
         """The candidates that ``index`` picks."""
-        arrays = (self.batch_size, self.micro_batch_size, self.micro_batch_tokens, self.kv_tokens)
-        n, mu, tokens, kv = (np.asarray(array)[index] for array in arrays)
-        return replace(self, batch_size=n, micro_batch_size=mu, micro_batch_tokens=tokens, kv_tokens=kv)
+        return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in CELL_ARRAYS})
+
+
+CELL_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
 
 
 def settings(problem: Problem) -> Iterator[Setting]:
-    """Every allowed combination of devices, order and dtypes.
+    """Every allowed combination of devices, order, admission and dtypes. Homes in host memory are pinned where nothing
+    is fixed: that takes less time and less memory.
 
     Raises:
         ConfigError: the fixed ones cannot go together; names them.
@@ -180,7 +202,10 @@ def settings(problem: Problem) -> Iterator[Setting]:
     ffns = (str(fixed["ffn_device"]),) if "ffn_device" in fixed else FFN_DEVICES
     weights = (str(fixed["weight_dtype"]),) if "weight_dtype" in fixed else problem.weight_dtypes
     caches = (str(fixed["kv_dtype"]),) if "kv_dtype" in fixed else problem.kv_dtypes
-    for attention, ffn, order, weight, cache in product(attentions, ffns, orders, weights, caches):
+    admissions = (str(fixed["admission"]),) if "admission" in fixed else ADMISSIONS
+    for attention, ffn, order, weight, cache, admission in product(
+        attentions, ffns, orders, weights, caches, admissions
+    ):
         gpu = attention == "gpu" or ffn != "cpu"
         if (gpu and not problem.has_gpu) or _contradicts(problem, attention, ffn):
             continue
@@ -195,9 +220,9 @@ def settings(problem: Problem) -> Iterator[Setting]:
             page_dtype=problem.dtype if weight == "auto" else dtype_named(weight),
             attention_device=attention,
             ffn_device=ffn,
-            pinned_homes=fixed.get("host_pages") == "pinned",
+            pinned_homes=gpu and ffn != "cpu" and fixed.get("host_pages", "pinned") == "pinned",
         )
-        yield Setting(acts=acts, order=order, weight_dtype=weight, kv_dtype=cache)
+        yield Setting(acts=acts, order=order, admission=admission, weight_dtype=weight, kv_dtype=cache)
     if not found:
         named = " and ".join(f"--fix {key}={value}" for key, value in fixed.items() if key in _DEVICE_KEYS)
         raise ConfigError(f"{named} contradict each other: no devices and order of work here have them all")
@@ -212,27 +237,25 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
     )
 
 
-def cells(problem: Problem, setting: Setting, batch_size: Any, micro_batch_size: Any, prompt_tokens: Any) -> Cells:
-    """Candidates from arrays of N, μ and the most tokens of a prompt micro-batch."""
+def cells(
+    problem: Problem, setting: Setting, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
+) -> Cells:
+    """Candidates from arrays of N, μ, the most ``tokens`` of a prompt micro-batch and how many of these ride."""
     return Cells(
         setting=setting,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
-        micro_batch_tokens=prompt_tokens,
+        micro_batch_tokens=tokens,
+        prompt_micro_batches=prompt_micro_batches,
         kv_tokens=kv_tokens(problem, batch_size),
         kv_block_size=problem.block_size,
-        prompt_micro_batches=problem.count("prompt_micro_batches") or PROMPT_MICRO_BATCHES,
-        look_ahead=problem.count("look_ahead") or LOOK_AHEAD,
+        look_ahead=problem.count("look_ahead") or MOST_LOOK_AHEAD,
     )
 
 
 def kv_tokens(problem: Problem, batch_size: Any) -> Any:
-    """Room in the cache for N sequences of the workload's average length, each with a block not quite full, and for the
-    longest one at least."""
+    """Tokens of the cache, where they are not fixed: what N sequences of the workload need."""
     fixed = problem.count("kv_tokens")
     if fixed is not None:
         return np.full_like(batch_size, fixed)
-    work, context = problem.workload, problem.model.max_positions
-    average = min(work.prompt_len + work.gen_len, context)
-    longest = min(work.max_prompt_len + work.gen_len, context)
-    return np.maximum(batch_size * average, longest) + problem.block_size * batch_size
+    return cache_tokens(problem.workload, batch_size, problem.block_size, problem.model.max_positions)

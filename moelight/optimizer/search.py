@@ -1,11 +1,11 @@
-"""The outer search: over N, micro-batches, and the discrete settings; pages and cache are the programme's (``milp``).
+"""The outer search: over N, micro-batches, prompts in a pass, and the discrete settings; where homes of pages and cache
+are in doubt, the programme settles them (``milp``).
 
-Every setting is looked at in a coarse lattice, with homes in closed form (``homes``). From the best of it, far enough
-apart to lie in different valleys, the search goes on in ever smaller steps, down to single sequences, micro-batches,
-pages and blocks, and at last at random; settings that fall behind are left. For N sequences in b micro-batches, the
-smallest μ is best: the same work in less memory. The programme then places every page of the best. How far any policy
-at all can be from it is proven by branch and bound over boxes of N and b (``bound``); small problems are solved to the
-end that way.
+Every setting is sampled over its whole space, with homes in closed form (``homes``). From the best of it, far enough
+apart to lie in different valleys, the search goes on at random and ever nearer; settings that fall behind are left. The
+last steps are of single sequences, micro-batches, pages and blocks. For N sequences in b micro-batches, the smallest μ
+is best: the same work in less memory. How far any policy at all can be from what is found is proven by branch and bound
+(``bound``); problems of few requests and fixed prompt micro-batches are solved to the end that way.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ import numpy as np
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.homes import Wanted, fill
-from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, closely, first_look, scattered
+from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, first_look, scattered
 from moelight.optimizer.milp import Solved, solve
-from moelight.optimizer.problem import Cells, Problem, settings
+from moelight.optimizer.problem import CELL_ARRAYS, Cells, Problem, Setting, settings
 
-STEPS = (1.0, 0.5, 0.25, 0.1, 0.04, 0.01)
-WORTH_A_LOOK = (1.5, 1.25, 1.12, 1.06, 1.02, 1.01)
-LAST_STEPS = (0.004, 0.001, 0.0)
-CLOSELY_AT = 0.04
-FEW, FEW_BY_WAVES = 12, 8  # candidates of a setting that are followed
+# Rounds at random: how far (powers of ten of a factor), how many candidates, and how far behind a setting may lie.
+ROUNDS = ((0.3, 500, 4.0), (0.0, 500, 2.5), (0.0, 500, 1.6), (-0.5, 400, 1.3), (-1.0, 400, 1.15), (-1.0, 400, 1.08))
+LAST_STEPS = (0.03, 0.004, 0.0)
+FEW = 12  # candidates of a setting that are followed
+FIRST = 3  # of them to the end
 WORTH_SOLVING = 1.01
 MOST_SOLVED = 3
-MOST_ROUNDS = 12
-FIRST = 4
-WORTH_FINISHING = 1.005
+MOST_ROUNDS = 8
+WORTH_FINISHING = 1.02
 MOST_FINISHED = 3
-SHAKES = 6
-SCATTERED = 4000
+SHAKES = 3
+SCATTERED = 1500
 EQUAL = 1e-9
+GAINED = 1e-4  # less is not worth another round
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
+# What is searched only where it is faster than what it stands in for, and by how much.
+STAND_INS = ("flexgen", "flexgen-c", "serial", "static")
+WORTH_STANDING_IN = 0.998
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,33 +59,59 @@ class _Leaders:
     seconds: Any
 
     @property
+    def setting(self) -> Setting:
+        return self.choices.cells.setting
+
+    @property
     def least(self) -> float:
         return float(self.seconds[0])
+
+    def first(self, count: int) -> _Leaders:
+        return _Leaders(choices=self.choices.at(slice(count)), seconds=self.seconds[:count])
 
 
 def search(problem: Problem) -> Found | None:
     """The fastest policy, or None where nothing fits."""
-    every = list(settings(problem))
-    looks = [_few(problem, first_look(problem, setting)) for setting in every]
+    if problem.sequences[0] > problem.sequences[1]:
+        return None
+    looks = [_few(problem, None, first_look(problem, setting)) for setting in settings(problem)]
     leaders = [found for found in looks if found is not None]
     if not leaders:
         return None
-    for step, worth in zip(STEPS, WORTH_A_LOOK, strict=True):
-        least = min(found.least for found in leaders)
-        leaders = [_closer(problem, found, step) for found in leaders if found.least <= least * worth]
-        if step == CLOSELY_AT:
-            leaders = [
-                _few(problem, found.choices, closely(problem, found.choices.at(0))) or found for found in leaders
-            ]
+    draw = np.random.default_rng(0)
+    for widest, count, worth in ROUNDS:
+        best = min(found.least for found in leaders)
+        leaders = [
+            _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest))
+            for found in _worth_it(leaders)
+            if found.least <= best * worth
+        ]
     for work in (_to_the_end, _shaken):
         leaders = sorted(leaders, key=lambda found: found.least)
         worth = leaders[0].least * WORTH_FINISHING
-        first = [work(problem, found) if found.least <= worth else found for found in leaders[:MOST_FINISHED]]
-        leaders = first + leaders[MOST_FINISHED:]
+        first = [work(problem, found) for found in leaders[:MOST_FINISHED] if found.least <= worth]
+        leaders = first + leaders[len(first) :]
     best = _settled(problem, sorted(leaders, key=lambda found: found.least))
-    if best is not None and problem.programme and problem.workload.num_requests <= WHOLE_UP_TO:
+    if best is not None and problem.programme and _is_small(problem):
         best = _decided(problem, best)
     return best
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether branch and bound can settle the sizes that are open."""
+    open_tokens = problem.count("micro_batch_tokens") is None or problem.count("prompt_micro_batches") is None
+    return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
+
+
+def _worth_it(leaders: list[_Leaders]) -> list[_Leaders]:
+    """``leaders`` without the settings that are there for rare cases, where these have not come."""
+    usual = [found.least for found in leaders if not _stands_in(found.setting)]
+    least = min(usual, default=np.inf) * WORTH_STANDING_IN
+    return [found for found in leaders if found.least < least or not _stands_in(found.setting)]
+
+
+def _stands_in(setting: Setting) -> bool:
+    return setting.order in STAND_INS or setting.admission in STAND_INS
 
 
 def closed_form_s(problem: Problem, choices: Choices) -> Any:
@@ -90,31 +119,31 @@ def closed_form_s(problem: Problem, choices: Choices) -> Any:
     filled = fill(problem, choices.cells, choices.wanted)
     seconds = np.full(np.shape(filled.feasible), np.inf)
     fits = np.flatnonzero(filled.feasible)
-    cells = choices.cells.at(fits)
-    seconds[fits] = job_s(cells.setting.acts, problem.workload, cells.setting.order, cells, filled.homes.at(fits))
+    if fits.size:
+        cells, setting = choices.cells.at(fits), choices.cells.setting
+        seconds[fits] = job_s(setting.acts, problem.workload, setting.order, cells, filled.homes.at(fits))
     return seconds
 
 
-def _few(problem: Problem, *looks: Choices, by_waves: bool = False) -> _Leaders | None:
-    """The best candidates of each of some regions, at most `FEW`; of equals those with larger N and micro-batches.
+def _few(problem: Problem, leaders: _Leaders | None, look: Choices, *, by_waves: bool = False) -> Any:
+    """The best of ``leaders`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
+    micro-batches. None where there are none.
 
     Regions are sizes of about the same logarithm, or ``by_waves``: so many waves for all requests, full ones apart.
     """
-    found = []
-    for choices in looks:
-        seconds = closed_form_s(problem, choices)
-        fits = np.flatnonzero(np.isfinite(seconds))
-        found.append((choices.at(fits), seconds[fits]))
-    choices, seconds = _joined([choices for choices, _ in found]), np.concatenate([seconds for _, seconds in found])
-    if not seconds.size:
+    seconds = closed_form_s(problem, look)
+    fits = np.flatnonzero(np.isfinite(seconds))
+    if leaders is None and not fits.size:
         return None
+    kept = fits[np.argsort(seconds[fits], kind="stable")[:400]]
+    choices, seconds = _as_filled(problem, look.at(kept)), seconds[kept]
+    if leaders is not None:
+        choices, seconds = _joined(leaders.choices, choices), np.concatenate([leaders.seconds, seconds])
     cell = choices.cells
-    rounded = np.round(np.log(seconds) / EQUAL)
-    order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, rounded))
-    region = _region(problem, cell, by_waves=by_waves)
-    _, first = np.unique(region[order], return_index=True)
-    index = order[np.sort(first)[: FEW_BY_WAVES if by_waves else FEW]]
-    return _Leaders(choices=_as_filled(problem, choices.at(index)), seconds=seconds[index])
+    order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, np.round(np.log(seconds) / EQUAL)))
+    _, first = np.unique(_region(problem, cell, by_waves=by_waves)[order], return_index=True)
+    index = order[np.sort(first)[:FEW]]
+    return _Leaders(choices=choices.at(index), seconds=seconds[index])
 
 
 def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
@@ -123,17 +152,18 @@ def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
     b = -(-n // cell.micro_batch_size)
     numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
     size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(cell.micro_batch_tokens))
+    riding = np.round(np.log2(cell.micro_batch_tokens * cell.prompt_micro_batches) / 2)
     if by_waves:
         waves = -(-requests // n)
         size = 2 * waves + (n == -(-requests // waves))
-    return (size * 1000 + tokens) * 1000 + numbers
+    return ((size * 100 + tokens) * 100 + riding) * 1000 + numbers
 
 
 def _as_filled(problem: Problem, choices: Choices) -> Choices:
     """The same candidates, what they want said by what they got, so that a small step from there is one: pages that
     come from disk, and the place of the cache as that of the pages which leave it room."""
     setting = choices.cells.setting
-    if setting.ffn_device == "cpu":
+    if setting.ffn_device == "cpu" or not choices.cells.batch_size.size:
         return choices
     filled = fill(problem, choices.cells, choices.wanted)
     wanted = replace(choices.wanted, spilled=filled.homes.from_disk)
@@ -142,22 +172,11 @@ def _as_filled(problem: Problem, choices: Choices) -> Choices:
     return Choices(cells=choices.cells, wanted=wanted)
 
 
-def _joined(parts: list[Choices]) -> Choices:
-    if len(parts) == 1:
-        return parts[0]
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part.cells, name) for part in parts])
-        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens")
-    }
-    first = parts[0].cells
+def _joined(one: Choices, other: Choices) -> Choices:
     names = ("computed", "device_kv", "resident", "spilled")
-    wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
-    return Choices(cells=replace(first, **arrays), wanted=Wanted(**wanted))
-
-
-def _closer(problem: Problem, leaders: _Leaders, step: float) -> _Leaders:
-    """The best of ``leaders`` and of what is around them."""
-    return _few(problem, leaders.choices, around(problem, leaders.choices, step=step)) or leaders
+    arrays = {name: np.concatenate([getattr(part.cells, name) for part in (one, other)]) for name in CELL_ARRAYS}
+    wanted = {name: np.concatenate([getattr(part.wanted, name) for part in (one, other)]) for name in names}
+    return Choices(cells=replace(one.cells, **arrays), wanted=Wanted(**wanted))
 
 
 def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
@@ -165,8 +184,8 @@ def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
     for _ in range(MOST_ROUNDS):
         before = leaders.seconds[:FIRST]
         for step in LAST_STEPS:
-            near = around(problem, leaders.choices, step=step)
-            leaders = _few(problem, leaders.choices, near, by_waves=True) or leaders
+            near = around(problem, leaders.first(FIRST).choices, step=step)
+            leaders = _few(problem, leaders, near, by_waves=True)
         if not _is_better(leaders.seconds[:FIRST], before):
             break
     return leaders
@@ -174,15 +193,15 @@ def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
 
 def _is_better(seconds: Any, before: Any) -> bool:
     """Whether any of the first regions got faster, or there are more of them."""
-    return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - EQUAL)))
+    return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
 def _shaken(problem: Problem, leaders: _Leaders) -> _Leaders:
     """``leaders`` near which none of many random candidates is better: what no step along an axis finds."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
-        near = scattered(problem, leaders.choices, draw, SCATTERED)
-        found = _few(problem, leaders.choices, near, by_waves=True) or leaders
+        near = scattered(problem, leaders.choices, draw, SCATTERED, widest=-0.3)
+        found = _few(problem, leaders, near, by_waves=True)
         leaders = _to_the_end(problem, found) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
     return leaders
 
