@@ -161,9 +161,11 @@ def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: A
     return _stacked(workload, rows)
 
 
-def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> Passes:
+def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> tuple[Passes, Any]:
     """Kinds of passes that together take no longer than the job does, for any N in the range ``sequences`` and any R in
-    ``riding``, where a pass takes no less with more in it, and no less than its part with a part in it.
+    ``riding``, where a pass takes no less with more in it, and no less than its part with a part in it. And how many
+    passes there are besides, each of one of the first three kinds: a wave takes ``gen_len`` passes, but in how many of
+    them prompts ride depends on N and R.
 
     Where all these N make the same number of full waves, every kind of `passes_of` comes at least as often as here and
     carries at least as much. Elsewhere a last wave takes at least its share of a full one. The third kind decodes with
@@ -201,10 +203,14 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tupl
     streaming = _streaming(workload, requests / widest.size, slow.size, nothing)
     bounds = _chosen(fast.cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
     single = (least == most) & (np.asarray(few) == np.asarray(many))
-    return _chosen(single, passes_of(workload, most, many), bounds)
+    more = np.where(alike, waves, requests / most) * gen - begun - refills - decoding
+    more = np.where(single | (fast.cohorts > gen), 0.0, np.maximum(more, 0.0))
+    return _chosen(single, passes_of(workload, most, many), bounds), more
 
 
-def bounding_static_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> Passes:
+def bounding_static_passes(
+    workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]
+) -> tuple[Passes, Any]:
     """`bounding_passes` of `static_passes_of`: prompts at the rate of passes as full as any may be, decode passes as
     few as the most sequences need, each of the fewest. One single candidate is exact."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
@@ -225,7 +231,7 @@ def bounding_static_passes(workload: Workload, sequences: tuple[Any, Any], ridin
         none,
     )
     single = (least == most) & (np.asarray(riding[0]) == np.asarray(riding[1]))
-    return _chosen(single, static_passes_of(workload, most, riding[1]), _stacked(workload, rows))
+    return _chosen(single, static_passes_of(workload, most, riding[1]), _stacked(workload, rows)), nothing
 
 
 def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:

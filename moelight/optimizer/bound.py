@@ -267,7 +267,7 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     (mu, _), (few, many) = _micro_batches(problem, boxes)
     smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
     bounding = bounding_static_passes if setting.admission == "static" else bounding_passes
-    kinds = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
+    kinds, more = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
     room = _most_room(problem, smallest, boxes, many)
     filled = fill(
         problem, smallest, Wanted(computed=boxes.c1, device_kv=boxes.k0), off_host=boxes.k1, in_host=boxes.c0, room=room
@@ -310,7 +310,8 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
         )
         links = [cost(replace(bare.homes, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
         best = _pages_or_cache(setting, best, bare.homes, room, boxes, links)
-    seconds = np.sum(kinds.count * pass_s(setting.order, best), axis=0)
+    each = pass_s(setting.order, best)
+    seconds = np.sum(kinds.count * each, axis=0) + more * np.min(each[: ALL_DECODE + 1], axis=0)
     return np.where(filled.feasible, seconds, np.inf)
 
 
@@ -420,12 +421,17 @@ def _lengths(problem: Problem, boxes: _Boxes) -> Any:
 
 
 def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:
-    """Each box cut in two along its ``side``: sizes at the geometric mean, shares halfway."""
+    """Each box cut in two along its ``side``: sizes at the geometric mean, shares halfway; N where the number of full
+    waves changes, if it does."""
+    requests = problem.workload.num_requests
     parts = []
     for side, (low, high) in enumerate(_SIDES):
         part = boxes.at(np.flatnonzero(boxes.side == side))
         start, stop = getattr(part, low), getattr(part, high)
         middle = np.sqrt(start * stop) if side < 4 else (start + stop) / 2
         middle = middle if low == "k0" else np.floor(middle)
+        if low == "n0":
+            full = np.floor(requests / np.maximum(np.round(requests / np.maximum(middle, 1)), 1))
+            middle = np.where((full >= start) & (full < stop), full, middle)
         parts += [replace(part, **{high: middle}), replace(part, **{low: middle if low == "k0" else middle + 1})]
     return _trimmed(problem, _joined(*parts))
