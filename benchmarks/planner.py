@@ -3,11 +3,16 @@ whether any of many random policies is better.
 
     python benchmarks/planner.py [--machines t4 l4 ...] [--models ...] [--workloads ...]
         [--samples 10000] [--processes 6]
+    python benchmarks/planner.py --attack [--questions 2000] [--samples 2000] [--minutes 30] [--jobs 2] [--seed 0]
 
 The roof of a plan is the bound that the planner proves: no policy of its space is faster; `of_bound` is the share of it
 that the plan reaches. `best_sample` is the best of the random policies over the plan (1 at most, or the plan was not
 the best). `solve_s` is the planner's own figure; `process_s`, for a few of the pairs, the whole command with --json and
 --no-cache. Nothing but times is measured. The last line is JSON.
+
+``--attack`` asks random questions (random_questions.py) instead, until there were so many and so many minutes have
+passed, and holds random policies over every key against each plan: `above_plan` counts the questions with one that is
+more than 1 % faster than the plan, `above_bound` those with one beyond the bound. Both must be 0.
 """
 
 from __future__ import annotations
@@ -18,14 +23,20 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+from random_questions import question
 from sampled_policies import best_of_samples
 
 from moelight.core.errors import BudgetError
+from moelight.hrm.estimate import estimate
+from moelight.hrm.footprint import footprint
 from moelight.hrm.speeds import speeds_of
 from moelight.optimizer.optimize import best_plan, capacities, compute_dtype
 from moelight.optimizer.problem import Problem
@@ -36,6 +47,8 @@ from moelight.profiles.workload_files import load_workload
 ROOT = Path(__file__).resolve().parents[1]
 EQUAL = 1e-6
 MOST_SOLVE_S, MOST_PROCESS_S = 1.0, 2.0
+BEHIND = 0.01  # what a plan may be behind the best policy
+AT_ONCE = 20  # questions of one task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +72,18 @@ def main() -> None:
         names = sorted(path.stem for path in (ROOT / f"{kind}_profiles").glob("*.yaml"))
         option = {"hardware": "--machines", "model": "--models", "workload": "--workloads"}[kind]
         parser.add_argument(option, nargs="+", default=names)
-    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--samples", type=int, help="policies that fit, of each question")
     parser.add_argument("--processes", type=int, default=6, help="how many pairs to run as whole processes")
+    parser.add_argument("--attack", action="store_true", help="random questions, random policies over every key")
+    parser.add_argument("--questions", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.attack:
+        attack(args.questions, args.samples or 2000, args.minutes, args.jobs, args.seed)
+        return
+    args.samples = args.samples or 10_000
     print(
         f"{'machine':>12} {'model':>18} {'workload':>20} {'solve s':>8} {'tokens/s':>10} {'of bound':>9} {'sample':>9}"
     )
@@ -113,7 +135,96 @@ def row(machine: str, model: str, workload: str, samples: int) -> Row:
         of_bound=plan.estimate.tokens_per_s / plan.bound_tokens_per_s,
         samples=best.count,
         best_sample=tokens / best.seconds / plan.estimate.tokens_per_s,
-        policy=plan.why if tokens / best.seconds <= plan.estimate.tokens_per_s * (1 + EQUAL) else best.policy,
+        policy=plan.why if tokens / best.seconds <= plan.estimate.tokens_per_s * (1 + EQUAL) else str(best.policy),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attacked:
+    """One random question: the best sampled policy over the plan, the plan over its bound, and policies that fitted."""
+
+    seed: int
+    samples: int
+    solve_s: float
+    best_sample: float
+    of_bound: float
+    policy: str
+
+
+def attack(questions: int, samples: int, minutes: float, jobs: int, seed: int) -> None:
+    """Random questions until there were enough of them, for as long as was asked."""
+    began_s, rows, seen = time.monotonic(), [], 0
+    with ProcessPoolExecutor(jobs) as pool:
+        while len(rows) < questions or time.monotonic() - began_s < 60 * minutes:
+            seeds = [range(seed + seen + AT_ONCE * job, seed + seen + AT_ONCE * (job + 1)) for job in range(jobs)]
+            seen += AT_ONCE * jobs
+            for found in pool.map(_attacked, seeds, [samples] * jobs):
+                rows += found
+            print(f"{(time.monotonic() - began_s) / 60:6.1f} min  {seen} questions  {json.dumps(attacks(rows))}", flush=True)
+            for row in rows[-AT_ONCE * jobs :]:
+                if row.best_sample > 1 + BEHIND or row.best_sample * row.of_bound > 1 + EQUAL:
+                    print(f"  seed {row.seed}: {row.best_sample:.4f} of plan, bound {1 / row.of_bound:.4f}: {row.policy}")
+    summary = {"benchmark": "planner-attack", "minutes": round((time.monotonic() - began_s) / 60, 1), "asked": seen}
+    print(json.dumps({**summary, **attacks(rows)}))
+
+
+def attacks(rows: list[Attacked]) -> dict[str, float]:
+    """What is claimed, in numbers."""
+    if not rows:
+        return {"questions": 0}
+    shares = np.array([row.of_bound for row in rows])
+    return {
+        "questions": len(rows),
+        "least_samples": min(row.samples for row in rows),
+        "samples": sum(row.samples for row in rows),
+        "above_plan": sum(row.best_sample > 1 + BEHIND for row in rows),
+        "above_bound": sum(row.best_sample * row.of_bound > 1 + EQUAL for row in rows),
+        "best_sample": round(max(row.best_sample for row in rows), 5),
+        "median_of_bound": round(float(np.median(shares)), 4),
+        "tenth_of_bound": round(float(np.quantile(shares, 0.1)), 4),
+        "least_of_bound": round(float(shares.min()), 4),
+        "median_solve_s": round(statistics.median(row.solve_s for row in rows), 3),
+        "longest_solve_s": round(max(row.solve_s for row in rows), 3),
+        **{f"above_plan_{share:g}": count for share, count in _behind(rows).items()},
+    }
+
+
+def _behind(rows: list[Attacked]) -> dict[float, int]:
+    counts: Counter[float] = Counter({0.001: 0, 0.005: 0})
+    for row in rows:
+        counts.update(share for share in counts if row.best_sample > 1 + share)
+    return dict(counts)
+
+
+def _attacked(seeds: range, samples: int) -> list[Attacked]:
+    """Those of the questions that have an answer, and policies enough that fit."""
+    return [found for seed in seeds if (found := attacked(seed, samples)) is not None]
+
+
+def attacked(seed: int, samples: int) -> Attacked | None:
+    """The plan of one random question and its bound, against random policies; None where nothing fits."""
+    problem, hardware = question(seed)
+    began_s = time.process_time()
+    try:
+        plan = best_plan(problem, hardware, {})
+    except BudgetError:
+        return None
+    took_s = time.process_time() - began_s
+    best = best_of_samples(problem, plan.policy, samples, seed)
+    if best.count < samples or best.policy is None:
+        return None
+    policy = best.policy
+    taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=problem.dtype)
+    if any(taken.total(tier) > size for tier, size in problem.capacity_bytes.items() if tier != "disk"):
+        raise RuntimeError(f"question {seed}: a sampled policy does not fit: {policy}")
+    price = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype).tokens_per_s
+    return Attacked(
+        seed=seed,
+        samples=best.count,
+        solve_s=took_s,
+        best_sample=price / plan.estimate.tokens_per_s,
+        of_bound=plan.estimate.tokens_per_s / plan.bound_tokens_per_s,
+        policy=str(policy),
     )
 
 

@@ -1,8 +1,8 @@
 """Random policies that fit a machine, as arrays: against them the planner's choice is held.
 
-Half of them range over everything, the others keep near a given policy. All devices and orders of work that go together
-are drawn from, also those that the planner does not search. Sizes of prompt micro-batches are those the planner knows,
-and as many pages stay as memory holds, now and then fewer.
+Half of them range over everything, the others keep near a given policy. Every key that a policy has is drawn: devices,
+orders of work that go with them, sizes, tokens and number of prompt micro-batches, cache and its blocks, look-ahead,
+admission, pinned homes. As many pages stay as memory holds, now and then fewer.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import PROMPT_MICRO_BATCHES, Policy
+from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes
+from moelight.hrm.job import cache_tokens, cached_sequences
 from moelight.hrm.lanes import Homes
 from moelight.hrm.orders import ORDERS
-from moelight.optimizer.problem import KV_BLOCK_SIZE, PROMPT_MICRO_BATCH_TOKENS, Problem, kv_tokens
+from moelight.optimizer.problem import Problem
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """Policies of one choice of devices and order. They have the face of a policy; counts of pages, and of blocks of
-    the cache on the device."""
+    """Policies of one choice of devices, order, block size, look-ahead and admission. They have the face of a policy;
+    counts of pages, and of blocks of the cache on the device."""
 
     acts: Acts
     schedule: str
@@ -41,9 +42,10 @@ class Sampled:
     from_disk: Any
     computed: Any
     blocks: Any
-    kv_block_size: int = KV_BLOCK_SIZE
-    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
-    look_ahead: int = 2
+    prompt_micro_batches: Any
+    kv_block_size: int
+    look_ahead: int
+    admission: str
 
     @property
     def attention_device(self) -> str:
@@ -61,7 +63,7 @@ class Sampled:
         return len(self.batch_size)
 
     def at(self, index: Any) -> Sampled:
-        plain = ("acts", "schedule", "kv_block_size", "prompt_micro_batches", "look_ahead")
+        plain = ("acts", "schedule", "kv_block_size", "look_ahead", "admission")
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self) if f.name not in plain})
 
     def seconds(self, problem: Problem) -> Any:
@@ -74,19 +76,38 @@ class Sampled:
         )
         return job_s(self.acts, problem.workload, self.schedule, self, homes)
 
-    def describe(self, index: int) -> str:
-        names = ("batch_size", "micro_batch_size", "micro_batch_tokens", "resident", "from_host", "from_disk")
-        numbers = {name: int(getattr(self, name)[index]) for name in (*names, "computed", "blocks")}
-        return f"{self.attention_device} {self.ffn_device} {self.schedule} {numbers}"
+    def policy(self, problem: Problem, index: int) -> Policy:
+        """One of them, page by page and block by block."""
+        one, pages = self.at(index), problem.pages
+        device = 0.0 if self.ffn_device == "cpu" else one.resident / pages
+        cache, disk = one.blocks / -(-one.kv_tokens // one.kv_block_size), one.from_disk / pages
+        return Policy(
+            model=problem.name,
+            batch_size=int(one.batch_size),
+            micro_batch_size=int(one.micro_batch_size),
+            micro_batch_tokens=int(one.micro_batch_tokens),
+            prompt_micro_batches=int(one.prompt_micro_batches),
+            kv_tokens=int(one.kv_tokens),
+            attention_device=self.attention_device,
+            ffn_device=self.ffn_device,
+            weights=Shares(device=device, host=1.0 - device - disk, disk=disk),
+            cpu_experts=one.computed / pages,
+            kv=Shares(device=cache, host=1.0 - cache),
+            schedule=self.schedule,
+            kv_block_size=self.kv_block_size,
+            look_ahead=self.look_ahead,
+            admission=self.admission,
+            host_pages="pinned" if self.acts.pinned_homes else "staged",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The fastest of ``count`` policies that fit."""
+    """The fastest of ``count`` policies that fit; None where none does."""
 
     seconds: float
     count: int
-    policy: str
+    policy: Policy | None
 
 
 def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -> Best:
@@ -94,7 +115,7 @@ def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -
     rng = np.random.default_rng(seed)
     every = list(_settings(problem))
     own = [s for s in every if s[1:] == (near.schedule,) and _devices(s[0]) == (near.attention_device, near.ffn_device)]
-    found, least, policy = 0, np.inf, ""
+    found, least, policy = 0, np.inf, None
     for _ in range(8):
         draws = [(setting, None) for setting in every] + [(setting, near) for setting in (*own * len(every), *every)]
         for (acts, schedule), around in draws:
@@ -105,7 +126,7 @@ def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -
             index = int(np.argmin(seconds))
             found += len(some)
             if seconds[index] < least:
-                least, policy = float(seconds[index]), some.describe(index)
+                least, policy = float(seconds[index]), some.policy(problem, index)
         if found >= count:
             break
     return Best(seconds=least, count=found, policy=policy)
@@ -134,34 +155,50 @@ def _settings(problem: Problem) -> Iterator[tuple[Acts, str]]:
 
 def _drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, near: Policy | None) -> Sampled:
     """As many of ``count`` draws as fit."""
-    n, b, tokens = _sizes(problem, rng, count) if near is None else _sizes_near(problem, rng, count, near)
-    mu = -(-n // b)
+    close = near is not None and rng.random() < 0.7
+    block = near.kv_block_size if close else int(rng.choice(KV_BLOCK_SIZES))
+    n, b, tokens, prompts = _sizes(problem, rng, count) if near is None else _sizes_near(problem, rng, count, near)
+    mu = np.where(rng.random(count) < 0.8, -(-n // b), np.minimum(n, -(-n // b) + rng.integers(0, 3, count)))
+    tokens = np.maximum(tokens, mu)
+    needed = cache_tokens(problem.workload, n, block, problem.model.max_positions)
+    factor = np.where(rng.random(count) < 0.7, 1.0, np.exp(rng.normal(0, 0.3, count)))
+    cache = np.maximum(1, np.floor(needed * factor)).astype(np.int64)
     none = np.zeros(count, dtype=np.int64)
+    pinned = acts.ffn_device != "cpu" and (near.host_pages == "pinned" if close else rng.random() < 0.5)
     sizes = Sampled(
-        acts=acts,
+        acts=replace(acts, pinned_homes=pinned),
         schedule=schedule,
         batch_size=n,
         micro_batch_size=mu,
-        micro_batch_tokens=np.maximum(tokens, mu),
-        kv_tokens=np.asarray(kv_tokens(problem, n)),
+        micro_batch_tokens=tokens,
+        prompt_micro_batches=prompts,
+        kv_tokens=cache,
         resident=none,
         from_host=none,
         from_disk=none,
         computed=none,
         blocks=none,
+        kv_block_size=block,
+        look_ahead=near.look_ahead if close else int(rng.integers(1, MOST_LOOK_AHEAD + 1)),
+        admission=near.admission if close else str(rng.choice(ADMISSIONS)),
     )
-    return _placed(problem, rng, sizes, near)
+    held = cached_sequences(problem.workload, cache, block, problem.model.max_positions)
+    return _placed(problem, rng, sizes.at(np.flatnonzero(held >= 1)), near)
 
 
-def _sizes(problem: Problem, rng: Any, count: int) -> tuple[Any, Any, Any]:
+def _sizes(problem: Problem, rng: Any, count: int) -> tuple[Any, Any, Any, Any]:
     requests = problem.workload.num_requests
     n = np.exp(rng.uniform(0, np.log(requests + 0.999), count)).astype(np.int64)
     n = np.where(rng.random(count) < 0.5, -(-requests // np.maximum(1, requests // n)), n)
     b = np.exp(rng.uniform(0, np.log(n + 0.999))).astype(np.int64)
-    return n, b, rng.choice(PROMPT_MICRO_BATCH_TOKENS, count)
+    most = max(problem.prompt_tokens, 16)
+    tokens = np.exp(rng.uniform(0, np.log(most + 0.999), count)).astype(np.int64)
+    tokens = np.where(rng.random(count) < 0.4, 2 ** rng.integers(4, 14, count), tokens)
+    prompts = np.exp(rng.uniform(0, np.log(np.maximum(most // tokens, 1) + 1.999))).astype(np.int64)
+    return n, b, tokens, np.where(rng.random(count) < 0.3, 8, np.maximum(prompts, 1))
 
 
-def _sizes_near(problem: Problem, rng: Any, count: int, near: Policy) -> tuple[Any, Any, Any]:
+def _sizes_near(problem: Problem, rng: Any, count: int, near: Policy) -> tuple[Any, Any, Any, Any]:
     """Sizes a factor of 1.001 to 2.7 away, or the same, or of as many waves."""
     requests = problem.workload.num_requests
 
@@ -173,9 +210,11 @@ def _sizes_near(problem: Problem, rng: Any, count: int, near: Policy) -> tuple[A
     n = np.clip(np.where(rng.random(count) < 0.4, near.batch_size, n), 1, requests).astype(np.int64)
     b = np.round(near.num_micro_batches * factor()) + rng.integers(-2, 3, count)
     b = np.clip(np.where(rng.random(count) < 0.3, near.num_micro_batches, b), 1, n).astype(np.int64)
-    known = np.searchsorted(PROMPT_MICRO_BATCH_TOKENS, near.micro_batch_tokens, side="right") - 1
-    step = np.where(rng.random(count) < 0.5, 0, rng.integers(-2, 3, count))
-    return n, b, np.array(PROMPT_MICRO_BATCH_TOKENS)[np.clip(known + step, 0, len(PROMPT_MICRO_BATCH_TOKENS) - 1)]
+    step = np.where(rng.random(count) < 0.5, factor(), 2.0 ** rng.integers(-3, 4, count))
+    tokens = np.maximum(1, np.round(near.micro_batch_tokens * np.where(rng.random(count) < 0.4, 1.0, step)))
+    rides = np.where(rng.random(count) < 0.5, factor(), 2.0 ** rng.integers(-3, 5, count))
+    riding = near.micro_batch_tokens * near.prompt_micro_batches * np.where(rng.random(count) < 0.4, 1.0, rides)
+    return n, b, tokens.astype(np.int64), np.maximum(1, np.round(riding / tokens)).astype(np.int64)
 
 
 def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> Sampled:
@@ -206,9 +245,10 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
     if at_home == "device":
         room = np.floor(free["host"] / slot) - computed
         wanted = np.where(rng.random(count) < 0.7, streamed, np.floor(streamed * rng.random(count)))
-        shallow = (wanted >= streamed) & (streamed + per_layer <= room)
+        ring = 0 if acts.pinned_homes else per_layer  # where no page comes from disk
+        shallow = (wanted >= streamed) & (streamed + ring <= room)
         from_host = np.where(shallow, streamed, np.clip(np.minimum(wanted, room - 2 * per_layer), 0, streamed))
-        fits &= np.where(shallow, True, from_host + np.where(from_host < streamed, 2, 1) * per_layer <= room)
+        fits &= np.where(shallow, True, from_host + np.where(from_host < streamed, 2 * per_layer, ring) <= room)
     from_disk = streamed - from_host
     fits &= from_disk * costs.page_bytes(model, acts.page_dtype) <= problem.capacity_bytes["disk"]
     counts = {"resident": resident, "from_host": from_host, "from_disk": from_disk, "computed": computed}

@@ -37,8 +37,8 @@ class Passes:
         """Prompts in a pass."""
         return self.prompt_tokens / self.prompt_len
 
-    def kind(self, index: int) -> Passes:
-        """One of several kinds."""
+    def kind(self, index: Any) -> Passes:
+        """One of several kinds, or some of them."""
         count, decode, prompt = (a[index] for a in (self.count, self.decode_tokens, self.prompt_tokens))
         return passes(count, decode, prompt, context=self.context, prompt_len=self.prompt_len)
 

@@ -17,7 +17,7 @@ the most so far for its length, until what is left is within the gap or the boxe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,8 +39,10 @@ SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
 MOST_BOXES = 24_000
-TRIED = 60  # boxes of a setting that are cut along every side first
-FORGET = 0.7
+MOST_CUTS, WORTH_A_CALL = 3, 300
+FORGET, LEAST_RAISED = 0.7, 1e-3
+# By how much a cut along each of `_SIDES` raises a bound, as a share of it for the side's length: a first guess.
+RAISES = (0.8, 0.1, 0.1, 0.5, 4.0, 6.0)
 BOUNDING = ("cgopipe", "module")  # no other order takes less than the first of them, whichever pages move
 
 
@@ -49,7 +51,7 @@ class _Boxes:
     """N from ``n0`` to ``n1``, micro-batches from ``b0`` to ``b1``, tokens of a prompt micro-batch from ``t0`` to
     ``t1``, of all that ride in a pass from ``r0`` to ``r1``, pages computed by the CPU from ``c0`` to ``c1`` and the
     share of the cache on the device from ``k0`` to ``k1``: arrays of one length. ``before_s`` is the bound of the box
-    that each was cut from, along ``side``."""
+    that each was cut from, at last along a ``side`` of that ``length``."""
 
     n0: Any
     n1: Any
@@ -63,8 +65,9 @@ class _Boxes:
     c1: Any
     k0: Any
     k1: Any
-    before_s: Any = field(default=None)
-    side: Any = field(default=None)
+    before_s: Any
+    side: Any
+    length: Any
 
     def at(self, index: Any) -> _Boxes:
         return _Boxes(**{name: getattr(self, name)[index] for name in _FIELDS})
@@ -74,7 +77,7 @@ class _Boxes:
 
 
 _SIDES = (("n0", "n1"), ("b0", "b1"), ("t0", "t1"), ("r0", "r1"), ("c0", "c1"), ("k0", "k1"))
-_FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side")
+_FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side", "length")
 
 
 def least_seconds(problem: Problem, known_s: float) -> float:
@@ -135,7 +138,7 @@ class _Front:
         """All there is."""
         setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
         boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
-        front = cls(
+        return cls(
             problem=problem,
             setting=setting,
             goal_s=goal_s,
@@ -143,12 +146,8 @@ class _Front:
             waiting_s=bounds,
             whole=boxes.at([]),
             whole_s=bounds[:0],
-            raised=np.full(len(_SIDES), np.nan),
+            raised=np.array(RAISES),
         )
-        lowest = np.argsort(bounds, kind="stable")[:TRIED]
-        for side in range(len(_SIDES)):
-            front._cut(boxes.at(lowest), bounds[lowest], np.full(len(lowest), side))
-        return front
 
     @property
     def least_s(self) -> float:
@@ -160,29 +159,39 @@ class _Front:
         order = np.argsort(self.waiting_s, kind="stable")
         first, rest = order[:AT_ONCE], order[AT_ONCE:]
         lengths = _lengths(self.problem, self.waiting.at(first))
-        worth = lengths * np.nan_to_num(np.maximum(self.raised, 1e-3), nan=1.0)[:, None]
-        side = np.where(np.max(lengths, axis=0) > 0, np.argmax(worth, axis=0), -1)
-        done, cut = first[side < 0], first[side >= 0]
+        single = np.max(lengths, axis=0) <= 0
+        done, cut = first[single], first[~single]
         self.whole = _joined(self.whole, self.waiting.at(done))
         self.whole_s = np.concatenate([self.whole_s, self.waiting_s[done]])
-        boxes, seconds = self._cut(self.waiting.at(cut), self.waiting_s[cut], side[side >= 0])
-        count, index = len(boxes), np.flatnonzero(seconds < self.goal_s)
+        boxes = replace(self.waiting.at(cut), before_s=self.waiting_s[cut])
+        for _ in range(MOST_CUTS):  # few boxes are not worth a call
+            boxes = self._cut(boxes)
+            if not len(boxes) or len(boxes) >= WORTH_A_CALL:
+                break
+        seconds = np.maximum(_bound_s(self.problem, self.setting, boxes), boxes.before_s)
+        self._learn(boxes, seconds)
+        index = np.flatnonzero(seconds < self.goal_s)
         self.waiting = _joined(self.waiting.at(rest), boxes.at(index))
         self.waiting_s = np.concatenate([self.waiting_s[rest], seconds[index]])
-        return count
+        return len(boxes)
 
-    def _cut(self, boxes: _Boxes, bounds: Any, side: Any) -> tuple[_Boxes, Any]:
-        """The halves of ``boxes``, each cut along a side, and their bounds; notes what that brought."""
-        lengths = _lengths(self.problem, boxes)[side, np.arange(len(boxes))]
-        some = lengths > 0
-        halves = _halves(self.problem, replace(boxes, before_s=bounds, side=side).at(some))
-        seconds = np.maximum(_bound_s(self.problem, self.setting, halves), halves.before_s)
-        gained = np.minimum(seconds, 2 * self.goal_s) / halves.before_s - 1.0
-        for index in np.unique(halves.side).astype(int):
-            brought = float(np.mean(gained[halves.side == index])) / float(np.mean(lengths[some & (side == index)]))
-            before = self.raised[index]
-            self.raised[index] = brought if np.isnan(before) else FORGET * before + (1 - FORGET) * brought
-        return halves, seconds
+    def _cut(self, boxes: _Boxes) -> _Boxes:
+        """The halves of ``boxes``, each cut where it is worth most; those of one step stay."""
+        lengths = _lengths(self.problem, boxes)
+        side = np.argmax(lengths * self.raised[:, None], axis=0)
+        length = lengths[side, np.arange(len(boxes))]
+        some = length > 0
+        halves = _halves(self.problem, replace(boxes, side=side, length=length).at(some))
+        return halves if some.all() else _joined(boxes.at(~some), halves)
+
+    def _learn(self, boxes: _Boxes, seconds: Any) -> None:
+        """Note by how much the last cut of ``boxes`` raised their bounds."""
+        gained = np.minimum(seconds, 2 * self.goal_s) / boxes.before_s - 1.0
+        for index in np.unique(boxes.side).astype(int):
+            along = (boxes.side == index) & (boxes.length > 0)
+            if along.any():
+                brought = float(np.mean(gained[along] / boxes.length[along]))
+                self.raised[index] = max(FORGET * self.raised[index] + (1 - FORGET) * brought, LEAST_RAISED)
 
 
 def _open(problem: Problem, setting: Setting, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
@@ -201,15 +210,15 @@ def _all(problem: Problem, setting: Setting) -> _Boxes:
     total, (fewest, most) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
     longest = max(problem.prompt_tokens, most, LEAST_TOKENS)  # more tokens in a pass there never are
-    n = _ranges(fewest, most, 4)
-    b = [(number, number)] if number is not None else _ranges(1, most, 4)
-    tokens = [(fixed, fixed)] if fixed is not None else _ranges(1, longest, 32)
+    n = _ranges(fewest, most, 8)
+    b = [(number, number)] if number is not None else _ranges(1, most, 16)
+    tokens = [(fixed, fixed)] if fixed is not None else [(1, longest)]
     rides = problem.count("prompt_micro_batches")
-    riding = [(1, longest * (rides or 1))] if rides is not None or fixed is not None else _ranges(1, longest, 32)
+    riding = [(1, longest * (rides or 1))] if rides is not None or fixed is not None else _ranges(1, longest, 64)
     computed, cache = [(0, 0)], [(0.0, 0.0)]
     if setting.ffn_device == "split":
         share = problem.share("cpu_experts")
-        edges = np.linspace(-1, total, 5).astype(int)
+        edges = np.linspace(-1, total, 3).astype(int)
         computed = [(low + 1, high) for low, high in pairwise(edges) if low < high]
         computed = computed if share is None else [(round(share * total),) * 2]
     if setting.attention_device == "gpu":
@@ -227,7 +236,7 @@ def _all(problem: Problem, setting: Setting) -> _Boxes:
         for name, values in zip(side, axis[i].T, strict=True)
     }
     nothing = np.zeros(index.shape[1])
-    return _trimmed(problem, _Boxes(**sides, before_s=nothing, side=nothing))
+    return _trimmed(problem, _Boxes(**sides, before_s=nothing, side=nothing, length=nothing))
 
 
 def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
@@ -268,11 +277,13 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
     bounding = bounding_static_passes if setting.admission == "static" else bounding_passes
     kinds, more = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
+    rows = np.flatnonzero(np.any(kinds.count > 0, axis=1) | (np.arange(len(kinds.count)) <= ALL_DECODE))
+    kinds = kinds.kind(rows)
     room = _most_room(problem, smallest, boxes, many)
     filled = fill(
         problem, smallest, Wanted(computed=boxes.c1, device_kv=boxes.k0), off_host=boxes.k1, in_host=boxes.c0, room=room
     )
-    wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in range(len(kinds.count))])
+    wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in rows])
 
     def cost(homes: Homes, *, fewest: bool) -> PassCost:
         return pass_cost(

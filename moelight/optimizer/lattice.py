@@ -84,8 +84,7 @@ def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
     tokens, riding = _token_moves(t, p, step)
     wanted = _columns(leaders.wanted)
     near, alone = _near_shares(problem, cell, wanted, step)
-    moves = [(size, batches, t, p, shares) for shares in (wanted, *(near if step > 0 else ()))]
-    moves += [(n, parts, tokens, riding, wanted)]
+    moves = [(size, batches, t, p, wanted), (n, parts, tokens, riding, wanted)]
     moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
     columns: list[list[Any]] = [[] for _ in range(8)]
     for *sizes, shares in moves:
@@ -111,7 +110,7 @@ def scattered(
         return np.exp(draw.normal(0, 1, count) * 10.0 ** draw.uniform(-3, widest, count))
 
     def moved(pages: Any) -> Any:
-        far = 10.0 ** draw.uniform(0, np.log10(max(problem.pages, 2)) + min(widest, 0.0), count)
+        far = 10.0 ** draw.uniform(0, max(0.0, np.log10(problem.pages) + min(widest, 0.0)), count)
         return np.where(some(0.5), pages, pages + np.round(draw.normal(0, 1, count) * far))
 
     waves = np.maximum(1, np.round(-(-requests // n) * scale()))

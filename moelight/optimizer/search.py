@@ -10,6 +10,7 @@ is best: the same work in less memory. How far any policy at all can be from wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,16 +32,16 @@ WORTH_SOLVING = 1.01
 MOST_SOLVED = 3
 MOST_ROUNDS = 8
 WORTH_FINISHING = 1.02
-MOST_FINISHED = 3
+MOST_FINISHED = 2
 SHAKES = 3
 SCATTERED = 1500
 EQUAL = 1e-9
 GAINED = 1e-4  # less is not worth another round
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
-# What is searched only where it is faster than what it stands in for, and by how much.
+# Settings that are rarely the fastest: tried where the usual one of the same devices is good, and kept where better.
 STAND_INS = ("flexgen", "flexgen-c", "serial", "static")
-WORTH_STANDING_IN = 0.998
+STAND_INS_AFTER = 3  # rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,17 +75,20 @@ def search(problem: Problem) -> Found | None:
     """The fastest policy, or None where nothing fits."""
     if problem.sequences[0] > problem.sequences[1]:
         return None
-    looks = [_few(problem, None, first_look(problem, setting)) for setting in settings(problem)]
+    every = list(settings(problem))
+    usual = [setting for setting in every if not _stands_in(setting)] or every
+    looks = [_few(problem, None, first_look(problem, setting)) for setting in usual]
     leaders = [found for found in looks if found is not None]
     if not leaders:
         return None
     draw = np.random.default_rng(0)
-    for widest, count, worth in ROUNDS:
+    for number, (widest, count, worth) in enumerate(ROUNDS):
         best = min(found.least for found in leaders)
+        leaders = [found for found in leaders if found.least <= best * worth]
+        if number == STAND_INS_AFTER:
+            leaders += [better for found in leaders for better in _stand_ins(problem, found, every, draw)]
         leaders = [
-            _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest))
-            for found in _worth_it(leaders)
-            if found.least <= best * worth
+            _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
         ]
     for work in (_to_the_end, _shaken):
         leaders = sorted(leaders, key=lambda found: found.least)
@@ -103,11 +107,19 @@ def _is_small(problem: Problem) -> bool:
     return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
 
 
-def _worth_it(leaders: list[_Leaders]) -> list[_Leaders]:
-    """``leaders`` without the settings that are there for rare cases, where these have not come."""
-    usual = [found.least for found in leaders if not _stands_in(found.setting)]
-    least = min(usual, default=np.inf) * WORTH_STANDING_IN
-    return [found for found in leaders if found.least < least or not _stands_in(found.setting)]
+def _stand_ins(
+    problem: Problem, leaders: _Leaders, every: list[Setting], draw: np.random.Generator
+) -> Iterator[_Leaders]:
+    """Settings of the same devices and dtypes with a rarer order or admission that are faster near ``leaders``."""
+    own = leaders.setting
+    for other in every:
+        alike = replace(other, order=own.order, admission=own.admission) == own
+        if not alike or not _stands_in(other) or _stands_in(own):
+            continue
+        near = _joined(leaders.choices, scattered(problem, leaders.choices, draw, ROUNDS[0][1]))
+        found = _few(problem, None, replace(near, cells=replace(near.cells, setting=other)))
+        if found is not None and found.least < leaders.least * (1 - GAINED):
+            yield found
 
 
 def _stands_in(setting: Setting) -> bool:
