@@ -79,7 +79,8 @@ class Sampled:
     def policy(self, problem: Problem, index: int) -> Policy:
         """One of them, page by page and block by block."""
         one, pages = self.at(index), problem.pages
-        device = 0.0 if self.ffn_device == "cpu" else one.resident / pages
+        on_cpu = self.ffn_device == "cpu"
+        device, host = 0.0 if on_cpu else one.resident / pages, one.resident if on_cpu else one.from_host + one.computed
         cache, disk = one.blocks / -(-one.kv_tokens // one.kv_block_size), one.from_disk / pages
         return Policy(
             model=problem.name,
@@ -90,9 +91,9 @@ class Sampled:
             kv_tokens=int(one.kv_tokens),
             attention_device=self.attention_device,
             ffn_device=self.ffn_device,
-            weights=Shares(device=device, host=1.0 - device - disk, disk=disk),
-            cpu_experts=one.computed / pages,
-            kv=Shares(device=cache, host=1.0 - cache),
+            weights=Shares(device=float(device), host=float(host / pages), disk=float(disk)),
+            cpu_experts=float(one.computed / pages),
+            kv=Shares(device=float(cache), host=float(1.0 - cache)),
             schedule=self.schedule,
             kv_block_size=self.kv_block_size,
             look_ahead=self.look_ahead,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
+from moelight.hrm.job import cache_tokens, cached_sequences
 from moelight.hrm.speeds import speeds_of
 from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
@@ -21,7 +23,7 @@ from moelight.optimizer.fixes import check_fixes
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.refusal import refusal
-from moelight.optimizer.search import Found, search
+from moelight.optimizer.search import AS_GOOD, Found, search
 from moelight.optimizer.why import helps, why
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
@@ -102,7 +104,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     found = search(problem)
     if found is None:
         raise refusal(problem)
-    policy = policy_of(problem, found)
+    policy = _simplest(problem, policy_of(problem, found))
     priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype)
     tokens = problem.workload.num_requests * problem.workload.gen_len
     bound_s = least_seconds(problem, tokens / priced.tokens_per_s) if proof else 0.0
@@ -160,12 +162,52 @@ def policy_of(problem: Problem, found: Found) -> Policy:
     )
 
 
+def _simplest(problem: Problem, policy: Policy) -> Policy:
+    """``policy`` with the usual value of every key that brings nothing: homes that need not be locked, larger blocks,
+    fewer micro-batches ahead."""
+    plain, work = Policy(model=policy.model), problem.workload
+    blocks = {"kv_block_size": plain.kv_block_size}
+    if "kv_tokens" not in problem.fixed:
+        sizes = (policy.batch_size, plain.kv_block_size, problem.model.max_positions)
+        blocks["kv_tokens"] = int(cache_tokens(work, *sizes))
+    ahead = [{"look_ahead": steps} for steps in range(plain.look_ahead, policy.look_ahead)]
+    usual: dict[str, list[dict[str, Any]]] = {
+        "host_pages": [{"host_pages": plain.host_pages}],
+        "kv_block_size": [blocks],
+        "look_ahead": ahead,
+    }
+    least = _tokens_per_s(problem, policy) * (1 - AS_GOOD)
+    for key, changes in usual.items():
+        simpler = (replace(policy, **change) for change in changes if key not in problem.fixed)
+        good = (other for other in simpler if _fits(problem, other) and _tokens_per_s(problem, other) >= least)
+        policy = next(good, policy)
+    return policy
+
+
+def _tokens_per_s(problem: Problem, policy: Policy) -> float:
+    return estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype).tokens_per_s
+
+
+def _fits(problem: Problem, policy: Policy) -> bool:
+    """Whether memory holds ``policy``."""
+    kv, pages = _dtypes(problem, policy)
+    taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
+    needed = {tier: taken.total(tier) for tier in ("device", "host") if tier in problem.capacity_bytes}
+    held = cached_sequences(problem.workload, policy.kv_tokens, policy.kv_block_size, problem.model.max_positions)
+    return held >= policy.batch_size and all(size <= problem.capacity_bytes[tier] for tier, size in needed.items())
+
+
+def _dtypes(problem: Problem, policy: Policy) -> tuple[DType, DType]:
+    """What the cache and the experts of ``policy`` are stored in."""
+    kv, pages = (problem.dtype if name == "auto" else dtype_named(name) for name in (policy.kv_dtype, policy.weight_dtype))
+    return kv, pages
+
+
 def memory_of(
     problem: Problem, policy: Policy, hardware: HardwareProfile, limits: Mapping[str, int]
 ) -> tuple[TierUse, ...]:
     """Every tier of the machine: what ``policy`` takes by purpose, and what is left to the system."""
-    kv = problem.dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype)
-    pages = problem.dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
+    kv, pages = _dtypes(problem, policy)
     taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
     uses = []
     for tier, capacity in problem.capacity_bytes.items():

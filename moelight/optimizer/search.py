@@ -21,7 +21,7 @@ from moelight.optimizer.bound import undecided
 from moelight.optimizer.homes import Wanted, fill
 from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, first_look, scattered
 from moelight.optimizer.milp import Solved, solve
-from moelight.optimizer.problem import CELL_ARRAYS, Cells, Problem, Setting, settings
+from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Cells, Problem, Setting, settings
 
 # Rounds at random: how far (powers of ten of a factor), how many candidates, and how far behind a setting may lie.
 ROUNDS = ((0.3, 500, 4.0), (0.0, 500, 2.5), (0.0, 500, 1.6), (-0.5, 400, 1.3), (-1.0, 400, 1.15), (-1.0, 400, 1.08))
@@ -36,6 +36,7 @@ MOST_FINISHED = 2
 SHAKES = 3
 SCATTERED = 1500
 EQUAL = 1e-9
+AS_GOOD = 5e-4  # what fewer tokens may cost
 GAINED = 1e-4  # less is not worth another round
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
@@ -98,7 +99,7 @@ def search(problem: Problem) -> Found | None:
     best = _settled(problem, sorted(leaders, key=lambda found: found.least))
     if best is not None and problem.programme and _is_small(problem):
         best = _decided(problem, best)
-    return best
+    return None if best is None else _with_fewer_tokens(problem, best)
 
 
 def _is_small(problem: Problem) -> bool:
@@ -252,6 +253,46 @@ def _decided(problem: Problem, best: Found) -> Found:
         if homes is not None and homes.seconds < best.homes.seconds * (1 - EQUAL):
             best = Found(cell=cell, homes=homes)
     return best
+
+
+def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
+    """``best`` with the fewest tokens of prompts in a pass and in its micro-batches that are as good: nobody needs
+    memory for a pass of a million tokens that is a thousandth of a percent faster."""
+    cell, homes = best.cell, best.homes
+    tokens, rides = int(cell.micro_batch_tokens), int(cell.prompt_micro_batches)
+    fixed = [problem.count(key) is not None for key in ("micro_batch_tokens", "prompt_micro_batches")]
+    cut = [tokens] if fixed[0] else sorted({tokens, *_powers(max(LEAST_TOKENS, int(cell.micro_batch_size)), tokens)})
+    pairs = [
+        (t, p)
+        for t in cut
+        for p in ([rides] if fixed[1] else sorted({-(-r // t) for r in (tokens * rides, *_powers(t, tokens * rides))}))
+    ]
+    t, p = np.array(pairs, dtype=np.int64).T
+    many = replace(
+        cell,
+        **{name: np.full_like(t, getattr(cell, name)) for name in CELL_ARRAYS},
+    )
+    many = replace(many, micro_batch_tokens=t, prompt_micro_batches=p)
+    shares = {
+        "computed": homes.computed,
+        "device_kv": homes.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size),
+        "resident": np.inf,
+        "spilled": homes.from_disk,
+    }
+    wanted = Wanted(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
+    choices = Choices(cells=many, wanted=wanted)
+    seconds = closed_form_s(problem, choices)
+    good = np.flatnonzero(seconds <= homes.seconds * (1 + AS_GOOD))
+    if not good.size:
+        return best
+    fewest = choices.at(good[np.argmin((t * p + t)[good])])
+    filled = _filled(problem, fewest)
+    return best if filled is None else Found(cell=fewest.cells, homes=filled)
+
+
+def _powers(low: int, high: int) -> list[int]:
+    """Powers of two between them."""
+    return [1 << power for power in range(high.bit_length()) if low <= 1 << power < high]
 
 
 def _filled(problem: Problem, choice: Choices) -> Solved | None:
