@@ -160,10 +160,15 @@ def attack(questions: int, samples: int, minutes: float, jobs: int, seed: int) -
             seen += AT_ONCE * jobs
             for found in pool.map(_attacked, seeds, [samples] * jobs):
                 rows += found
-            print(f"{(time.monotonic() - began_s) / 60:6.1f} min  {seen} questions  {json.dumps(attacks(rows))}", flush=True)
+            print(
+                f"{(time.monotonic() - began_s) / 60:6.1f} min  {seen} questions  {json.dumps(attacks(rows))}",
+                flush=True,
+            )
             for row in rows[-AT_ONCE * jobs :]:
                 if row.best_sample > 1 + BEHIND or row.best_sample * row.of_bound > 1 + EQUAL:
-                    print(f"  seed {row.seed}: {row.best_sample:.4f} of plan, bound {1 / row.of_bound:.4f}: {row.policy}")
+                    print(
+                        f"  seed {row.seed}: {row.best_sample:.4f} of plan, bound {1 / row.of_bound:.4f}: {row.policy}"
+                    )
     summary = {"benchmark": "planner-attack", "minutes": round((time.monotonic() - began_s) / 60, 1), "asked": seen}
     print(json.dumps({**summary, **attacks(rows)}))
 

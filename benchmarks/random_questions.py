@@ -72,7 +72,9 @@ def drawn_model(draw: random.Random) -> ModelProfile:
             window=window,
             latent=latent if draw.random() < 0.15 else None,
         ),
-        router=RouterSpec(top_k=min(experts, draw.choice([1, 2, 2, 4, 8])), normalize=True, weights_in_model_dtype=False),
+        router=RouterSpec(
+            top_k=min(experts, draw.choice([1, 2, 2, 4, 8])), normalize=True, weights_in_model_dtype=False
+        ),
         experts=ExpertSpec(
             num_experts=experts,
             intermediate_size=64 * _whole(draw, 4, 256),
@@ -96,7 +98,9 @@ def drawn_machine(draw: random.Random, seed: int, experts_bytes: int, dense_byte
         return int(least + experts_bytes * float(np.exp(draw.uniform(np.log(share), np.log(3.0)))))
 
     plenty = 1 << 50
-    tiers = [Tier(name="host", capacity_bytes=size(4 * GiB, 0.02) + dense_bytes, bandwidth_bytes_per_s=rate(2e10, 8e11))]
+    tiers = [
+        Tier(name="host", capacity_bytes=size(4 * GiB, 0.02) + dense_bytes, bandwidth_bytes_per_s=rate(2e10, 8e11))
+    ]
     disk = draw.choice([plenty, plenty, plenty, 0])
     tiers.append(Tier(name="disk", capacity_bytes=disk, bandwidth_bytes_per_s=rate(3e8, 1.5e10)))
     processors, links = [Processor(name="cpu", count=1, peak_flops=rate(1e11, 8e12))], []
@@ -107,7 +111,9 @@ def drawn_machine(draw: random.Random, seed: int, experts_bytes: int, dense_byte
         processors.append(Processor(name="gpu", count=count, peak_flops=rate(2e13, 1e15)))
         up = rate(6e9, 2e11)
         links = [Link(src="host", dst="device", bandwidth_bytes_per_s=up)]
-        links.append(Link(src="device", dst="host", bandwidth_bytes_per_s=up if draw.random() < 0.7 else rate(6e9, 2e11)))
+        links.append(
+            Link(src="device", dst="host", bandwidth_bytes_per_s=up if draw.random() < 0.7 else rate(6e9, 2e11))
+        )
     measured: tuple[tuple[str, float], ...] = ()
     surfaces: tuple[Surface, ...] = ()
     if draw.random() < 0.3:

@@ -140,9 +140,7 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
     def taken(values: Any) -> Any:
         return np.atleast_2d(values.T).T[kind, candidate]
 
-    some = replace(
-        kinds, **{name: taken(getattr(kinds, name)) for name in ("count", "decode_tokens", "prompt_tokens")}
-    )
+    some = replace(kinds, **{name: taken(getattr(kinds, name)) for name in ("count", "decode_tokens", "prompt_tokens")})
     alive = np.asarray(alive_of(acts.model, workload, sizes), dtype=float)
     cost = _cost(
         acts,
@@ -159,7 +157,14 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
 
 
 def cost_of(
-    acts: Acts, workload: Workload, kinds: Passes, homes: Homes, sizes: Sizes, order: str, *, streams: bool | None = None
+    acts: Acts,
+    workload: Workload,
+    kinds: Passes,
+    homes: Homes,
+    sizes: Sizes,
+    order: str,
+    *,
+    streams: bool | None = None,
 ) -> PassCost:
     """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are taken to move; by default
     where ``homes`` have some that do. Affine in ``homes`` where it is given."""

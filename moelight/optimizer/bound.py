@@ -308,7 +308,9 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
     )
     best = _from_disk(problem, setting, best, filled.homes)
     if not setting.acts.discrete:  # nothing costs more beside another than after it, for then it is done after it
-        cpu, disk = (np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu")))
+        cpu, disk = (
+            np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu"))
+        )
         best = replace(best, waits={"cpu": cpu, "disk": disk})
     if setting.attention_device == "gpu" and setting.ffn_device != "cpu":
         bare = fill(

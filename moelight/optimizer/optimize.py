@@ -100,6 +100,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     if problem.programme:
         import scipy.optimize  # noqa: F401 (loading the solver is not solving)
 
+    _check_cache(problem)
     began_s = time.perf_counter()
     found = search(problem)
     if found is None:
@@ -122,6 +123,17 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
         fixed=tuple(sorted(problem.fixed)),
     )
     return replace(plan, why=why(plan, problem.model), solve_s=time.perf_counter() - began_s)
+
+
+def _check_cache(problem: Problem) -> None:
+    """Refuse a fixed cache that cannot hold as many sequences as are alive at least."""
+    (fewest, most), tokens = problem.sequences, problem.count("kv_tokens")
+    if tokens is not None and fewest > most:
+        needed = int(cache_tokens(problem.workload, fewest, problem.block_size, problem.model.max_positions))
+        sequences, needs = ("the longest sequence", "needs") if fewest == 1 else (f"{fewest:,} sequences", "need")
+        raise ConfigError(
+            f"--fix kv_tokens={tokens}: {sequences} of this workload {needs} a cache of {needed:,} tokens at least"
+        )
 
 
 def policy_of(problem: Problem, found: Found) -> Policy:
@@ -199,7 +211,9 @@ def _fits(problem: Problem, policy: Policy) -> bool:
 
 def _dtypes(problem: Problem, policy: Policy) -> tuple[DType, DType]:
     """What the cache and the experts of ``policy`` are stored in."""
-    kv, pages = (problem.dtype if name == "auto" else dtype_named(name) for name in (policy.kv_dtype, policy.weight_dtype))
+    kv, pages = (
+        problem.dtype if name == "auto" else dtype_named(name) for name in (policy.kv_dtype, policy.weight_dtype)
+    )
     return kv, pages
 
 

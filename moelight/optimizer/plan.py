@@ -46,7 +46,7 @@ class Plan:
         memory: every tier of the machine.
         why: one sentence.
         helps: what would help most, best first.
-        bound_tokens_per_s: proven: no policy of the searched space is faster.
+        bound_tokens_per_s: proven: no policy is faster by the same estimate, whatever the keys that are not fixed say.
         solve_s: seconds the solving took, when it was solved.
         speeds: of the machine, as they were planned with; None where a plan comes from elsewhere.
         fixed: keys of the policy whose values the user chose.

@@ -226,9 +226,10 @@ def _settled(problem: Problem, leaders: list[_Leaders]) -> Found | None:
         if best is not None and found.least > best.homes.seconds * WORTH_SOLVING:
             break
         choice = found.choices.at(0)
-        homes = (_solved(problem, choice.cells) if problem.programme else None) or _filled(problem, choice)
-        if homes is not None and (best is None or homes.seconds < best.homes.seconds * (1 - EQUAL)):
-            best = Found(cell=choice.cells, homes=homes)
+        found_homes = (_filled(problem, choice), _solved(problem, choice.cells) if problem.programme else None)
+        for homes in (homes for homes in found_homes if homes is not None):
+            if best is None or homes.seconds < best.homes.seconds * (1 - EQUAL):
+                best = Found(cell=choice.cells, homes=homes)
     return best
 
 

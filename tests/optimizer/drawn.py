@@ -12,17 +12,26 @@ from moelight.core.dtypes import FLOAT32
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
 from moelight.hrm.speeds import Speeds, Unit
-from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Problem, cells, settings
+from moelight.optimizer.problem import Fixed, Problem, cells, settings
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile
 from moelight.profiles.workload import Workload
 from tests.shapes import small_model
 
 PLENTY = 1 << 40
+TOKENS = tuple(1 << power for power in range(4, 14))
+# What leaves N, μ, devices, order and homes open, as `exhaustive.every` enumerates them.
+USUAL: dict[str, Fixed] = {
+    "prompt_micro_batches": 8,
+    "kv_block_size": 32,
+    "look_ahead": 2,
+    "host_pages": "staged",
+    "admission": "refill",
+}
 
 
 def drawn_problem(seed: int, *, most_requests: int = 4, gpu: bool | None = None) -> Problem:
-    """The same problem for the same seed."""
+    """The same problem for the same seed, with what is `USUAL` fixed."""
     draw = random.Random(seed)
     model, prompt = drawn_model(draw), draw.randint(1, 40)
     gpu = draw.random() < 0.85 if gpu is None else gpu
@@ -35,7 +44,13 @@ def drawn_problem(seed: int, *, most_requests: int = 4, gpu: bool | None = None)
     speeds = balanced_speeds(draw, model, work, gpu=gpu) if draw.random() < 0.6 else scattered_speeds(draw, gpu=gpu)
     tiers = ("device", "host", "disk") if gpu else ("host", "disk")
     problem = Problem(
-        name="m", model=model, speeds=speeds, workload=work, capacity_bytes=dict.fromkeys(tiers, 0), dtype=FLOAT32
+        name="m",
+        model=model,
+        speeds=speeds,
+        workload=work,
+        capacity_bytes=dict.fromkeys(tiers, 0),
+        dtype=FLOAT32,
+        fixed=USUAL,
     )
     return replace(problem, capacity_bytes=drawn_capacities(draw, problem))
 
@@ -145,8 +160,8 @@ def drawn_capacities(draw: random.Random, problem: Problem) -> dict[str, int]:
     setting = draw.choice(list(settings(problem)))
     n = draw.randint(1, problem.workload.num_requests)
     mu = draw.randint(1, n)
-    tokens = max(draw.choice(PROMPT_MICRO_BATCH_TOKENS[:5]), mu)
-    cell = cells(problem, setting, np.int64(n), np.int64(mu), np.int64(tokens))
+    tokens = max(draw.choice(TOKENS[:5]), mu)
+    cell = cells(problem, setting, np.int64(n), np.int64(mu), np.int64(tokens), np.int64(8))
     needed = dict.fromkeys(problem.capacity_bytes, 0)
     for (_, tier), size in fixed_bytes(problem.model, cell, dtype=FLOAT32, kv_dtype=FLOAT32).items():
         needed[tier] += int(size)

@@ -1,5 +1,6 @@
-"""Every policy of a small problem, enumerated without the optimizer: all N, μ, prompt micro-batches, devices, orders,
-counts of pages on every tier and blocks of the cache on the device; held against the memory there is, and priced."""
+"""Every policy of a small problem, enumerated without the optimizer: all N, μ, devices, orders, counts of pages on every
+tier and blocks of the cache on the device, and a few sizes of prompt micro-batches where they are not fixed; what is
+`USUAL` as it is. Held against the memory there is, and priced."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import PROMPT_MICRO_BATCHES, Policy, Shares
+from moelight.core.policy import Policy, Shares
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, page_slots
 from moelight.hrm.lanes import Homes
 from moelight.hrm.placement import place
-from moelight.optimizer.problem import PROMPT_MICRO_BATCH_TOKENS, Problem, kv_tokens
+from moelight.optimizer.problem import Problem, kv_tokens
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
+from tests.optimizer.drawn import TOKENS, USUAL
 
 BLOCK = 32
 _ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens")
@@ -43,8 +45,9 @@ class Policies:
     computed: Any
     blocks: Any
     kv_block_size: int = BLOCK
-    prompt_micro_batches: int = PROMPT_MICRO_BATCHES
-    look_ahead: int = 2
+    prompt_micro_batches: int = int(USUAL["prompt_micro_batches"])
+    look_ahead: int = int(USUAL["look_ahead"])
+    admission: str = str(USUAL["admission"])
 
     @property
     def attention_device(self) -> str:
@@ -88,13 +91,13 @@ def acts_for(problem: Problem, attention: str, ffn: str) -> Acts:
 
 def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
     """All policies of one setting, whether they fit or not."""
-    requests = problem.workload.num_requests
+    requests, fixed = problem.workload.num_requests, problem.count("micro_batch_tokens")
     sizes = np.array(
         [
             (n, mu, t)
             for n in range(1, requests + 1)
             for mu in range(1, n + 1)
-            for t in PROMPT_MICRO_BATCH_TOKENS
+            for t in (TOKENS if fixed is None else (fixed,))
             if t >= mu
         ]
     )

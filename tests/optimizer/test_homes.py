@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ def policy_at(problem: Problem, cells: Cells, filled: Filled, index: int) -> Pol
         batch_size=int(cells.batch_size[index]),
         micro_batch_size=int(cells.micro_batch_size[index]),
         micro_batch_tokens=int(cells.micro_batch_tokens[index]),
+        prompt_micro_batches=int(cells.prompt_micro_batches[index]),
         kv_tokens=int(cells.kv_tokens[index]),
         attention_device=cells.attention_device,
         ffn_device=cells.ffn_device,
@@ -38,14 +40,17 @@ def policy_at(problem: Problem, cells: Cells, filled: Filled, index: int) -> Pol
         cpu_experts=homes.computed[index] / pages,
         kv=Shares(device=cache, host=1.0 - cache),
         schedule=cells.schedule,
+        kv_block_size=cells.kv_block_size,
+        host_pages="pinned" if cells.setting.acts.pinned_homes else "staged",
     )
 
 
 @examples(150)
 @given(seed=st.integers(0, 1 << 30))
 def test_what_is_said_to_fit_does(seed: int) -> None:
-    """Against the footprint itself, for candidates of every setting, with whatever is wanted."""
+    """Against the footprint itself, for candidates of every setting, with whatever is wanted, homes pinned or not."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=12)
+    problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
     for setting in settings(problem):
         look = first_look(problem, setting)
         index = np.array([draw.randrange(len(look.wanted.computed)) for _ in range(6)])
@@ -79,8 +84,10 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
         batch_size=some.batch_size[[one]],
         micro_batch_size=some.micro_batch_size[[one]],
         micro_batch_tokens=some.micro_batch_tokens[[one]],
+        prompt_micro_batches=np.array([some.prompt_micro_batches]),
         kv_tokens=some.kv_tokens[[one]],
         kv_block_size=32,
+        look_ahead=some.look_ahead,
     )
     share = some.blocks[[one]] / -(-some.kv_tokens[[one]] // 32)
     filled = fill(problem, cell, Wanted(computed=some.computed[[one]], device_kv=share))

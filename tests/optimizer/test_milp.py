@@ -31,9 +31,8 @@ def one_candidate(seed: int) -> tuple[Problem, Cells, Policies]:
     same = np.ones(len(some.batch_size), dtype=bool)
     for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
         same &= getattr(some, name) == getattr(some, name)[one]
-    cell = cells(
-        problem, setting, some.batch_size[one], some.micro_batch_size[one], np.int64(some.micro_batch_tokens[one])
-    )
+    sizes = (some.batch_size[one], some.micro_batch_size[one], some.micro_batch_tokens[one])
+    cell = cells(problem, setting, *map(np.int64, sizes), np.int64(some.prompt_micro_batches))
     some = some.at(np.flatnonzero(same))
     return problem, cell, some.at(np.flatnonzero(fits(problem, some)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,19 +15,26 @@ from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.optimize import policy_of
+from moelight.optimizer.problem import Problem
 from moelight.optimizer.refusal import refusal
 from moelight.optimizer.search import search
-from tests.optimizer.drawn import drawn_problem
+from tests.optimizer.drawn import TOKENS, drawn_problem
 from tests.optimizer.exhaustive import every, least_seconds_of_all, settings_of
 from tests.shapes import examples
 
 MOST_POLICIES = 60_000
 
 
+def with_tokens(problem: Problem, seed: int) -> Problem:
+    """``problem`` with the size of prompt micro-batches fixed too, so that every policy can be enumerated."""
+    tokens = random.Random(seed).choice(TOKENS[:8])
+    return replace(problem, fixed={**problem.fixed, "micro_batch_tokens": tokens})
+
+
 @examples(220)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_optimizer_equals_enumeration(seed: int) -> None:
-    problem = drawn_problem(seed)
+    problem = with_tokens(drawn_problem(seed), seed)
     assume(sum(len(every(problem, *setting).batch_size) for setting in settings_of(problem)) <= MOST_POLICIES)
     least, found = least_seconds_of_all(problem), search(problem)
     assert (found is None) == (least == float("inf"))
@@ -47,6 +55,19 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     )
 
 
+@examples(60)
+@given(seed=st.integers(0, 1 << 30))
+def test_no_enumerated_policy_beats_a_free_choice_or_its_bound(seed: int) -> None:
+    """With every key open the optimizer has all that is enumerated to choose from, and more."""
+    problem = drawn_problem(seed)
+    assume(sum(len(every(problem, *setting).batch_size) for setting in settings_of(problem)) <= MOST_POLICIES)
+    least, found = least_seconds_of_all(problem), search(replace(problem, fixed={}))
+    assert found is not None or least == float("inf")
+    if found is not None:
+        assert found.homes.seconds <= least * 1.002
+        assert least_seconds(replace(problem, fixed={}), found.homes.seconds) <= min(least, found.homes.seconds)
+
+
 @examples(24)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) -> None:
@@ -54,7 +75,11 @@ def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) ->
     problem = drawn_problem(seed)
     tier = "device" if problem.has_gpu and seed % 2 else "host"
     fixed = {"ffn_device": "gpu", "attention_device": "cpu"} if tier == "device" else {}
-    problem = replace(problem, fixed=fixed, capacity_bytes={**dict.fromkeys(problem.capacity_bytes, 1 << 50), tier: 1})
+    problem = replace(
+        problem,
+        fixed={**problem.fixed, **fixed},
+        capacity_bytes={**dict.fromkeys(problem.capacity_bytes, 1 << 50), tier: 1},
+    )
     needed = refusal(problem).needed_bytes
     assert refusal(problem).tier == tier
     assert search(replace(problem, capacity_bytes={**problem.capacity_bytes, tier: needed})) is not None
@@ -77,7 +102,7 @@ def test_where_no_memory_alone_would_do_both_are_named() -> None:
 @examples(24)
 @given(seed=st.integers(0, 1 << 30), more=st.floats(1, 3))
 def test_more_memory_is_never_slower(seed: int, more: float) -> None:
-    problem = drawn_problem(seed)
+    problem = with_tokens(drawn_problem(seed), seed)
     before = search(problem)
     assume(before is not None)
     for tier, size in problem.capacity_bytes.items():

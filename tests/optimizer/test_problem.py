@@ -87,7 +87,7 @@ def test_the_cache_holds_n_sequences_of_average_length_in_whole_blocks_and_the_l
 
 def test_candidates_have_the_face_of_a_policy() -> None:
     setting = next(s for s in settings(PLAIN) if s.ffn_device == "gpu")
-    some = cells(PLAIN, setting, np.array([4, 3]), np.array([2, 1]), np.array([16, 32]))
+    some = cells(PLAIN, setting, np.array([4, 3]), np.array([2, 1]), np.array([16, 32]), np.array([1, 8]))
     assert (some.attention_device, some.ffn_device, some.schedule, some.discrete) == ("cpu", "gpu", setting.order, True)
     one = some.at(1)
     assert (int(one.batch_size), int(one.micro_batch_size), int(one.micro_batch_tokens)) == (3, 1, 32)
