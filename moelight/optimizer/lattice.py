@@ -16,6 +16,7 @@ from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, ce
 
 WHOLE_UP_TO = 12  # requests: up to there the first look has every N and every number of micro-batches
 SAMPLED = 1600  # candidates of a first look
+ANEW = 0.1  # of random neighbours have other prompt micro-batches altogether
 _PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
 _PARTS = (1, 2, 3, 4, 6, 8)
@@ -119,8 +120,11 @@ def scattered(
     same = np.where(some(0.6), parts, np.ceil(np.maximum(size, 1) / mu))
     batches = np.where(some(0.4), same, np.round(parts * scale()) + draw.integers(-2, 3, count))
     twice = 2.0 ** draw.integers(-2, 3, count)
+    anew, riding_anew = _tokens(problem, draw, count)
     tokens = np.where(some(0.5), t, np.round(t * np.where(some(0.5), twice, scale())))
+    tokens = np.where(some(ANEW), anew, tokens)
     riding = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
+    riding = np.where(some(ANEW), riding_anew, riding)
     prompts = np.where(some(0.3), p, np.round(riding / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
     if cache_is_open(problem, cell.setting):
         resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))
@@ -130,6 +134,25 @@ def scattered(
     if cell.ffn_device != "cpu":
         spilled = moved(spilled)
     return _choices(problem, cell.setting, size, batches, tokens, prompts, computed, cache, resident, spilled)
+
+
+def as_of(problem: Problem, choices: Choices, setting: Setting) -> Choices:
+    """The same sizes in another setting, with what it knows of their homes."""
+    cell, (computed, cache, resident, spilled) = choices.cells, _columns(choices.wanted)
+    n, mu, t, p = (np.asarray(getattr(cell, name)) for name in _SIZE_NAMES)
+    open_here, count = cache_is_open(problem, setting), len(n)
+    return _choices(
+        problem,
+        setting,
+        n,
+        -(-n // mu),
+        t,
+        p,
+        computed[:, 0] if setting.ffn_device == "split" else np.zeros(count),
+        cache[:, 0] if open_here else np.full(count, np.nan),
+        resident[:, 0] if open_here else np.full(count, np.inf),
+        spilled[:, 0] if setting.ffn_device != "cpu" else np.zeros(count),
+    )
 
 
 def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:

@@ -10,7 +10,6 @@ is best: the same work in less memory. How far any policy at all can be from wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.homes import Wanted, fill
-from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, cache_is_open, first_look, scattered
+from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, as_of, cache_is_open, first_look, scattered
 from moelight.optimizer.milp import Solved, solve
 from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Cells, Problem, Setting, settings
 
@@ -40,9 +39,10 @@ AS_GOOD = 5e-4  # what fewer tokens may cost
 GAINED = 1e-4  # less is not worth another round
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
-# Settings that are rarely the fastest: tried where the usual one of the same devices is good, and kept where better.
+# Settings that are rarely the fastest: first tried with sizes that were good for the usual ones.
 STAND_INS = ("flexgen", "flexgen-c", "serial", "static")
-STAND_INS_AFTER = 3  # rounds
+POOLED_AFTER = (2, 4)  # rounds
+POOLED, NEAR_POOLED, WORTH_POOLING = 4, 150, 1.05  # of each setting; random neighbours; how far behind a setting may lie
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +86,8 @@ def search(problem: Problem) -> Found | None:
     for number, (widest, count, worth) in enumerate(ROUNDS):
         best = min(found.least for found in leaders)
         leaders = [found for found in leaders if found.least <= best * worth]
-        if number == STAND_INS_AFTER:
-            leaders += [better for found in leaders for better in _stand_ins(problem, found, every, draw)]
+        if number in POOLED_AFTER:
+            leaders = _pooled(problem, leaders, every, draw)
         leaders = [
             _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
         ]
@@ -108,19 +108,20 @@ def _is_small(problem: Problem) -> bool:
     return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
 
 
-def _stand_ins(
-    problem: Problem, leaders: _Leaders, every: list[Setting], draw: np.random.Generator
-) -> Iterator[_Leaders]:
-    """Settings of the same devices and dtypes with a rarer order or admission that are faster near ``leaders``."""
-    own = leaders.setting
-    for other in every:
-        alike = replace(other, order=own.order, admission=own.admission) == own
-        if not alike or not _stands_in(other) or _stands_in(own):
-            continue
-        near = _joined(leaders.choices, scattered(problem, leaders.choices, draw, ROUNDS[0][1]))
-        found = _few(problem, None, replace(near, cells=replace(near.cells, setting=other)))
-        if found is not None and found.least < leaders.least * (1 - GAINED):
-            yield found
+def _pooled(
+    problem: Problem, leaders: list[_Leaders], every: list[Setting], draw: np.random.Generator
+) -> list[_Leaders]:
+    """Every setting at the sizes that are best in any of them, as far as that makes it one of the best."""
+    pool = _joined(*(found.first(POOLED).choices for found in leaders))
+    known = {id(found.setting): found for found in leaders}
+    best, kept = min(found.least for found in leaders), []
+    for setting in every:
+        here = as_of(problem, pool, setting)
+        near = _joined(here, scattered(problem, here, draw, NEAR_POOLED))
+        found = _few(problem, known.get(id(setting)), near)
+        if found is not None and found.least <= best * WORTH_POOLING:
+            kept.append(found)
+    return kept
 
 
 def _stands_in(setting: Setting) -> bool:
@@ -185,11 +186,11 @@ def _as_filled(problem: Problem, choices: Choices) -> Choices:
     return Choices(cells=choices.cells, wanted=wanted)
 
 
-def _joined(one: Choices, other: Choices) -> Choices:
+def _joined(*parts: Choices) -> Choices:
     names = ("computed", "device_kv", "resident", "spilled")
-    arrays = {name: np.concatenate([getattr(part.cells, name) for part in (one, other)]) for name in CELL_ARRAYS}
-    wanted = {name: np.concatenate([getattr(part.wanted, name) for part in (one, other)]) for name in names}
-    return Choices(cells=replace(one.cells, **arrays), wanted=Wanted(**wanted))
+    arrays = {name: np.concatenate([getattr(part.cells, name) for part in parts]) for name in CELL_ARRAYS}
+    wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
+    return Choices(cells=replace(parts[0].cells, **arrays), wanted=Wanted(**wanted))
 
 
 def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
