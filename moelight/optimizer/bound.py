@@ -38,7 +38,7 @@ EXACT = 1e-7
 SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
-MOST_BOXES = 24_000
+MOST_BOXES = 14_000
 MOST_CUTS, WORTH_A_CALL = 3, 300
 FORGET, LEAST_RAISED = 0.7, 1e-3
 # By how much a cut along each of `_SIDES` raises a bound, as a share of it for the side's length: a first guess.

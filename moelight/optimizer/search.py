@@ -23,7 +23,7 @@ from moelight.optimizer.milp import Solved, solve
 from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Cells, Problem, Setting, settings
 
 # Rounds at random: how far (powers of ten of a factor), how many candidates, and how far behind a setting may lie.
-ROUNDS = ((0.3, 500, 4.0), (0.0, 500, 2.5), (0.0, 500, 1.6), (-0.5, 400, 1.3), (-1.0, 400, 1.15), (-1.0, 400, 1.08))
+ROUNDS = ((0.3, 400, 4.0), (0.0, 400, 2.5), (0.0, 400, 1.6), (-0.5, 400, 1.3), (-1.0, 400, 1.15), (-1.0, 400, 1.08))
 LAST_STEPS = (0.03, 0.004, 0.0)
 FEW = 12  # candidates of a setting that are followed
 FIRST = 3  # of them to the end
@@ -32,8 +32,8 @@ MOST_SOLVED = 3
 MOST_ROUNDS = 8
 WORTH_FINISHING = 1.02
 MOST_FINISHED = 2
-SHAKES = 3
-SCATTERED = 1500
+SHAKES = 2
+SCATTERED = 1000
 EQUAL = 1e-9
 AS_GOOD = 5e-4  # what fewer tokens may cost
 GAINED = 1e-4  # less is not worth another round
@@ -41,8 +41,8 @@ MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
 # Settings that are rarely the fastest: first tried with sizes that were good for the usual ones.
 STAND_INS = ("flexgen", "flexgen-c", "serial", "static")
-POOLED_AFTER = (2, 4)  # rounds
-POOLED, NEAR_POOLED, WORTH_POOLING = 4, 150, 1.05  # of each setting; random neighbours; how far behind a setting may lie
+POOLED_AFTER = 2  # rounds
+POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05  # of each setting; random neighbours; how far behind a setting may lie
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def search(problem: Problem) -> Found | None:
     for number, (widest, count, worth) in enumerate(ROUNDS):
         best = min(found.least for found in leaders)
         leaders = [found for found in leaders if found.least <= best * worth]
-        if number in POOLED_AFTER:
+        if number == POOLED_AFTER:
             leaders = _pooled(problem, leaders, every, draw)
         leaders = [
             _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
