@@ -166,8 +166,8 @@ def cost_of(
     *,
     streams: bool | None = None,
 ) -> PassCost:
-    """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are taken to move; by default
-    where ``homes`` have some that do. Affine in ``homes`` where it is given."""
+    """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are taken to move; by
+    default where ``homes`` have some that do. Affine in ``homes`` where it is given."""
     alive = np.asarray(alive_of(acts.model, workload, sizes), dtype=float)
     return _cost(
         acts,

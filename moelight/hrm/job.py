@@ -55,8 +55,8 @@ def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float
 
 
 def cache_tokens(workload: Workload, sequences: Any, block_size: int, context: int) -> Any:
-    """Tokens of cache that ``sequences`` need at a time: each the average length of ``workload`` and a block that is not
-    quite full, and all together room for the longest one. ``context`` is the most tokens that a sequence may have."""
+    """Tokens of cache that ``sequences`` need at a time: each the average length of ``workload`` and a block that is
+    not quite full, and all together room for the longest one. ``context`` is the most tokens of a sequence."""
     average, longest = _lengths(workload, context)
     return np.maximum(sequences * average, longest) + block_size * sequences
 

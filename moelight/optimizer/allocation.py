@@ -67,6 +67,10 @@ class Candidates:
         return self.of.schedule
 
     @property
+    def admission(self) -> str:
+        return self.of.admission
+
+    @property
     def discrete(self) -> bool:
         return self.of.discrete
 

@@ -6,12 +6,12 @@ passes that are fewer and carry less than those of any N in it (`bounding_passes
 micro-batches, a pipeline filled as by its most, memory as its smallest candidate leaves it, pages computed and cached
 wherever that is best, no page moved that nobody is routed to and no wait for that, on a machine where more work never
 takes less time or is done at a lower rate. So no policy in the box is faster, whatever its order of work: cgopipe takes
-no longer than any other but ``module``. The cache has the smallest blocks, homes are pinned and micro-batches look ahead
-as far as they may, unless they are fixed otherwise: nothing of that ever takes longer. Both ways of admission have boxes
-of their own.
+no longer than any other but ``module``. The cache has the smallest blocks, homes are pinned and micro-batches look
+ahead as far as they may, unless they are fixed otherwise: nothing of that ever takes longer. Both ways of admission
+have boxes of their own.
 
-Boxes that cannot beat the best known policy are dropped, the others are cut in two along the side that has raised bounds
-the most so far for its length, until what is left is within the gap or the boxes run out.
+Boxes that cannot beat the best known policy are dropped, the others are cut in two along the side that has raised
+bounds the most so far for its length, until what is left is within the gap or the boxes run out.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def first_look(problem: Problem, setting: Setting) -> Choices:
     unlimited, nothing = np.full(len(n), np.inf), np.zeros(len(n))
     columns = [n, b, tokens, riding / tokens, *shares, unlimited, nothing]
     fewest = np.unique(np.append(n[: 1 if requests > WHOLE_UP_TO else None], problem.sequences[0]))
-    least = [fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0]
+    least: list[Any] = [fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0]
     rows = np.broadcast_arrays(*least)
     return _choices(problem, setting, *(np.append(row, column) for row, column in zip(rows, columns, strict=True)))
 

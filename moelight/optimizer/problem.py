@@ -25,9 +25,10 @@ from moelight.scheduler.needs import misfit
 
 Fixed = str | int | float
 
-# Orders that may be the fastest. cgopipe takes no longer than any other with the same pages (tests/hrm/test_estimate.py),
-# but in small passes it waits for the routers; of those that never do, flexgen and flexgen-c are the fastest. Nothing
-# overlaps in serial, which pays where reading and computing cost each other more than they win.
+# Orders that may be the fastest. cgopipe takes no longer than any other with the same pages
+# (tests/hrm/test_estimate.py), but in small passes it waits for the routers; of those that never do, flexgen and
+# flexgen-c are the fastest. Nothing overlaps in serial, which pays where reading and computing slow each other by more
+# than overlapping saves.
 SEARCHED_ORDERS = ("cgopipe", "module", "flexgen", "flexgen-c", "serial")
 LEAST_TOKENS = 16  # of a prompt micro-batch: fewer save a few kilobytes
 KV_BLOCK_SIZE = KV_BLOCK_SIZES[0]  # the smaller, the less of the cache is lost in blocks that are not full
@@ -104,8 +105,8 @@ class Problem:
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """The least and the most N: not more than there are requests, unless a fixed micro-batch asks for it, nor than a
-        fixed cache holds. The most is less than the least where it holds too few."""
+        """The least and the most N: not more than there are requests, unless a fixed micro-batch asks for it, nor than
+        a fixed cache holds. The most is less than the least where it holds too few."""
         fixed, number, size = (self.count(key) for key in ("batch_size", "num_micro_batches", "micro_batch_size"))
         if fixed is not None:
             least = most = fixed

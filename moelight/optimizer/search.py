@@ -270,11 +270,8 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
         for p in ([rides] if fixed[1] else sorted({-(-r // t) for r in (tokens * rides, *_powers(t, tokens * rides))}))
     ]
     t, p = np.array(pairs, dtype=np.int64).T
-    many = replace(
-        cell,
-        **{name: np.full_like(t, getattr(cell, name)) for name in CELL_ARRAYS},
-    )
-    many = replace(many, micro_batch_tokens=t, prompt_micro_batches=p)
+    same: dict[str, Any] = {name: np.full_like(t, getattr(cell, name)) for name in CELL_ARRAYS}
+    many = replace(cell, **{**same, "micro_batch_tokens": t, "prompt_micro_batches": p})
     shares = {
         "computed": homes.computed,
         "device_kv": homes.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size),

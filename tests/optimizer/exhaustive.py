@@ -1,5 +1,5 @@
-"""Every policy of a small problem, enumerated without the optimizer: all N, μ, devices, orders, counts of pages on every
-tier and blocks of the cache on the device, and a few sizes of prompt micro-batches where they are not fixed; what is
+"""Every policy of a small problem, enumerated without the optimizer: all N, μ, devices, orders, counts of pages on
+every tier and blocks of the cache on the device, and a few sizes of prompt micro-batches where they are not fixed; what is
 `USUAL` as it is. Held against the memory there is, and priced."""
 
 from __future__ import annotations
