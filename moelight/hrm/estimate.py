@@ -19,7 +19,7 @@ from moelight.hrm.acts import Acts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
 from moelight.hrm.job import KINDS, Passes, decode_pass, passes_of, static_passes_of
 from moelight.hrm.lanes import Homes, PassCost, pass_cost
-from moelight.hrm.orders import pass_s, routed_only
+from moelight.hrm.orders import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.speeds import Speeds
 from moelight.profiles.model import ModelProfile
@@ -121,8 +121,11 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
     return np.sum(kinds.count * pass_s(order, cost_of(acts, kinds, homes, sizes, order)), axis=0)
 
 
-def cost_of(acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str) -> PassCost:
-    """The work of one pass of each of ``kinds`` under a policy, or under many candidates."""
+def cost_of(
+    acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str, *, least: float = ROUTED_ONLY_SHARE
+) -> PassCost:
+    """The work of one pass of each of ``kinds`` under a policy, or under many candidates; ``least`` as in
+    `routed_only`."""
     alive = np.asarray(sizes.batch_size, dtype=float)
     tokens, most = kinds.decode_tokens + kinds.prompt_tokens, np.asarray(sizes.micro_batch_tokens, dtype=float)
     return pass_cost(
@@ -134,8 +137,14 @@ def cost_of(acts: Acts, kinds: Passes, homes: Homes, sizes: Sizes, order: str) -
         prompt_tokens=most,
         whole=order in WHOLE_EXPERTS,
         look_ahead=sizes.look_ahead,
-        routed_only=routed_only(acts.model, order, tokens, most),
+        routed_only=routed_only(acts.model, order, tokens, most, least=least),
     )
+
+
+def least_missed(policy: Policy) -> float:
+    """The share of pages that nobody is routed to from which on passes of ``policy`` bring only the others: where
+    residents are learned beside a disk alone, every pass says how many there were."""
+    return MEASURED_SHARE if policy.residents == "learned" and not policy.discrete else ROUTED_ONLY_SHARE
 
 
 def flops_per_token(model: ModelProfile) -> float:
@@ -147,7 +156,7 @@ def flops_per_token(model: ModelProfile) -> float:
 
 
 def _phase(acts: Acts, policy: Policy, homes: Homes, name: str, kind: Passes) -> Phase:
-    cost = cost_of(acts, kind, homes, policy, policy.schedule)
+    cost = cost_of(acts, kind, homes, policy, policy.schedule, least=least_missed(policy))
     return Phase(
         name=name,
         passes=float(kind.count),
