@@ -44,8 +44,8 @@ def routed_only(
 
 def cgopipe(cost: PassCost) -> list[Any]:
     """S1: every lane runs at once. Links run on from pass to pass; compute starts anew with the first micro-batch, and
-    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns, but for
-    experts that run meanwhile."""
+    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns,
+    but for experts that run meanwhile."""
     return _overlapped(cost, cost.look_ahead)
 
 

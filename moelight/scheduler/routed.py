@@ -22,7 +22,7 @@ def pays(
     *,
     least: float = orders.ROUTED_ONLY_SHARE,
 ) -> bool:
-    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens`` and ``least`` as in `orders.routed_only`.
+    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
 
     ``missing``: the share of the streamed pages that such passes were routed to; None: what chance has it.
     """
