@@ -77,7 +77,7 @@ HELD_OUT = (
 SETS: Mapping[str, Sequence[Run]] = {"fit": FIT, "held-out": HELD_OUT}
 
 _SIZES = ("layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab")
-# Held out: 0.3 billion parameters each, of other widths, depths, heads and numbers of experts than those of `fit`.
+# Held out: 0.3 to 0.5 billion parameters, of other widths, depths, heads and numbers of experts than those of `fit`.
 _MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "qwen": ("qwen3-30b-a3b", (12, 1024, 384, 64, 8, 16, 4, 64, 8192)),
     "olmoe": ("olmoe-1b-7b", (8, 1024, 512, 64, 8, 16, 16, 64, 8192)),
