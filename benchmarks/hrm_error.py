@@ -1,16 +1,17 @@
-"""Prediction against reality: the machine is profiled, then runs of different models, N, μ and budgets are predicted
-and measured.
+"""Prediction against reality: tokens per second of whole runs as one kept profile of the machine predicts them, and as
+they were.
 
-    python benchmarks/hrm_error.py [--rounds 3] [--runs N] [--out FILE.json]
+    python benchmarks/hrm_error.py [--sets held-out fit] [--profile FILE.yaml] [--rounds 3] [--quick] [--out FILE.json]
 
-Nothing is tuned to the runs: the machine is profiled right before each of them (one round of what moelight profile
-does; a shared machine is another one some minutes later), through the same kernels, and the prediction is made before
-the run. Each run is a process of its own: it loads a checkpoint with random weights, warms up, and generates from
-prompts of random ids; sequences ignore their end, so the work is the workload's. Runs with less memory than the model
-are truly limited to it and 384 MiB, so that pages come from the disk and not from the page cache.
+The machine is measured once, before everything else, by `moelight profile`, as a user does it; or long ago, if its file
+is given. Every run (`hrm_runs.py`) is a process of its own: it loads a checkpoint with random weights, predicts, warms
+up, and generates from prompts of random ids; sequences ignore their end, so the work is the workload's. Runs that have
+less memory than the model are truly limited to it and 384 MiB, where groups can be made.
 
-All runs are made in several rounds, and each run's median counts. The table shows tokens per second predicted and
-measured; the last line is JSON with the median and the worst error.
+Rounds are interleaved, every other one backwards; each run's median counts, beside a prediction that is the same in
+every round. Errors are signed: +10 % is predicted faster than it was. The roof is the machine itself: how far a round
+lies from the median of its run, which no prediction can do better than. Bytes read from the disk are predicted and
+counted too, so that an error of rates can be told from one of amounts. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,76 +24,45 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hrm_runs import SETS, Run, checkpoint
 from limited import enter, forget, memory_limit
-from make_checkpoint import make_checkpoint, make_shape, scaled_config
 
 from moelight.core.units import parse_bytes
 
 SPARE_BYTES = 384 << 20  # beside the plan: what torch keeps for each shape of product, and a little page cache
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One setting: which model, N and μ, how much host memory, and the work."""
-
-    model: str
-    batch_size: int
-    micro_batch_size: int | None = None
-    host_memory: str = "12GiB"
-    requests: int = 64
-    prompt_len: int = 128
-    gen_len: int = 32
-    schedule: str = "cgopipe"
-
-    @property
-    def label(self) -> str:
-        """One line of the table."""
-        mu = self.micro_batch_size or self.batch_size
-        return (
-            f"{self.model:8s} N {self.batch_size:3d} mu {mu:3d} {self.host_memory:>7s} "
-            f"{self.requests:3d} x {self.prompt_len:4d} + {self.gen_len:3d} {self.schedule}"
-        )
-
-
-RUNS = (
-    Run(model="mixtral", batch_size=64),
-    Run(model="mixtral", batch_size=16, requests=32),
-    Run(model="mixtral", batch_size=4, requests=8),
-    Run(model="mixtral", batch_size=1, requests=3),
-    Run(model="mixtral", batch_size=64, micro_batch_size=16),
-    Run(model="mixtral", batch_size=128, requests=128, prompt_len=32, gen_len=64),
-    Run(model="mixtral", batch_size=32, requests=32, prompt_len=512, gen_len=16),
-    Run(model="mixtral", batch_size=64, host_memory="1GiB"),
-    Run(model="mixtral", batch_size=32, requests=32, host_memory="1400MiB"),
-    Run(model="mixtral", batch_size=64, host_memory="1GiB", schedule="serial"),
-    Run(model="qwen", batch_size=64),
-    Run(model="qwen", batch_size=16, requests=32),
-    Run(model="qwen", batch_size=4, requests=8),
-    Run(model="qwen", batch_size=64, micro_batch_size=32, host_memory="1GiB"),
-    Run(model="olmoe", batch_size=64, prompt_len=256),
-    Run(model="olmoe", batch_size=8, requests=16, gen_len=64),
-)
+# Figures of the profile that say which machine it was.
+FIGURES = ("cpu_task", "disk_cached", "disk_direct", "cpu_under_disk", "disk_under_cpu", "busy_elsewhere")
+Row = dict[str, Any]
 
 
 def main() -> None:
     args = _arguments()
-    if args.profile:
-        _profile(args.profile)
-        return
     if args.child:
-        print(json.dumps(_measure(Path(args.child), Run(**json.loads(args.run)))))
+        print(json.dumps(_measure(Path(args.child), Run(**json.loads(args.run)), args.profile, args.group)))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        models = {name: _checkpoint(name, Path(scratch)) for name in {run.model for run in RUNS[: args.runs]}}
-        rounds = [[_row(run, models[run.model]) for run in RUNS[: args.runs]] for _ in range(args.rounds)]
-    rows = [_median(list(found)) for found in zip(*rounds, strict=True)]
+    names = dict.fromkeys(args.sets)
+    runs = [(name, run) for name in names for run in (quick(SETS[name]) if args.quick else SETS[name])]
+    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
+        scratch = args.scratch or Path(made)
+        profile = args.profile or _profiled(Path(made) / "machine.yaml", scratch, quick=args.quick)
+        models = {run.model: checkpoint(run.model, scratch) for _, run in runs}
+        found: dict[int, list[Row]] = {index: [] for index in range(len(runs))}
+        for turn in range(1 if args.quick else args.rounds):
+            for index in found if turn % 2 == 0 else reversed(found):
+                name, run = runs[index]
+                found[index].append(_run(name, run, models[run.model], profile))
+        result = {"machine": machine_facts(profile, kept=args.profile is not None)}
+    rows = [combined(each) for each in found.values()]
     print("\n".join(map(_line, rows)))
-    result = _result(rows)
-    print(f"median error {result['median_error']:.1%}, worst {result['worst_error']:.1%} over {len(rows)} runs")
+    result = {"benchmark": "hrm_error", **result, "sets": {name: summary(rows, name) for name in names}, "rows": rows}
+    for name in names:
+        print(_said(name, result["sets"][name]))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
@@ -100,78 +70,63 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=len(RUNS))
-    parser.add_argument("--rounds", type=int, default=3, help="how often every run is made; the median counts")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["held-out"])
+    parser.add_argument("--profile", type=Path, help="what moelight profile -o measured earlier; else it does so now")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every run is made; its median counts")
+    parser.add_argument("--quick", action="store_true", help="one run of each model, once, on a quick profile: a check")
+    parser.add_argument("--scratch", type=Path, help="a directory on a disk, where checkpoints stay for another time")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--hardware", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _profile(path: Path) -> None:
-    """One round of a measurement into the file ``path``."""
-    from moelight.profiles.hardware_text import write_hardware_profile
-    from moelight.runtime.gauges.effort import FULL
-    from moelight.runtime.gauges.machine import measure_machine
-    from moelight.runtime.machine import find_machine
-
-    effort = replace(FULL, quiet_rounds=1, host_s=20.0, figure_s=0.3, point_s=0.04)
-    write_hardware_profile(measure_machine(find_machine("cpu"), effort, name="here", disk_dir=path.parent), path)
+def quick(runs: Sequence[Run]) -> list[Run]:
+    """The last run of each model: those have the least memory, where any has little."""
+    return list({run.model: run for run in runs}.values())
 
 
-def _checkpoint(name: str, scratch: Path) -> Path:
-    """Models of 0.9 billion parameters: few large experts, many small ones, and OLMoE's own proportions."""
-    if name == "mixtral":
-        return make_shape("mixtral-0p9b", scratch)
-    sizes = {
-        "qwen": ("qwen3-30b-a3b", {"layers": 12, "hidden": 1024, "intermediate": 384, "experts": 64}),
-        "olmoe": ("olmoe-1b-7b", {"layers": 8, "hidden": 1024, "intermediate": 512, "experts": 64}),
-    }
-    model, changes = sizes[name]
-    config = scaled_config(model, **changes, heads=16, kv_heads=4 if name == "qwen" else 16, head_dim=64, vocab=8192)
-    make_checkpoint(scratch / name, config)
-    return scratch / name
+def _profiled(path: Path, disk: Path, *, quick: bool) -> Path:
+    """What a user has who once called ``moelight profile``."""
+    command = [sys.executable, "-m", "moelight.cli.main", "profile", "--device", "cpu", "-o", str(path)]
+    options = ["--disk-dir", str(disk), *(["--quick"] if quick else [])]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    return path
 
 
-def _row(run: Run, model: Path) -> dict[str, Any]:
-    this, hardware = [sys.executable, __file__], model.parent / "machine.yaml"
+def _run(name: str, run: Run, model: Path, profile: Path) -> Row:
+    """One process; its files out of the page cache before."""
     forget(model)
-    subprocess.run([*this, "--profile", str(hardware)], check=True)
     with memory_limit(parse_bytes(run.host_memory) + SPARE_BYTES) as group:
-        command = [*this, "--child", str(model), "--run", json.dumps(asdict(run)), "--hardware", str(hardware)]
-        command += [] if group is None else ["--group", str(group)]
+        command = [sys.executable, __file__, "--child", str(model), "--run", json.dumps(asdict(run))]
+        command += ["--profile", str(profile), *([] if group is None else ["--group", str(group)])]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    row = {"run": asdict(run), "label": run.label, "limited": group is not None, **json.loads(done.stdout)}
-    print(_line(row), file=sys.stderr, flush=True)
+    limited = group is not None
+    row = {"set": name, "run": asdict(run), "label": run.label, "limited": limited, **json.loads(done.stdout)}
+    print(_line(combined([row])), file=sys.stderr, flush=True)
     return row
 
 
-def _median(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several runs, the one with the middle error; all errors beside it."""
-    ordered = sorted(found, key=lambda row: row["error"])
-    return {**ordered[len(ordered) // 2], "errors": [row["error"] for row in found]}
-
-
-def _measure(model: Path, run: Run) -> dict[str, Any]:
+def _measure(model: Path, run: Run, profile: Path, group: Path | None) -> Row:
     """Predict, then run."""
     from moelight import Engine, SamplingParams, Workload
+    from moelight.core.schedule import Lane
     from moelight.hrm.estimate import estimate
     from moelight.hrm.speeds import speeds_of
     from moelight.profiles.hardware import load_hardware_profile
+    from moelight.runtime.gauges.others import Others
 
-    args = _arguments()
-    if args.group:
-        enter(args.group)
+    if group is not None:
+        enter(group)
+    speeds = speeds_of(load_hardware_profile(str(profile)))
     work = Workload(
         num_requests=run.requests, prompt_len=run.prompt_len, max_prompt_len=run.prompt_len, gen_len=run.gen_len
     )
     draw = random.Random(0)
     with Engine.from_pretrained(
         model,
-        hw=str(args.hardware),
+        hw=str(profile),
         host_memory=run.host_memory,
         batch_size=run.batch_size,
         micro_batch_size=run.micro_batch_size,
@@ -180,41 +135,103 @@ def _measure(model: Path, run: Run) -> dict[str, Any]:
         prefix_caching=False,  # some prompts warm up, and then come again
     ) as engine:
         vocab = engine.profile.vocab_size
-        predicted = estimate(engine.profile, engine.policy, work, speeds_of(load_hardware_profile(str(args.hardware))))
+        predicted = estimate(engine.profile, engine.policy, work, speeds)
         prompts = [[draw.randrange(3, vocab) for _ in range(run.prompt_len)] for _ in range(run.requests)]
         sampling = SamplingParams(max_tokens=run.gen_len, ignore_eos=True)
         engine.generate(prompts[: max(2, run.requests // 8)], SamplingParams(max_tokens=2, ignore_eos=True))
-        before = engine.stats
+        before, others = engine.stats, Others()
         engine.generate(prompts, sampling)
-        after = engine.stats
-    measured = (after.completion_tokens - before.completion_tokens) / (after.wall_s - before.wall_s)
+        after, busy = engine.stats, others.cores()
+    read = after.lanes[Lane.DISK].bytes - before.lanes[Lane.DISK].bytes
+    reading_s = sum(phase.passes * phase.lanes["disk"] for phase in predicted.phases)
     return {
         "predicted_tokens_per_s": predicted.tokens_per_s,
-        "measured_tokens_per_s": measured,
-        "error": predicted.tokens_per_s / measured - 1.0,
+        "measured_tokens_per_s": (after.completion_tokens - before.completion_tokens) / (after.wall_s - before.wall_s),
         "binding": predicted.binding,
+        "measured_binding": max(after.lanes, key=lambda lane: after.lanes[lane].busy_s - before.lanes[lane].busy_s),
+        "predicted_disk_bytes": reading_s * speeds.disk,
+        "measured_disk_bytes": read,
         "resident": engine.policy.weights.host,
         "micro_batch_tokens": engine.policy.micro_batch_tokens,
+        "others_busy": busy,
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+def combined(found: Sequence[Row]) -> Row:
+    """The rounds of one run as one row: medians, every round's rate, and how far rounds lie from their median."""
+    rates = [row["measured_tokens_per_s"] for row in found]
+    measured, predicted = (
+        statistics.median(row[f"{what}_tokens_per_s"] for row in found) for what in ("measured", "predicted")
+    )
+    return {
+        **found[0],
+        "predicted_tokens_per_s": predicted,
+        "measured_tokens_per_s": measured,
+        "rounds_tokens_per_s": rates,
+        "noise": statistics.median(abs(rate / measured - 1.0) for rate in rates) if len(rates) > 1 else 0.0,
+        "error": predicted / measured - 1.0,
+        "measured_disk_bytes": statistics.median(row["measured_disk_bytes"] for row in found),
+        "others_busy": max(row["others_busy"] for row in found),
+    }
+
+
+def summary(rows: Sequence[Row], name: str) -> Row:
+    """Errors over the set ``name``, and over its runs by the lane that was predicted to bind."""
+    mine = [row for row in rows if row["set"] == name]
+    by_lane = {lane: [row for row in mine if row["binding"] == lane] for lane in sorted({r["binding"] for r in mine})}
+    return {**_errors(mine), "by_binding": {lane: _errors(some) for lane, some in by_lane.items()}}
+
+
+def _errors(rows: Sequence[Row]) -> Row:
+    errors = [row["error"] for row in rows]
+    return {
+        "runs": len(rows),
+        "median_error": statistics.median(map(abs, errors)),
+        "worst_error": max(errors, key=abs),
+        "median_signed_error": statistics.median(errors),
+        "roof_error": statistics.median(row["noise"] for row in rows),
+    }
+
+
+def machine_facts(path: Path, *, kept: bool) -> Mapping[str, Any]:
+    """What the predictions rest on; ``kept``: from an earlier time."""
+    from moelight.profiles.hardware import load_hardware_profile
+
+    profile = load_hardware_profile(str(path))
+    tiers = {tier.name: tier.bandwidth_bytes_per_s for tier in profile.tiers}
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "notes": profile.notes,
+        "kept": kept,
+        "age_s": round(time.time() - path.stat().st_mtime),
+        "bytes_per_s": tiers,
+        "peak_flops": {unit.name: unit.peak_flops for unit in profile.processors},
+        **{name: profile.figure(name) for name in FIGURES if profile.figure(name) is not None},
+    }
+
+
+def _line(row: Row) -> str:
+    read = f"  read {_share(row['predicted_disk_bytes'], row['measured_disk_bytes'])} of predicted"
     return (
         f"{row['label']:58s} resident {row['resident']:4.0%}  predicted {row['predicted_tokens_per_s']:8.1f}  "
         f"measured {row['measured_tokens_per_s']:8.1f} tok/s  {row['error']:+6.1%}  ({row['binding']} binds)"
+        f"{read if row['predicted_disk_bytes'] else ''}"
     )
 
 
-def _result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    errors = [abs(row["error"]) for row in rows]
-    return {
-        "benchmark": "hrm_error",
-        "machine": platform.processor() or platform.machine(),
-        "runs": len(rows),
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "rows": rows,
-    }
+def _share(predicted: float, measured: float) -> str:
+    return f"{measured / predicted:.0%}"
+
+
+def _said(name: str, found: Row) -> str:
+    def each(errors: Row) -> str:
+        return (
+            f"median {errors['median_error']:.1%}, worst {errors['worst_error']:+.1%}, "
+            f"half above {errors['median_signed_error']:+.1%}, over {errors['runs']} runs"
+        )
+
+    parts = "; ".join(f"{lane} binds: {each(errors)}" for lane, errors in found["by_binding"].items())
+    return f"{name}: {each(found)} (roof: rounds lie {found['roof_error']:.1%} from their median); {parts}"
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class Sampled:
     kv_block_size: int
     look_ahead: int
     admission: str
+    residents: str
 
     @property
     def attention_device(self) -> str:
@@ -63,7 +64,7 @@ class Sampled:
         return len(self.batch_size)
 
     def at(self, index: Any) -> Sampled:
-        plain = ("acts", "schedule", "kv_block_size", "look_ahead", "admission")
+        plain = ("acts", "schedule", "kv_block_size", "look_ahead", "admission", "residents")
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self) if f.name not in plain})
 
     def seconds(self, problem: Problem) -> Any:
@@ -98,6 +99,7 @@ class Sampled:
             kv_block_size=self.kv_block_size,
             look_ahead=self.look_ahead,
             admission=self.admission,
+            residents=self.residents,
             host_pages="pinned" if self.acts.pinned_homes else "staged",
         )
 
@@ -182,6 +184,7 @@ def _drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, ne
         kv_block_size=block,
         look_ahead=near.look_ahead if close else int(rng.integers(1, MOST_LOOK_AHEAD + 1)),
         admission=near.admission if close else str(rng.choice(ADMISSIONS)),
+        residents="static" if acts.discrete or rng.random() < 0.6 else "learned",
     )
     held = cached_sequences(problem.workload, cache, block, problem.model.max_positions)
     return _placed(problem, rng, sizes.at(np.flatnonzero(held >= 1)), near)
@@ -239,7 +242,15 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
     resident = np.floor(resident * (1.0 if near is not None else rng.choice([1, 1, 0.999, 0.9, 0.5], count)))
     streamed = pages - resident
     per_layer = np.ceil(streamed / model.num_moe_layers)
-    fits = (resident >= 0) & (resident + 2 * per_layer <= np.floor(free[at_home] / slot)) & (free["host"] >= 0)
+    ring = 2 * per_layer
+    if sizes.residents == "learned":
+        resident = np.where(
+            (resident < pages) & (rng.random(count) < 0.5), resident - model.experts.num_experts, resident
+        )
+        streamed = pages - resident
+        per_layer = np.ceil(streamed / model.num_moe_layers)
+        ring = np.where(streamed > 0, np.maximum(2 * per_layer, model.experts.num_experts), 0)
+    fits = (resident >= 0) & (resident + ring <= np.floor(free[at_home] / slot)) & (free["host"] >= 0)
     if acts.discrete:
         fits &= free["device"] >= 0
     from_host = np.zeros(count)

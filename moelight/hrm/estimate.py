@@ -19,7 +19,7 @@ from moelight.hrm.acts import Acts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
 from moelight.hrm.job import KINDS, Passes, cached_sequences, decode_pass, passes_of, static_passes_of
 from moelight.hrm.lanes import Homes, PassCost, pass_cost
-from moelight.hrm.orders import pass_s, routed_only
+from moelight.hrm.orders import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.speeds import Speeds
 from moelight.profiles.model import ModelProfile
@@ -151,6 +151,7 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
         batches=each(np.ceil(alive / sizes.micro_batch_size)),
         most=each(np.asarray(sizes.micro_batch_tokens, dtype=float)),
         look_ahead=each(sizes.look_ahead),
+        least=least_missed(sizes),
     )
     total = np.bincount(candidate, weights=some.count * pass_s(order, cost), minlength=count.shape[1])
     return total.reshape(kinds.count.shape[1:])[()]
@@ -178,6 +179,7 @@ def cost_of(
         batches=np.ceil(alive / sizes.micro_batch_size),
         most=np.asarray(sizes.micro_batch_tokens, dtype=float),
         look_ahead=sizes.look_ahead,
+        least=least_missed(sizes),
         streams=streams,
     )
 
@@ -192,10 +194,13 @@ def _cost(
     batches: Any,
     most: Any,
     look_ahead: Any,
+    least: float,
     streams: bool | None = None,
 ) -> PassCost:
-    """``pass_cost`` in ``order``. Where no page moves, no lane waits for the routers (``streams``)."""
-    routed = routed_only(acts.model, order, kinds.decode_tokens + kinds.prompt_tokens, most)
+    """``pass_cost`` in ``order``; ``least`` as in `routed_only`. Where no page moves, no lane waits for the routers
+    (``streams``)."""
+    tokens = kinds.decode_tokens + kinds.prompt_tokens
+    routed = routed_only(acts.model, order, tokens, most, least=least)
     moving = np.asarray(homes.from_host + homes.from_disk) > 0 if streams is None else streams
     return pass_cost(
         acts,
@@ -209,6 +214,12 @@ def _cost(
         routed_only=routed,
         apart=np.where(routed & moving, 1.0, 0.0),
     )
+
+
+def least_missed(policy: Sizes) -> float:
+    """The share of pages that nobody is routed to from which on passes of ``policy`` bring only the others: where
+    residents are learned beside a disk alone, every pass says how many there were."""
+    return MEASURED_SHARE if policy.residents == "learned" and not policy.discrete else ROUTED_ONLY_SHARE
 
 
 def flops_per_token(model: ModelProfile) -> float:

@@ -58,6 +58,7 @@ class PassCost:
         share: of the streamed pages that move: those that somebody is expected to be routed to, where only they do.
         crossing: what pages take of the link upwards.
         first: of one micro-batch, everything up to the end of attention, where there is no link.
+        meanwhile: of experts that are near, which run while routed ones are read, where there is no link.
     """
 
     lanes: dict[str, Any]
@@ -76,6 +77,7 @@ class PassCost:
     share: Any = 1.0
     crossing: Any = 0.0
     first: Any = 0.0
+    meanwhile: Any = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +133,9 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
     of its speed, and whichever has more to do goes on alone. Its time is then its own and what the other one cost it.
     """
     cpu, layers, speeds = acts.near, acts.model.num_layers, acts.speeds
-    act = _acts_s(acts, batches.tokens) + (0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0))
+    each = 0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0)
+    act = _acts_s(acts, batches.tokens) + each
+    near = 1.0 - homes.from_disk / (acts.model.num_moe_layers * acts.model.experts.num_experts)
     before = sum(layers * acts.before_s(elements, batches.tokens) for elements, _, layers in acts.layer_kinds())
     experts = _experts_s(acts, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
     decode = np.where(kind.decode_tokens > 0, acts.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
@@ -157,6 +161,7 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
         share=share,
         crossing=none,
         first=before + attend / np.maximum(batches.count, 1e-9),
+        meanwhile=batches.count * each * near,
     )
 
 

@@ -24,20 +24,28 @@ ROUTED_ORDERS = ("cgopipe", "fastdecode", "serial", "module")  # that can bring 
 # read, ten to twenty times as fast as any link that binds, and read no more bytes than the pages that cross and the
 # dense part: 0.05 to 0.2 of the link's time.
 ROUTED_ONLY_SHARE = 0.25
+# Where it is measured how many pages a pass is not routed to, so few of them are enough: what is read is read as fast
+# as in a whole pass, and experts that are near run meanwhile. 64 experts, a disk: 1.2 to 1.5 x the tokens per second of
+# a quarter (docs/log.md).
+MEASURED_SHARE = 0.06
 LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, where no policy says (algorithm 1)
 
 
-def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any) -> Any:
+def routed_only(
+    model: ModelProfile, order: str, tokens: Any, most_tokens: Any, *, least: float = ROUTED_ONLY_SHARE
+) -> Any:
     """Whether a pass of ``tokens`` in ``order`` brings only those streamed pages that its tokens are routed to; never
-    one of more tokens than ``most_tokens``, what one micro-batch may carry: all keep what experts need."""
+    one of more tokens than ``most_tokens``, what one micro-batch may carry: all keep what experts need. ``least``: the
+    share that nobody is routed to from which on it does."""
     missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
-    small = (missed >= ROUTED_ONLY_SHARE) & (np.asarray(tokens) <= most_tokens)
+    small = (missed >= least) & (np.asarray(tokens) <= most_tokens)
     return small & (order in ROUTED_ORDERS)
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
     """S1: every lane runs at once. Links run on from pass to pass; compute starts anew with the first micro-batch, and
-    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns."""
+    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns,
+    but for experts that run meanwhile."""
     return _overlapped(cost, cost.look_ahead)
 
 
@@ -45,7 +53,7 @@ def _overlapped(cost: PassCost, look_ahead: Any = LOOK_AHEAD) -> list[Any]:
     compute = [cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in _COMPUTE if lane in cost.lanes]
     on_their_way = np.maximum(1.0, cost.count / (look_ahead + 1.0))
     work = reduce(np.add, (cost.lanes[lane] for lane in _WORK if lane in cost.lanes)) - cost.crossing
-    turns = [cost.apart * (work + pages) for pages in cost.pages]
+    turns = [cost.apart * (work - cost.meanwhile + pages) for pages in cost.pages]
     return [*_links(cost), *compute, cost.chain * on_their_way, *turns]
 
 

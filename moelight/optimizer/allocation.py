@@ -71,6 +71,10 @@ class Candidates:
         return self.of.admission
 
     @property
+    def residents(self) -> str:
+        return self.of.residents
+
+    @property
     def discrete(self) -> bool:
         return self.of.discrete
 

@@ -95,7 +95,10 @@ def least_seconds(problem: Problem, known_s: float) -> float:
 
 def _bounding(problem: Problem) -> Iterator[Setting]:
     """The settings whose boxes hold every policy."""
-    return (setting for setting in settings(problem) if setting.order in BOUNDING or "schedule" in problem.fixed)
+    for setting in settings(problem):
+        usual = setting.residents != "learned" or "residents" in problem.fixed
+        if usual and (setting.order in BOUNDING or "schedule" in problem.fixed):
+            yield setting
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cells]:

@@ -106,7 +106,9 @@ def fill(
     if cells.ffn_device == "cpu":
         spared = cache if off_host is None else np.ceil(room.kv_blocks * off_host)
         slots = np.floor((room.host - (room.kv_blocks - spared) * room.kv_block_bytes) / room.slot_bytes)
-        resident, _, fits = _resident(pages, room, slots, problem.share("weights.host"), _on_disk(problem, room))
+        resident, ring, fits = _resident(pages, room, slots, problem.share("weights.host"), _on_disk(problem, room))
+        if cells.residents == "learned" and not cells.discrete:
+            resident, fits = _beside_a_layer(problem, room, pages, slots, resident, ring, fits)
         from_host, on_device = np.zeros_like(resident), cache
         fits &= device >= 0
     else:
@@ -129,6 +131,17 @@ def fill(
     device_kv = on_device / np.maximum(room.kv_blocks, 1)
     homes = Homes(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
     return Filled(homes=homes, resident=resident, feasible=fits)
+
+
+def _beside_a_layer(
+    problem: Problem, room: Room, pages: Any, slots: Any, resident: Any, ring: Any, fits: Any
+) -> tuple[Any, Any]:
+    """Fewer pages stay where the ring must hold a whole layer, since any page of it may be elsewhere."""
+    layer = problem.model.experts.num_experts
+    short = (resident < pages) & (ring < layer)
+    fewer = np.where(short, np.minimum(resident, slots - layer), resident)
+    streamed = 2 * np.ceil((pages - fewer) / room.layers)
+    return fewer, fits & (fewer >= 0) & (~short | (fewer + np.maximum(streamed, layer) <= slots))
 
 
 def _at_most(most: Any, pages: Any, room: Room, resident: Any, ring: Any) -> tuple[Any, Any]:

@@ -114,6 +114,8 @@ def _memory(cell: Cells, room: Room, rows: _Rows) -> None:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
     if cell.ffn_device == "cpu":
         rows.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
+        if cell.residents == "learned" and not cell.discrete:  # the ring holds a layer
+            rows.add({"resident": 1, "reads": room.pages // room.layers, "device_blocks": -block}, most=host)
         rows.add({"from_host": 1, "computed": 1}, most=0)
         if cell.discrete:
             rows.add({"device_blocks": block}, most=device)

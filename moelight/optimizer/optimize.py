@@ -167,7 +167,7 @@ def policy_of(problem: Problem, found: Found) -> Policy:
         schedule=cell.setting.order,
         kv_block_size=cell.kv_block_size,
         host_pages=str(problem.fixed.get("host_pages", "pinned" if cell.setting.acts.pinned_homes else "auto")),
-        residents=str(problem.fixed.get("residents", "auto")),
+        residents=cell.residents,
         prompt_micro_batches=int(cell.prompt_micro_batches),
         look_ahead=cell.look_ahead,
         admission=cell.admission,

@@ -123,12 +123,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The discrete part of a policy: devices, order, admission, dtypes, and whether homes in host memory are pinned. It
-    is priced by its ``acts``."""
+    """The discrete part of a policy: devices, order, admission, dtypes, whether homes in host memory are pinned and
+    whether residents are learned. It is priced by its ``acts``."""
 
     acts: Acts
     order: str
     admission: str
+    residents: str
     weight_dtype: str
     kv_dtype: str
 
@@ -178,6 +179,11 @@ class Cells:
         return self.setting.admission
 
     @property
+    def residents(self) -> str:
+        """Whether experts that are near make way for others."""
+        return self.setting.residents
+
+    @property
     def discrete(self) -> bool:
         """Whether a GPU takes part."""
         return self.setting.acts.discrete
@@ -192,7 +198,8 @@ CELL_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_m
 
 def settings(problem: Problem) -> Iterator[Setting]:
     """Every allowed combination of devices, order, admission and dtypes. Homes in host memory are pinned where nothing
-    is fixed: that takes less time and less memory.
+    is fixed: that takes less time and less memory. Residents are learned in settings of their own where that changes
+    what passes bring (`hrm.estimate.least_missed`).
 
     Raises:
         ConfigError: the fixed ones cannot go together; names them.
@@ -204,10 +211,13 @@ def settings(problem: Problem) -> Iterator[Setting]:
     weights = (str(fixed["weight_dtype"]),) if "weight_dtype" in fixed else problem.weight_dtypes
     caches = (str(fixed["kv_dtype"]),) if "kv_dtype" in fixed else problem.kv_dtypes
     admissions = (str(fixed["admission"]),) if "admission" in fixed else ADMISSIONS
-    for attention, ffn, order, weight, cache, admission in product(
-        attentions, ffns, orders, weights, caches, admissions
+    learning = (str(fixed["residents"]),) if "residents" in fixed else ("auto", "learned")
+    for attention, ffn, order, weight, cache, admission, residents in product(
+        attentions, ffns, orders, weights, caches, admissions, learning
     ):
         gpu = attention == "gpu" or ffn != "cpu"
+        if gpu and residents == "learned" and "residents" not in fixed:
+            continue
         if (gpu and not problem.has_gpu) or _contradicts(problem, attention, ffn):
             continue
         if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_HOMES[ffn]) is not None:
@@ -223,7 +233,9 @@ def settings(problem: Problem) -> Iterator[Setting]:
             ffn_device=ffn,
             pinned_homes=gpu and ffn != "cpu" and fixed.get("host_pages", "pinned") == "pinned",
         )
-        yield Setting(acts=acts, order=order, admission=admission, weight_dtype=weight, kv_dtype=cache)
+        yield Setting(
+            acts=acts, order=order, admission=admission, residents=residents, weight_dtype=weight, kv_dtype=cache
+        )
     if not found:
         named = " and ".join(f"--fix {key}={value}" for key, value in fixed.items() if key in _DEVICE_KEYS)
         raise ConfigError(f"{named} contradict each other: no devices and order of work here have them all")

@@ -14,7 +14,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.hrm.acts import Acts
-from moelight.hrm.estimate import Estimate, Phase, acts_of, estimate
+from moelight.hrm.estimate import Estimate, Phase, acts_of, estimate, least_missed
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.seconds import Load, pass_costs
 from moelight.hrm.speeds import speeds_of
@@ -172,7 +172,8 @@ class Stage:
 
     def _routed_only(self, schedule: str, loads: Sequence[Load]) -> bool:
         tokens = round(sum(load.tokens for load in loads))
-        return routed.pays(self._layout, schedule, tokens, self.policy.micro_batch_tokens)
+        most, least = self.policy.micro_batch_tokens, least_missed(self.policy)
+        return routed.pays(self._layout, schedule, tokens, most, least=least)
 
     def _shape(self, load: Load) -> MicroBatchShape:
         fresh = self._layout.discrete and not load.decode_tokens

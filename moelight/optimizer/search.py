@@ -40,7 +40,7 @@ GAINED = 1e-4  # less is not worth another round
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
 # Settings that are rarely the fastest: first tried with sizes that were good for the usual ones.
-STAND_INS = ("flexgen", "flexgen-c", "serial", "static")
+STAND_INS = ("flexgen", "flexgen-c", "serial", "static", "learned")
 POOLED_AFTER = 2  # rounds
 POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05  # of each setting; random neighbours; how far behind a setting may lie
 
@@ -125,7 +125,7 @@ def _pooled(
 
 
 def _stands_in(setting: Setting) -> bool:
-    return setting.order in STAND_INS or setting.admission in STAND_INS
+    return not {setting.order, setting.admission, setting.residents}.isdisjoint(STAND_INS)
 
 
 def closed_form_s(problem: Problem, choices: Choices) -> Any:
@@ -188,7 +188,9 @@ def _as_filled(problem: Problem, choices: Choices) -> Choices:
 
 def _joined(*parts: Choices) -> Choices:
     names = ("computed", "device_kv", "resident", "spilled")
-    arrays = {name: np.concatenate([getattr(part.cells, name) for part in parts]) for name in CELL_ARRAYS}
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part.cells, name) for part in parts]) for name in CELL_ARRAYS
+    }
     wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
     return Choices(cells=replace(parts[0].cells, **arrays), wanted=Wanted(**wanted))
 

@@ -12,22 +12,26 @@ from moelight.hrm import orders
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout
 
-# Where it is measured how many pages a pass is not routed to, so few of them are enough: what is read is read as fast
-# as in a whole pass, and experts that are near run meanwhile. 64 experts, a disk: 1.2 to 1.5 x the tokens per second of
-# a quarter (docs/log.md).
-MEASURED_SHARE = 0.06
 
-
-def pays(layout: Layout, schedule: str, tokens: int, most_tokens: int, missing: float | None = None) -> bool:
-    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens`` as in `orders.routed_only`.
+def pays(
+    layout: Layout,
+    schedule: str,
+    tokens: int,
+    most_tokens: int,
+    missing: float | None = None,
+    *,
+    least: float = orders.ROUTED_ONLY_SHARE,
+) -> bool:
+    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
 
     ``missing``: the share of the streamed pages that such passes were routed to; None: what chance has it.
     """
     if missing is None:
-        return bool(layout.streamed) and bool(orders.routed_only(layout.model, schedule, tokens, most_tokens))
+        return bool(layout.streamed) and bool(
+            orders.routed_only(layout.model, schedule, tokens, most_tokens, least=least)
+        )
     small = schedule in orders.ROUTED_ORDERS and tokens <= most_tokens
-    least = min(orders.ROUTED_ONLY_SHARE, MEASURED_SHARE)
-    return bool(layout.streamed) and small and missing <= 1.0 - least
+    return bool(layout.streamed) and small and missing <= 1.0 - orders.MEASURED_SHARE
 
 
 def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:

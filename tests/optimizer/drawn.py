@@ -27,6 +27,7 @@ USUAL: dict[str, Fixed] = {
     "look_ahead": 2,
     "host_pages": "staged",
     "admission": "refill",
+    "residents": "static",
 }
 
 

@@ -1,6 +1,6 @@
 """Every policy of a small problem, enumerated without the optimizer: all N, μ, devices, orders, counts of pages on
-every tier and blocks of the cache on the device, and a few sizes of prompt micro-batches where they are not fixed; what is
-`USUAL` as it is. Held against the memory there is, and priced."""
+every tier and blocks of the cache on the device, and a few sizes of prompt micro-batches where they are not fixed; what
+is `USUAL` as it is. Held against the memory there is, and priced."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Policies:
     prompt_micro_batches: int = int(USUAL["prompt_micro_batches"])
     look_ahead: int = int(USUAL["look_ahead"])
     admission: str = str(USUAL["admission"])
+    residents: str = "auto"
 
     @property
     def attention_device(self) -> str:

@@ -35,8 +35,8 @@ TINY = replace(
     link_bytes=64 * KiB,
     disk_bytes=2 * disk.BLOCK_BYTES,
     quiet_rounds=1,
-    host_s=0.5,
-    device_s=0.5,
+    host_s=60.0,  # a busy machine leaves no gauge out
+    device_s=60.0,
     figure_s=0.002,
     point_s=0.002,
     gpu_point_s=0.002,
@@ -49,6 +49,12 @@ TINY = replace(
     large=((64, 64), 32),
     gpu_large=((64, 64), 32),
 )
+
+
+@pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else is busy, one round is enough."""
+    monkeypatch.setattr(timing, "DISTURBED_CORES", float("inf"))
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +259,34 @@ def test_reads_as_fast_as_the_page_cache_did_not_come_from_the_disk() -> None:
     assert not disk.from_cache(Reading(rate=3e9, spread=0.0), cached)
 
 
+@pytest.mark.usefixtures("one_round")
+def test_a_lane_that_reads_past_the_page_cache_is_believed_however_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old memory and a new disk: direct reads may be as fast as copies from the page cache."""
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        past_cache = disk.past_cache(scratch)
+    monkeypatch.setattr(disk, "_CACHED_ABOVE", 0.0)  # every lane is faster than that
+    found = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path)
+    assert ("the page cache could not be emptied" in found.notes) == (not past_cache)
+
+
+def test_reads_beside_work_are_timed_from_arrival_to_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that takes a while to begin is as fast as one that does not."""
+    begin, late_s = disk._Lane.__init__, 0.4
+
+    def late(self: disk._Lane, scratch: disk.Scratch) -> None:
+        time.sleep(late_s)
+        begin(self, scratch)
+
+    monkeypatch.setattr(disk._Lane, "__init__", late)
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        began = time.perf_counter()
+        reading = disk.reads_beside(lambda: time.sleep(1e-3), scratch)(0.0)
+        took_s = time.perf_counter() - began
+    assert reading.rate >= disk.BLOCK_BYTES / (took_s - late_s)
+
+
 def test_directories_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"none: the disk cannot be measured there \(No such file"):
         disk.Scratch(tmp_path / "none", MiB, seconds=1.0)
@@ -273,6 +307,7 @@ def test_others_are_what_keeps_processors_busy_beside_this_process(tmp_path: Pat
     assert Others(proc=tmp_path / "none").cores() == 0.0
 
 
+@pytest.mark.usefixtures("one_round")
 def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:
     said: list[str] = []
     found = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path, say=said.append)
@@ -291,6 +326,7 @@ def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:
     assert said and list(tmp_path.iterdir()) == [tmp_path / "box.yaml"]
 
 
+@pytest.mark.usefixtures("one_round")
 def test_a_machine_with_a_gpu_becomes_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays the device: what is measured, and where it goes, is what a GPU would give."""
     backend = SimpleNamespace(
@@ -325,6 +361,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.
         machine.measure_machine(find_machine("cpu"), TINY, name="x", disk_dir=None)
 
 
+@pytest.mark.usefixtures("one_round")
 def test_a_directory_that_is_not_needed_only_leaves_a_note(tmp_path: Path) -> None:
     tiny = replace(TINY, rows=(1,), contexts=(32,), prompts=(8,))
     found = machine.measure_machine(find_machine("cpu"), tiny, name="x", disk_dir=tmp_path / "none", disk_needed=False)

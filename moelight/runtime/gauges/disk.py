@@ -37,6 +37,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
 _APART = 3
 _ON_THEIR_WAY = 4
+_LEAST_ARRIVALS = 2
 _CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed did not come from the disk
 
 
@@ -182,21 +183,31 @@ def beside_reads(work: Work, scratch: Scratch) -> Gauge:
 
 
 def reads_beside(work: Work, scratch: Scratch) -> Gauge:
-    """bytes/s of the disk lane while ``work`` is done without a pause."""
+    """bytes/s of the disk lane while ``work`` is done without a pause, from one block's arrival to another's: a reader
+    that has yet to begin, and its last blocks, which are still on their way, are no part of the rate."""
 
     def read(seconds: float) -> Reading:
-        with _reading(scratch) as blocks:
+        with _reading(scratch) as arrived:
             began = time.perf_counter()
-            while time.perf_counter() - began < BESIDE_LONGER * seconds or not blocks:
+            while time.perf_counter() - began < BESIDE_LONGER * seconds or len(arrived) < _LEAST_ARRIVALS:
                 work()
-            took = time.perf_counter() - began
-            return Reading(rate=len(blocks) * BLOCK_BYTES / took, spread=0.0)
+            first_s, last_s, blocks = arrived[0], arrived[-1], len(arrived) - 1
+        return Reading(rate=blocks * BLOCK_BYTES / max(last_s - first_s, 1e-9), spread=0.0)
 
     return read
 
 
+def past_cache(scratch: Scratch) -> bool:
+    """Whether the disk lane reads the file past the page cache: what it reads has come from the disk then, however
+    fast."""
+    with _Lane(scratch) as lane:
+        next(lane.blocks())  # whether it is served so shows when it is read
+        return lane.direct
+
+
 def from_cache(lane: Reading, cached: Reading) -> bool:
-    """Whether reads that should have come from the disk were too fast for that: the page cache was not emptied."""
+    """Whether reads through the page cache that should have come from the disk were too fast for that: it was not
+    emptied."""
     return lane.rate > _CACHED_ABOVE * cached.rate
 
 
@@ -235,10 +246,16 @@ class _Lane(AbstractContextManager["_Lane"]):
         self._scratch = scratch
         self._file = Path(f"/dev/fd/{scratch.buffered}")
         self._reader = FileReader([self._file])
-        self._slots = [torch.zeros(BLOCK_BYTES + _APART, dtype=torch.uint8)[_APART:] for _ in range(_ON_THEIR_WAY)]
+        slots = (torch.empty(BLOCK_BYTES + _APART, dtype=torch.uint8) for _ in range(_ON_THEIR_WAY))
+        self._slots = [slot.fill_(0)[_APART:] for slot in slots]  # touched, as a pass finds them
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file is read past the page cache."""
+        return self._reader.direct(self._file)
 
     def read_all(self) -> None:
         """The whole file once."""
@@ -264,24 +281,24 @@ def _arrived(coming: deque[tuple[int, Ticket]]) -> int:
 
 
 @contextlib.contextmanager
-def _reading(scratch: Scratch) -> Iterator[list[int]]:
-    """The file is read from the disk over and over by a thread of its own, as the disk lane does; gives the numbers of
-    the blocks read so far."""
-    enough, blocks = threading.Event(), list[int]()
+def _reading(scratch: Scratch) -> Iterator[list[float]]:
+    """The file is read from the disk over and over by a thread of its own, as the disk lane does; gives the times at
+    which blocks arrived so far."""
+    enough, arrived = threading.Event(), list[float]()
 
     def read() -> None:
         with _Lane(scratch) as lane:
             while not enough.is_set():
                 scratch.forget()
-                for number in lane.blocks():
+                for _ in lane.blocks():
                     if enough.is_set():
                         return
-                    blocks.append(number)
+                    arrived.append(time.perf_counter())
 
     reader = threading.Thread(target=read, name="moelight-scratch-reader", daemon=True)
     reader.start()
     try:
-        yield blocks
+        yield arrived
     finally:
         enough.set()
         reader.join()

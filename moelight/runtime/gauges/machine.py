@@ -147,7 +147,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
         found.rate(key, readings[key])
     found.seconds("measured.cpu_task", readings[_ACTS])
     if scratch is not None:
-        _judge_disk(found, readings)
+        _judge_disk(found, readings, past_cache=disk.past_cache(scratch))
     _add_surfaces(found, "cpu", readings)
 
 
@@ -163,10 +163,11 @@ def _disk_gauges(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str,
     return found | ({_DIRECT: disk.direct_reads(scratch)} if scratch.direct is not None else {})
 
 
-def _judge_disk(found: _Findings, readings: Readings) -> None:
-    """The speed of the disk is that of the lane, or, where the page cache keeps everything, that of direct reads."""
+def _judge_disk(found: _Findings, readings: Readings, *, past_cache: bool) -> None:
+    """The speed of the disk is that of the lane, or, where that reads through a page cache which keeps everything, that
+    of direct reads."""
     lane, cached, direct = readings["tiers.disk.bandwidth"], readings["measured.disk_cached"], readings.get(_DIRECT)
-    if disk.from_cache(lane, cached):
+    if not past_cache and disk.from_cache(lane, cached):
         if direct is None:
             del found.capacities["disk"]
             found.notes.append("the disk could not be told from the page cache")
