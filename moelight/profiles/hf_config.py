@@ -165,8 +165,8 @@ class HFConfig:
         """``(type, theta, factor)``: one of the types ``known``, the base, and the linear stretch of positions (1 for
         every other type). ``default_type`` is meant where the file has neither object.
 
-        Transformers 4 writes ``rope_theta`` and ``rope_scaling``, 5 writes ``rope_parameters``. Of several, transformers
-        takes ``rope_scaling`` whole, unless it is empty, and ``rope_theta`` where the object that counts has none.
+        Transformers 4 writes ``rope_theta`` and ``rope_scaling``, 5 writes ``rope_parameters``. Of both objects
+        transformers takes ``rope_scaling`` whole, unless it is empty, and ``rope_theta`` where that object has none.
         """
         key, scaling = self._scaling()
         absent = default_type if not key and self.find("rope_parameters") is None else "default"
