@@ -75,8 +75,8 @@ def next_tokens(
 
 
 def not_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Which rows of ``logits`` float32 [S, V], whose largest are at ``likeliest`` int64 [S], hold a NaN or have no finite
-    maximum -> bool [S], on their device. A NaN counts as the largest, so nothing else has to be read."""
+    """Which rows of ``logits`` float32 [S, V] hold a NaN or have no finite maximum -> bool [S], on their device. A NaN
+    counts as the largest, and the largest are at ``likeliest`` int64 [S], so nothing else has to be read."""
     return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
 
 
