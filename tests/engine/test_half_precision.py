@@ -2,9 +2,9 @@
 float32, and how often a router chooses others.
 
 Where routers cannot choose otherwise (every expert is chosen), errors come from rounding alone, and their quantiles can
-be compared within a few percent (ours are 0.86 to 1.01 of theirs). Where they can, one choice on the edge moves all that
-follows by more than all rounding together, either way: over checkpoints of one shape, the ratio of the 99th percentiles
-reaches from 0.1 to 4. There the number of choices that differ is compared, over several checkpoints.
+be compared within a few percent (ours are 0.86 to 1.01 of theirs). Where they can, one choice on the edge moves all
+that follows by more than all rounding together, either way: over checkpoints of one shape, the ratio of the 99th
+percentiles reaches from 0.1 to 4. There the number of choices that differ is compared, over several checkpoints.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def quantiles(errors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_or_norm_rounds_earlier_than_in_transformers(family: str, dtype: str, tiny: Tiny) -> None:
-    """Median, 90th and 99th percentile of 384 positions' errors are at most transformers', by its eager attention; token
-    by token and behind half a prompt, with kernels and as on a device."""
+    """Median, 90th and 99th percentile of 384 positions' errors are at most transformers', by its eager attention;
+    token by token and behind half a prompt, with kernels and as on a device."""
     ours: dict[str, list[Tensor]] = {}
     known: dict[int, list[Tensor]] = {0: [], LENGTH // 2 - 1: []}
     for seed in SEEDS:
