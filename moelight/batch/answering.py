@@ -126,7 +126,7 @@ class Answering:
         self.spared += opened.room - generated
         stuck = next((each for each in completions if each.finish_reason == "error"), None)
         if stuck is not None:
-            error = InputError(str(stuck.stop_reason), code="structured_outputs")
+            error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
             self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)

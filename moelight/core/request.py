@@ -170,7 +170,8 @@ class Completion:
     """One answer to one request; ``sample`` counts its ``n`` answers from 0.
 
     ``token_ids`` end before the closing eos. ``stop_reason`` is the stop text or stop token id that ended it, if one
-    did. ``logprobs`` holds one mapping a generated token, by token id: the likeliest ones asked for and always the
+    did; where ``finish_reason`` is ``error``, what was the matter, and ``error_code`` a short machine-readable reason.
+    ``logprobs`` holds one mapping a generated token, by token id: the likeliest ones asked for and always the
     token itself. ``prompt_logprobs`` holds one a prompt token, None where it was not scored. ``cached_tokens`` of the
     prompt were computed for an earlier request.
     """
@@ -182,6 +183,7 @@ class Completion:
     prompt_tokens: int
     sample: int = 0
     stop_reason: int | str | None = None
+    error_code: str | None = None
     cached_tokens: int = 0
     cumulative_logprob: float | None = None
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None

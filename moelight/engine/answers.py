@@ -5,6 +5,7 @@ Knows sampling, eos ids, stop strings and constraints. Refuses to know batches a
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +19,26 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import Batcher, Generation, Load, Piece
 from moelight.engine.constraints import Constraints
 from moelight.engine.detokenizer import cut_at_stop
-from moelight.engine.sampling import CHANGE_BYTES, blocks, change, next_tokens, sample_seed, score, there
+from moelight.engine.sampling import (
+    CHANGE_BYTES,
+    NOT_FINITE,
+    blocks,
+    change,
+    next_tokens,
+    not_finite,
+    sample_seed,
+    score,
+    there,
+)
 from moelight.engine.state import UNCHANGED, End, Kept, State, wants_state
 from moelight.engine.tokenizer import Tokenizer
 
+NO_LOGITS = (
+    "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
+    "their dtype; use a sound checkpoint, or a wider dtype"
+)
 _LIKELIEST = SamplingParams()
+_log = logging.getLogger(__name__)
 
 
 class Answers:
@@ -42,9 +58,10 @@ class Answers:
     ) -> None:
         self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._ending = set(self._eos)
+        self._ending = {NOT_FINITE, *self._eos}
         self._states: dict[Generation, State] = {}
         self._historians = self._watching = 0
+        self._warned = False
         self.tokens = self.ended_tokens = self.ended_most = 0
         self.generations: Iterator[Generation] = (made for request in requests for made in self._open(request))
 
@@ -72,17 +89,22 @@ class Answers:
         return self._historians > 0
 
     def choose(self, pieces: Sequence[Piece], logits: Tensor) -> Tensor:
-        """The next token of each completing piece, int64 [S]; logits float32 [S, V]."""
+        """The next token of each completing piece, int64 [S]; logits float32 [S, V]. `NOT_FINITE` where none can be
+        chosen, whatever is asked of the row."""
+        likeliest = logits.argmax(dim=-1)
+        return self._chosen(pieces, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
+
+    def _chosen(self, pieces: Sequence[Piece], logits: Tensor, likeliest: Tensor) -> Tensor:
         owners = [piece.generation for piece in pieces]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
         places = [piece.earlier for piece in pieces]
         states = [self._states.get(owner) for owner in owners] if self._states else ()
         special = [row for row, state in enumerate(states) if state is not None and state.chooses]
         if not special:
-            return next_tokens(logits, params, seeds, places)
+            return next_tokens(logits, params, seeds, places, likeliest=likeliest)
         apart = set(special)
         plain = [_LIKELIEST if row in apart else how for row, how in enumerate(params)]
-        tokens = next_tokens(logits, plain, seeds, places)
+        tokens = next_tokens(logits, plain, seeds, places, likeliest=likeliest)
         for rows in blocks(special, logits, CHANGE_BYTES):
             index = there(np.asarray(rows), logits)
             mine = [state for row in rows if (state := states[row]) is not None]
@@ -139,9 +161,12 @@ class Answers:
 
     def _ends(self, generation: Generation, token: int | None) -> End | None:
         """How the sequence ends with ``token``, if it does; None where nothing is to be generated."""
+        how, state = generation.request.sampling, self._states.get(generation) if self._states else None
+        first = not generation.generated
+        if token == NOT_FINITE or (first and state is not None and state.scored_nan):
+            return self._not_finite()
         if token is None:
             return End("length")
-        how, state = generation.request.sampling, self._states.get(generation) if self._states else None
         end = None
         if token in self._ending:
             end = self._ends_by_token(how, token)
@@ -156,6 +181,13 @@ class Answers:
         if state is not None and (found := state.ends(token)) is not None:
             return found
         return End("length") if len(generation.generated) >= generation.max_tokens else None
+
+    def _not_finite(self) -> End:
+        """The end of a sequence by logits from which nothing can be chosen; the first one of a run is logged."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(NO_LOGITS)
+        return End("error", stop=NO_LOGITS, code="not_finite")
 
     def _ends_by_token(self, how: SamplingParams, token: int) -> End | None:
         if token in self._eos and not how.ignore_eos:
@@ -180,6 +212,7 @@ class Answers:
             token_ids=tuple(ids),
             finish_reason=end.reason,
             stop_reason=stop,
+            error_code=end.code,
             prompt_tokens=len(request.token_ids),
             cached_tokens=generation.cached,
             logprobs=logprobs,

@@ -21,6 +21,7 @@ from moelight.core.request import SamplingParams
 DRAW_BYTES = 64  # of a logit that is drawn from: in float64, sorted, with its id, and what sorting takes
 CHANGE_BYTES = 32  # of a logit that is changed first: twice in float32, and its mask as numbers
 FREE_BYTES = 1 << 20  # that nobody announces
+NOT_FINITE = -1  # in the place of the token id of a row whose logits are not finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,20 +52,32 @@ class Scores:
 
 
 def next_tokens(
-    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    places: Sequence[int],
+    *,
+    likeliest: Tensor | None = None,
 ) -> Tensor:
     """One token id per row of ``logits`` float32 [S, V] -> int64 [S], on their device and without waiting for it.
+    ``likeliest`` int64 [S]: where the largest of each row is, if that is known.
 
     Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (how many tokens the
     sequence has already generated), so neither the batch nor the order of work can change it.
     """
-    tokens = logits.argmax(dim=-1)
+    tokens = logits.argmax(dim=-1) if likeliest is None else likeliest.clone()
     drawn = [row for row, how in enumerate(params) if not how.greedy]
     for rows in blocks(drawn, logits, DRAW_BYTES):
         numbers = [uniform(seeds[row], places[row]) for row in rows]
         index = there(np.asarray(rows), logits)
         tokens[index] = _draw(logits[index], [params[row] for row in rows], numbers)
     return tokens
+
+
+def not_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
+    """Which rows of ``logits`` float32 [S, V] hold a NaN or have no finite maximum -> bool [S], on their device. A NaN
+    counts as the largest, and the largest are at ``likeliest`` int64 [S], so nothing else has to be read."""
+    return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
 
 
 def blocks(rows: Sequence[int], logits: Tensor, logit_bytes: int) -> Iterator[Sequence[int]]:

@@ -5,6 +5,7 @@ Knows one sequence. Refuses to know rows, batches and passes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ _STUCK = "no token of the vocabulary goes on with what structured_outputs asks f
 @dataclass(frozen=True, slots=True)
 class End:
     """How a sequence ends: the ``reason``, the token that closes it and is no part of it, what ``stop`` it was, and
-    whether it was a stop text, which is then still to be found in the answer."""
+    whether it was a stop text, which is then still to be found in the answer. Of an error, its ``code``."""
 
     reason: str
     closing: int | None = None
     stop: int | str | None = None
     by_text: bool = False
+    code: str | None = None
 
 
 def wants_state(how: SamplingParams) -> bool:
@@ -101,7 +103,7 @@ class State:
                 self.logprobs.append(_logprobs(token, scores, row, text))
         if self._constraint is not None and self._constraint.stuck:
             del self.logprobs[-1:]
-            return End("error", stop=_STUCK)
+            return End("error", stop=_STUCK, code="structured_outputs")
         if self._counts:
             self._seen[token] = self._seen.get(token, 0) + 1
         return None
@@ -115,6 +117,11 @@ class State:
             if self._constraint.complete:
                 return End("stop")
         return None
+
+    @property
+    def scored_nan(self) -> bool:
+        """Whether a token of its prompt was scored by logits that are not finite; asked once all have been."""
+        return any(math.isnan(scores.logprobs[row]) for scores, row in self.prompt)
 
     def prompt_logprobs(self, text: Callable[[int], str]) -> tuple[Mapping[int, Logprob] | None, ...] | None:
         """One mapping a token of the prompt, None where it was not scored; None where nothing was asked for."""

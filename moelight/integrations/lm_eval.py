@@ -345,7 +345,13 @@ def _check_planning(planning: Mapping[str, Any]) -> None:
 
 
 def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, bool]:
-    """The sum over the continuation, and whether each of its tokens is the likeliest."""
+    """The sum over the continuation, and whether each of its tokens is the likeliest.
+
+    Raises:
+        InputError: it could not be scored.
+    """
+    if completion.finish_reason == "error":
+        raise InputError(str(completion.stop_reason), code=completion.error_code or "error")
     found = cast("Sequence[Mapping[int, Any]]", completion.prompt_logprobs)[-len(continuation) :]
     tokens = [scored[token] for scored, token in zip(found, continuation, strict=True)]
     return sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)

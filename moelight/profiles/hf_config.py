@@ -14,7 +14,9 @@ from typing import Any
 from moelight.core.errors import CheckpointError, ConfigError
 
 _MOST = 1 << 24  # no size in any config is larger; a hostile one must not exhaust memory
-_DTYPE_KEYS = ("dtype", "torch_dtype")
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers takes the first
+_QUANTISED_KEYS = ("quantization_config", "compression_config")
+_LONGEST_NAME = 40
 _ABSENT = object()
 
 
@@ -60,7 +62,9 @@ class HFConfig:
         return self._value(key, _ABSENT) is not _ABSENT
 
     def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least ``least``; ``default`` None means the key is required."""
+        """A whole number of at least ``least``; ``default`` None means the key is required. ``keys`` are spellings of
+        one thing: those that are there must agree."""
+        self._agree(*keys)
         value = self.find(*keys)
         if value is None:
             value = self._default(keys, default)
@@ -120,6 +124,31 @@ class HFConfig:
                 f"{self.where}: {self._name(key)} {json.dumps(self._value(key))} is not supported; known: {listed}"
             )
 
+    def refuse(self, keys: Collection[str], because: str) -> None:
+        """None of ``keys`` has a value."""
+        for key in keys:
+            if self.find(key) is not None:
+                raise ConfigError(f"{self.where}: {key} is not supported: {because}")
+
+    def refuse_quantised(self) -> None:
+        """The weights are not said to be quantised."""
+        for key in _QUANTISED_KEYS:
+            value = self.find(key)
+            if value is None:
+                continue
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            named = f" {method!r}" if isinstance(method, str) and len(method) <= _LONGEST_NAME else ""
+            raise ConfigError(
+                f"{self.where}: {key} says that the weights are quantised{named}, and such formats are not read yet; "
+                "use the checkpoint that is not quantised"
+            )
+
+    def refuse_two_names(self) -> None:
+        """No key of this family stands beside its usual name with another value."""
+        for usual, own in self._keys.items():
+            if "." not in own:
+                HFConfig(self.values, where=self.where)._agree(usual, own)
+
     def activation(self) -> str:
         """The experts' activation; only SiLU is known to these families."""
         value = self.find("hidden_act") or "silu"
@@ -132,34 +161,51 @@ class HFConfig:
         value = self.find(*_DTYPE_KEYS) or default
         return str(value).removeprefix("torch.")
 
-    def rope(self, *, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
+    def rope(self, *, default_type: str, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
         """``(type, theta, factor)``: one of the types ``known``, the base, and the linear stretch of positions (1 for
-        every other type).
+        every other type). ``default_type`` is meant where the file has neither object.
 
-        Transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``.
+        Transformers 4 writes ``rope_theta`` and ``rope_scaling``, 5 writes ``rope_parameters``. Of both objects
+        transformers takes ``rope_scaling`` whole, unless it is empty, and ``rope_theta`` where that object has none.
         """
-        scaling = self._scaling()
-        kind = scaling.find("rope_type", "type") or "default"
+        key, scaling = self._scaling()
+        absent = default_type if not key and self.find("rope_parameters") is None else "default"
+        kind = scaling.find("rope_type", "type") or absent
         if kind not in known:
-            raise ConfigError(f"{self.where}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
-        factor = scaling.number("factor", default=1.0) if kind == "linear" else 1.0
+            raise ConfigError(f"{self.where}: {key}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
+        factor = scaling.number("factor") if kind == "linear" else 1.0
         holder = self if scaling.find("rope_theta") is None else scaling
         return kind, holder.number("rope_theta", default=default_theta), factor
 
     def rotary_share(self, *, default: float) -> float:
         """``partial_rotary_factor``: the share of a head that positions turn."""
-        scaling = self._scaling()
+        _, scaling = self._scaling()
         holder = self if scaling.find("partial_rotary_factor") is None else scaling
         share = holder.number("partial_rotary_factor", default=default)
         if share > 1:
             raise ConfigError(f"{self.where}: partial_rotary_factor must be at most 1, not {share}")
         return share
 
-    def _scaling(self) -> HFConfig:
-        scaling = self.find("rope_parameters", "rope_scaling") or {}
+    def _scaling(self) -> tuple[str, HFConfig]:
+        """The object that says how positions turn, and its key; neither where the file has none."""
+        key = next((key for key in ("rope_scaling", "rope_parameters") if self.find(key)), "")
+        scaling = self.find(key) if key else {}
         if not isinstance(scaling, dict):
-            raise ConfigError(f"{self.where}: rope_parameters must be an object, not {scaling!r}")
-        return HFConfig(scaling, where=self.where)
+            raise ConfigError(f"{self.where}: {key} must be an object, not {scaling!r}")
+        nested = next((name for name, value in scaling.items() if isinstance(value, dict)), None)
+        if nested is not None:
+            raise ConfigError(f"{self.where}: {key} with values of its own for {nested!r} is not supported")
+        return key, HFConfig(scaling, where=self.where)
+
+    def _agree(self, *keys: str) -> None:
+        """Refuse spellings of one key that say different things."""
+        given = [(self._name(key), value) for key in keys if (value := self.find(key)) is not None]
+        for name, value in given[1:]:
+            if value != given[0][1]:
+                raise ConfigError(
+                    f"{self.where}: {given[0][0]} {given[0][1]!r} and {name} {value!r} are two names of one thing and "
+                    "differ; remove the wrong one"
+                )
 
     def _name(self, key: str) -> str:
         return self._keys.get(key, key)

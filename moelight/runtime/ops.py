@@ -100,12 +100,13 @@ class Operations:
         mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, present(mb.rope))
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
-        """Tokens to the pool, and on their way to the host: complete when the lane's ticket is; and scores."""
+        """Tokens to the pool, and on their way to the host: complete when the lane's ticket is; and scores. A number
+        below 0 says that there is no token: the host is told, and what is computed for it meanwhile is dropped."""
         hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             tokens = sample(task.micro_batch, first, self._decoder.logits(hidden[part]))
-            self._pool.index_copy_(0, mb.sample_places[part], tokens)
+            self._pool.index_copy_(0, mb.sample_places[part], tokens.clamp(min=0))
             mb.sampled[part].copy_(tokens, non_blocking=True)
         for first in range(0, len(mb.targets), self._score_rows):
             part = slice(first, first + self._score_rows)

@@ -61,7 +61,6 @@ def test_a_raw_config_in_a_directory_is_the_shipped_model(name: str, tmp_path: P
     """Real files are full of keys that are not ours."""
     extra = {
         "auto_map": {"AutoConfig": "configuration.Config"},
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "transformers_version": "4.46.3",
         "initializer_range": 0.02,
         "use_cache": True,
@@ -236,11 +235,12 @@ def test_a_checkpoint_of_gpt_oss_is_bfloat16_without_saying_so() -> None:
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 def test_planning_takes_any_known_positions_and_remembers_their_name(family: str, rope_type: str) -> None:
     scaling = {"rope_type": rope_type, "factor": 8.0}
-    model = released(family, rope_parameters=scaling)
+    model = released(family, rope_scaling=None, rope_parameters=scaling)
     assert model.attention.rope_type == rope_type
     assert model.attention.rope_factor == (8.0 if rope_type == "linear" else 1.0)
     assert model.attention.rope_theta == released(family).attention.rope_theta
-    assert released(family, rope_parameters={**scaling, "rope_theta": 5e5}).attention.rope_theta == 5e5
+    based = released(family, rope_scaling=None, rope_parameters={**scaling, "rope_theta": 5e5})
+    assert based.attention.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(

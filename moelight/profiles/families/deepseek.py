@@ -12,7 +12,7 @@ from moelight.profiles.names import QWEN_STYLE
 DEEPSEEK = Family(
     model_type="deepseek",
     names=QWEN_STYLE,
-    keys={"num_local_experts": "n_routed_experts"},
+    experts_keys=("n_routed_experts",),
     only={"scoring_func": ("softmax",)},
     expert_width_key="moe_intermediate_size",
     num_experts=None,
@@ -31,6 +31,7 @@ DEEPSEEK = Family(
 DEEPSEEK_V2 = replace(
     DEEPSEEK,
     model_type="deepseek_v2",
+    experts_keys=("n_routed_experts", "num_experts"),
     only={
         "mlp_bias": (False,),
         "scoring_func": ("softmax",),
@@ -46,6 +47,7 @@ DEEPSEEK_V2 = replace(
 DEEPSEEK_V3 = replace(
     DEEPSEEK,
     model_type="deepseek_v3",
+    experts_keys=("n_routed_experts", "num_local_experts"),
     only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     num_experts=256,
     top_k=8,

@@ -12,6 +12,8 @@ from moelight.profiles.names import TensorNames
 
 # Every type of rotary positions that transformers knows. Their constants change no size, so planning takes them all.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+# Keys by which transformers reads a model from somewhere else than from the keys of the file itself.
+_ELSEWHERE = ("configuration_files", "decoder", "generator", "per_layer_config", "text_config")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -24,9 +26,11 @@ class Family:
 
     Attributes:
         keys: keys that this family calls differently (see `HFConfig`).
+        experts_keys: names of the number of experts that transformers knows in this family.
         only: keys of which one meaning is known: their values; others are refused.
         kv_heads: None: as many as query heads.
-        head_dim: None: hidden size over heads.
+        head_dim: None: hidden size over heads, which it is too where the key is not read (``head_dim_key`` False).
+        rope_type: the type of rotary positions where the file does not say.
         rope_types: types of rotary positions that can be used.
         rotary_share: default of ``partial_rotary_factor``; None: the key is not read.
         dtype: of a checkpoint that does not say.
@@ -35,7 +39,8 @@ class Family:
         windowed: ``sliding_window`` is read; absent, it is ``window`` (None: no window).
         window_flag: the key that switches the window on (empty: it is).
         alternating: only the layers that ``layer_types`` calls sliding have the window; without that key, every other
-            one from the first, up to ``max_window_layers``.
+            one from the first.
+        window_layers: default of ``max_window_layers``, behind which no layer alternates; None: the key is not read.
         latent: the keys of latent attention are read.
         normalize: None: ``norm_topk_prob``, whose default is ``normalize_default``.
         grouped: defaults of ``n_group`` and ``topk_group``; None: the keys are not read.
@@ -59,8 +64,11 @@ class Family:
     rope_theta: float
     weights_in_model_dtype: bool
     head_dim: int | None = None
+    head_dim_key: bool = True
     keys: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    rope_type: str = "default"
     rope_types: tuple[str, ...] = ("default", "linear")
     rotary_share: float | None = None
     dtype: str = "float32"
@@ -74,6 +82,7 @@ class Family:
     window: int | None = None
     window_flag: str = ""
     alternating: bool = False
+    window_layers: int | None = None
     sinks: bool = False
     latent: bool = False
     scoring: str = "softmax"
@@ -102,6 +111,9 @@ def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile
         ConfigError: a key is missing, of the wrong type, or contradicts another.
     """
     config = config.with_keys(family.keys)
+    config.refuse_quantised()
+    config.refuse(_ELSEWHERE, "the model is read from the keys beside it, which it would change")
+    config.refuse_two_names()
     for key, known in family.only.items():
         config.refuse_other(key, known)
     layers = config.integer("num_hidden_layers")
@@ -132,17 +144,23 @@ def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile
 
 def _attention(config: HFConfig, family: Family, layers: int) -> AttentionSpec:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    rope_type, theta, factor = config.rope(default_theta=family.rope_theta, known=family.rope_types)
+    rope_type, theta, factor = config.rope(
+        default_type=family.rope_type, default_theta=family.rope_theta, known=family.rope_types
+    )
     bias = bool(family.bias_key) and config.flag(family.bias_key, default=family.bias_default)
     normed = not family.qk_norm_flag or config.flag(family.qk_norm_flag, default=False)
     has_clip = family.clip_qkv and config.find("clip_qkv") is not None
     window = _window(config, family)
+    if not family.alternating:
+        _same_everywhere(config, layers, window)
     latent = _latent(config) if family.latent else None
     if latent is not None:
         kv_heads, head_dim = heads, latent.nope_head_dim + latent.rope_head_dim
     else:
         kv_heads = config.integer("num_key_value_heads", default=family.kv_heads or heads)
-        head_dim = config.integer("head_dim", default=family.head_dim or hidden // heads)
+        head_dim = family.head_dim or hidden // heads
+        if family.head_dim_key:
+            head_dim = config.integer("head_dim", default=head_dim)
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -153,7 +171,7 @@ def _attention(config: HFConfig, family: Family, layers: int) -> AttentionSpec:
         output_bias=bias and family.output_bias,
         sinks=family.sinks,
         window=window,
-        window_layers=_window_layers(config, layers) if family.alternating and window is not None else (),
+        window_layers=_window_layers(config, family, layers) if family.alternating and window is not None else (),
         latent=latent,
         rope_theta=theta,
         rope_factor=factor,
@@ -180,11 +198,22 @@ def _window(config: HFConfig, family: Family) -> int | None:
     return config.integer_or_none("sliding_window", default=family.window)
 
 
-def _window_layers(config: HFConfig, layers: int) -> tuple[bool, ...]:
+def _same_everywhere(config: HFConfig, layers: int, window: int | None) -> None:
+    """In a family whose layers are alike, ``layer_types`` says no more than the window does."""
+    alike = _LAYER_TYPES[window is not None]
+    if any(kind != alike for kind in config.words("layer_types", _LAYER_TYPES, count=layers)):
+        raise ConfigError(
+            f"{config.where}: layer_types contradicts sliding_window ({window}), by which every layer is {alike}"
+        )
+
+
+def _window_layers(config: HFConfig, family: Family, layers: int) -> tuple[bool, ...]:
     types = config.words("layer_types", _LAYER_TYPES, count=layers)
     if types:
         return tuple(kind == "sliding_attention" for kind in types)
-    last = config.integer("max_window_layers", default=layers, least=0)
+    last = layers
+    if family.window_layers is not None:
+        last = config.integer("max_window_layers", default=family.window_layers, least=0)
     return tuple(layer % 2 == 0 and layer < last for layer in range(layers))
 
 
@@ -217,7 +246,7 @@ def _experts(config: HFConfig, family: Family) -> ExpertSpec:
     elif family.shared_experts is not None:
         shared = width * (config.integer_or_none("n_shared_experts", default=family.shared_experts, least=0) or 0)
     return ExpertSpec(
-        num_experts=config.integer("num_local_experts", "num_experts", default=family.num_experts),
+        num_experts=config.integer(*family.experts_keys, default=family.num_experts),
         intermediate_size=width,
         activation=config.activation(),
         shared_intermediate_size=shared,

@@ -6,7 +6,7 @@ from moelight.profiles.names import QWEN_STYLE
 GLM4_MOE = Family(
     model_type="glm4_moe",
     names=QWEN_STYLE,
-    keys={"num_local_experts": "n_routed_experts"},
+    experts_keys=("n_routed_experts", "num_local_experts"),
     expert_width_key="moe_intermediate_size",
     num_experts=128,
     top_k=8,

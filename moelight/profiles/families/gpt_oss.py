@@ -17,6 +17,7 @@ FAMILY = Family(
     max_positions=131072,
     norm_eps=1e-5,
     rope_theta=150000.0,
+    rope_type="yarn",
     rope_types=ROPE_TYPES,
     dtype="bfloat16",
     weights_in_model_dtype=True,

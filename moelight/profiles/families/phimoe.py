@@ -6,6 +6,7 @@ from moelight.profiles.names import PHIMOE_STYLE
 FAMILY = Family(
     model_type="phimoe",
     names=PHIMOE_STYLE,
+    experts_keys=("num_local_experts",),
     expert_width_key="intermediate_size",
     num_experts=16,
     top_k=2,

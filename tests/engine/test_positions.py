@@ -1,0 +1,78 @@
+"""Where ``config.json`` says twice how positions turn, log-probabilities are transformers'; what is not computed is
+refused before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moelight.core.errors import ConfigError
+from moelight.engine.source import open_source
+from tests.engine.test_parity import reference, texts
+from tests.engines import Tiny, forced
+from tests.tiny import FAMILIES, hf_model
+
+pytestmark = pytest.mark.peer
+
+BASE = {"rope_type": "default", "rope_theta": 5e3}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "linear beside parameters": {"rope_parameters": BASE, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "its old spelling": {"rope_parameters": BASE, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "with a base beside both": {
+        "rope_parameters": BASE,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_theta": 7e4,
+    },
+    "default beside linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3},
+        "rope_scaling": {"rope_type": "default", "rope_theta": 3e4},
+    },
+    "empty beside linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3},
+        "rope_scaling": {},
+    },
+    "a base beside parameters": {"rope_parameters": BASE, "rope_theta": 7e4},
+}
+
+
+def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> Path:
+    """A copy whose ``config.json`` holds ``changes`` as they stand: nobody puts them in order first."""
+    shutil.copytree(source, target)
+    path = target / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_log_probabilities_follow_the_keys_that_transformers_follows(
+    name: str, family: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    directory = rewritten(tiny(family), tmp_path / "model", WRITTEN[name])
+    sequences = texts([60, 41])
+    with forced(directory, batch_size=8, kv_tokens=4096) as engine:
+        ours = engine.logits(sequences, [20, 20])
+    for mine, known in zip(ours, reference(hf_model(directory), sequences), strict=True):
+        apart = (mine.double().log_softmax(-1) - known[19:].double().log_softmax(-1)).abs().max()
+        assert float(apart) < 2e-3
+    with forced(tiny(family), batch_size=8, kv_tokens=4096) as engine:
+        plain = engine.logits(sequences, [20, 20])
+    assert not any(torch.allclose(mine, other, atol=1.0) for mine, other in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+def test_yarn_beside_parameters_is_refused_by_its_key(spelling: str, family: str, tiny: Tiny, tmp_path: Path) -> None:
+    yarn = {spelling: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    directory = rewritten(tiny(family), tmp_path / "model", {"rope_parameters": BASE, "rope_scaling": yarn})
+    with pytest.raises(ConfigError) as caught:
+        open_source(str(directory))
+    assert str(caught.value) == (
+        f"{directory}/config.json: rope_scaling: rope_type 'yarn' is not supported; known: default, linear"
+    )
