@@ -109,7 +109,7 @@ def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int
     future = [(0, [key]) for key in keys]
     cache = ExpertCache(capacity=capacity, num_layers=1, num_experts=6, eviction=name, future=future)
     hits = int(cache.access_each(np.zeros(len(keys), int), keys).sum())
-    most = slow.most_hits(keys, capacity)
+    most = slow.most_hits([[key] for key in keys], capacity)
     assert hits == most if name == "belady" else hits <= most
 
 
