@@ -77,7 +77,7 @@ def test_an_action_changes_what_it_says_and_keeps_contents_and_counters(
         same.access(*batch)
     before, counted = residents(run.cache), run.cache.stats.hits.copy()
     run.controls.do(action)
-    assert run.controls.in_force(action) == (action.kind == "set")
+    assert run.controls.in_force(action) == (action.kind != "rebalance")
     after = residents(run.cache)
     assert after <= before
     shrinks = action.name in {"capacity", "memory_pressure"} or action.kind == "rebalance"
@@ -163,6 +163,25 @@ def test_memory_pressure_makes_room_at_once_and_watches_from_then_on() -> None:
     for batch in batches(3):
         run.access(*batch)
         assert len(run.cache) < 9
+
+
+@pytest.mark.parametrize(("headroom", "leave"), [(0.7, False), (0.5, True)])
+def test_memory_pressure_fires_only_where_it_changes_something(headroom: float, leave: bool) -> None:
+    """Nine experts of 1 GB have room. With 16 GB they are within 0.7 of it; within 0.5 there is room for eight, so the
+    ninth leaves each time it has come."""
+    memory = {"memory_budget_gb": 16.0, "expert_size_gb": 1.0, "memory_headroom": headroom, "eviction": ("lru",)}
+    trigger = Action(kind="trigger", name="memory_pressure")
+    run = residency(policy(AdaptRule(**ALWAYS, action=trigger, accesses=1, cooldown=7), cache=memory))
+    pressed = []
+    for batch in batches(40):
+        run.access(*batch)
+        pressed.append(run.cache.stats.pressed)
+    assert run.adapting is not None and run.cache.clock > 300
+    assert run.adapting.changes == len(run.adaptations)
+    if leave:
+        assert 1 < run.adapting.changes <= 1 + pressed[-1]
+    else:
+        assert [each.access for each in run.adaptations] == [1] and not pressed[-1]
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: f"{action.kind}-{action.name}")
