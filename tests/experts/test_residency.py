@@ -196,6 +196,17 @@ def test_a_rule_fires_on_the_run_at_its_access(action: Action) -> None:
     assert run.adaptations[0].failure is None
 
 
+def test_the_figures_of_a_run_judge_its_room() -> None:
+    """Twice the two experts of a token in each of three layers are twelve; eight tokens are expected to meet all."""
+    nine = {"slots": 9, "budget_slots": 9, "recommended_slots": 12, "status": "BELOW_RECOMMENDED"}
+    assert residency(policy(), active=2).stats()["sizing"] == nine
+    assert residency(policy(), active=2, batch=20).stats()["sizing"] == nine | {"recommended_slots": 24}
+    more = residency(policy(), active=2, most_slots=12).stats()["sizing"]
+    assert more == nine | {"budget_slots": 12, "status": "OK"}
+    assert residency(policy(), active=2, most_slots=0).stats()["sizing"]["status"] == "BUDGET_EXHAUSTED"
+    assert residency(policy()).stats()["sizing"] is None
+
+
 def test_without_rules_it_is_the_cache() -> None:
     run, cache = residency(policy()), ExpertCache.of(policy(), num_layers=LAYERS, num_experts=EXPERTS)
     for batch in batches(5):
