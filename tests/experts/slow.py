@@ -283,7 +283,8 @@ def serve(slow: Slow, keys: Sequence[int], scores: Sequence[float]) -> tuple[lis
     if isinstance(slow, SlowSlru | SlowLayered):
         for key in leased:
             slow.counted(key)
-    for key in hits:
+    upper = set(slow.first.residents()) if isinstance(slow, SlowLayered) else leased
+    for key in sorted(hits, key=lambda key: (key not in upper, key)):
         slow.hit(key, score_of[key], leased)
     return hits, misses, [slow.miss(key, score_of[key], leased) for key in misses]
 
