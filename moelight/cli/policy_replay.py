@@ -29,7 +29,9 @@ _Model = Annotated[
 _Hw = Annotated[
     str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine, for seconds; needs --model.")
 ]
-_Bound = Annotated[bool, typer.Option("--bound", help="Add the most hits that there can be with so much room (Belady).")]
+_Bound = Annotated[
+    bool, typer.Option("--bound", help="Add the most hits that there can be with so much room (Belady).")
+]
 _Json = Annotated[bool, typer.Option("--json", help="A JSON list, one object a policy.")]
 
 

@@ -135,9 +135,7 @@ def test_on_steady_skewed_traffic_it_finds_what_lfu_finds(experts: int, power: f
     ids = rng.permutation(experts)[rng.choice(experts, 5000, p=shares / shares.sum())]
     found = {}
     for name in ("lfu", "reuse"):
-        cache = ExpertCache(
-            capacity=experts // 4, num_layers=1, num_experts=experts, eviction=name, per_layer=UNIFORM
-        )
+        cache = ExpertCache(capacity=experts // 4, num_layers=1, num_experts=experts, eviction=name, per_layer=UNIFORM)
         found[name] = cache.access_each(np.zeros(len(ids), np.int64), ids).mean()
     assert found["reuse"] >= found["lfu"] - 0.005, found
 
