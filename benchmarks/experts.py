@@ -1,6 +1,6 @@
 """Experts that stay: what a policy costs, what it is worth on real routing, and whether it leaves the tokens alone.
 
-    python benchmarks/experts.py [--sections value bound warm speed language attach] [--scratch DIR] [--models demo many]
+    python benchmarks/experts.py [--sections value bound warm speed …] [--scratch DIR] [--models demo many]
 
     value      tokens per second, hits and bytes of every policy, with room for a quarter of the experts, disk-bound
     bound      of recorded routing, simulated: the default beside the best that there can be

@@ -1,4 +1,4 @@
-"""How far the default policy is from the best that there can be, where the disk is the cost: recorded routing, simulated.
+"""How far the default policy is from the best there can be, where the disk is the cost: recorded routing, simulated.
 
 Room for a quarter of the experts; pages of 3 MB from a disk of 3.8 GB/s with 0.1 ms before each; 0.1 ms of compute a
 layer, 0.1 ms an expert; experts that are near are computed while the others are read. For each cell:
@@ -18,9 +18,9 @@ from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
+
 from experts_sections.traces import Routing, collect, workload
 from experts_sections.value import MODELS, ROOM
-
 from moelight.core.schedule import Page
 from moelight.experts.cache import ExpertCache
 from moelight.experts.near import ModelFacts, NearExperts

@@ -42,7 +42,7 @@ class Belady(Ranked):
         """Rank the hits anew and choose who is welcome, the soonest first while a later one can leave for it."""
         for key in batch & self.rank.keys():
             self.enter(key, 1.0)
-        missing = sorted((self.entry_of(key, 1.0) for key in batch - self.rank.keys() - self.pinned.keys()))[::-1]
+        missing = sorted(self.entry_of(key, 1.0) for key in batch - self.rank.keys() - self.pinned.keys())[::-1]
         free = self.capacity - len(self)
         leaving = nsmallest(len(missing) - free, self.rank.values())
         ends = [None] * max(0, free) + leaving

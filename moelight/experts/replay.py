@@ -316,8 +316,8 @@ def bound(
     *,
     policies: Sequence[ExpertPolicy] = (),
 ) -> Outcome:
-    """Belady's eviction with room for ``slots`` experts, which all layers share: no replay with so much room finds more,
-    whatever its batches, and whether or not it lets misses pass by.
+    """Belady's eviction with room for ``slots`` experts, which all layers share: no replay with so much room finds
+    more, whatever its batches, and whether or not it lets misses pass by.
 
     It begins with no expert near, or with as many as it likes of those that ``policies`` begin with. Seconds are those
     of fetching every miss, so a policy that guesses or computes misses where they lie may take less. The rows are kept,

@@ -25,9 +25,9 @@ class Reuse(Eviction):
     """Chances are learned while it runs, from the accesses alone.
 
     A visit is one batch of one layer. Before each, an expert's chance of being used is taken as ``sigmoid(w0 + sum of
-    w_h * logit(share_h) + w * last)``, with ``share_h`` of the layer's last ``h`` of `HORIZONS` visits, about, that used
-    it, and ``last`` 1 where the last one did; the weights of a layer follow its visits by one step of logistic
-    regression each. A miss is brought in only if its chance is above that of the one who would leave for it, else it is
+    w_h * logit(share_h) + w * last)``, with ``share_h`` of the layer's last ``h`` visits, about, that used it (for each
+    of `HORIZONS`), and ``last`` 1 where the last one did; the weights of a layer follow its visits by one step of
+    logistic regression each. A miss is brought in only if its chance is above that of the one who would leave for it, else it is
     a bypass. Without that, every visit to a layer would push out what the layers to come are about to need.
 
     It does best where each layer has a budget of its own. Arrays over keys have an item for each of the ``population``

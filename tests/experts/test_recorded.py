@@ -2,7 +2,7 @@
 
 ``routing.npz`` holds, for the bundled model (``demo``) and one of 64 experts (``many``), on problems of all tasks
 (``mixed``) and of one (``add``), as `benchmarks/experts_sections/traces.py` records them: ``MODEL_TASK_ids`` uint8
-[tokens, layers, k], and ``MODEL_TASK_spans`` int32 [prompts, 3], the first token of each prompt, of its answer, its end.
+[tokens, layers, k], and ``MODEL_TASK_spans`` int32 [prompts, 3]: first token of each prompt, of its answer, its end.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_it_keeps_the_busy_where_lru_has_nothing_left(per_layer: PerLayerRules |
 
 @pytest.mark.parametrize(("experts", "power"), [(64, 1.0), (64, 1.2), (256, 1.0), (8, 1.0)])
 def test_on_steady_skewed_traffic_it_finds_what_lfu_finds(experts: int, power: float) -> None:
-    """One id at a time, by Zipf's law that does not change: shares over a few visits alone know too little of the rare."""
+    """One id at a time, by Zipf's law, which does not change: a few visits say too little of who is rare."""
     rng = np.random.default_rng(experts)
     shares = np.arange(1, experts + 1) ** -power
     ids = rng.permutation(experts)[rng.choice(experts, 5000, p=shares / shares.sum())]
