@@ -167,6 +167,15 @@ class ExpertCache(Residents):
             if waited >= self.per_layer.rebalance_interval and self.clock > self.per_layer.entropy_window:
                 self.rebalance()
 
+    @property
+    def relief(self) -> int:
+        """How many experts `relieve` would make leave now."""
+        surplus = 0 if self.pressure is None else self.pressure.beyond_headroom(len(self))
+        if not surplus:
+            return 0
+        residents = np.flatnonzero(self._flat_table >= 0).tolist()
+        return min(surplus, sum(not self._is_guarded(key) for key in residents))
+
     # ---- guesses
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> Prefetch:

@@ -268,15 +268,6 @@ class Residents:
             self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
         return self._tell()
 
-    @property
-    def relief(self) -> int:
-        """How many experts `relieve` would make leave now."""
-        surplus = 0 if self.pressure is None else self.pressure.beyond_headroom(len(self))
-        if not surplus:
-            return 0
-        residents = np.flatnonzero(self._flat_table >= 0).tolist()
-        return min(surplus, sum(not self._is_guarded(key) for key in residents))
-
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
         pools, left = list(self._distinct), 0

@@ -27,8 +27,8 @@ class Reuse(Eviction):
     A visit is one batch of one layer. Before each, an expert's chance of being used is taken as ``sigmoid(w0 + sum of
     w_h * logit(share_h) + w * last)``, with ``share_h`` of the layer's last ``h`` visits, about, that used it (for each
     of `HORIZONS`), and ``last`` 1 where the last one did; the weights of a layer follow its visits by one step of
-    logistic regression each. A miss is brought in only if its chance is above that of the one who would leave for it, else it is
-    a bypass. Without that, every visit to a layer would push out what the layers to come are about to need.
+    logistic regression each. A miss is brought in only if its chance is above that of the one who would leave for it,
+    else it is a bypass. Without that, every visit to a layer would push out what the layers to come are about to need.
 
     It does best where each layer has a budget of its own. Arrays over keys have an item for each of the ``population``
     keys from ``Setting.first`` on; H is the number of horizons, E of a layer's experts.
@@ -51,6 +51,9 @@ class Reuse(Eviction):
         self._here = np.zeros(self.population, np.bool_)
         self._pinned = np.zeros(self.population, np.bool_)
         self._count = 0
+        # When each came; of equal chances, which are those of layers that were not visited yet, the oldest leaves.
+        self._entered = np.zeros(self.population, np.int64)
+        self._number = 0
         self._visited = slice(0, 0)
         self._used = np.zeros(0, np.bool_)  # by the last visit, of its layer
         # Whoever is below it is not brought in at this visit: others of the batch deserve the places more. None: to be
@@ -144,7 +147,8 @@ class Reuse(Eviction):
         return True
 
     def enter(self, key: int, score: float) -> None:
-        self._here[key - self._first] = True
+        self._number += 1
+        self._here[key - self._first], self._entered[key - self._first] = True, self._number
         self._count += 1
         if key not in self.held:
             self._queue = None
@@ -182,5 +186,5 @@ class Reuse(Eviction):
 
     def order(self) -> list[int]:
         found = np.flatnonzero(self._here & ~self._pinned)
-        ranked: list[int] = (found[np.argsort(self._chance[found], kind="stable")] + self._first).tolist()
+        ranked: list[int] = (found[np.lexsort((self._entered[found], self._chance[found]))] + self._first).tolist()
         return ranked

@@ -25,7 +25,7 @@ class SlowReuse:
         self.before: dict[int, tuple[float, ...]] = {}
         self.weights, self.squares = [0.0, 1 / 3, 1 / 3, 1 / 3, 0.5], [1e-3] * 5
         self.visits = 0
-        self.resident: set[int] = set()
+        self.resident: dict[int, None] = {}  # the oldest first
 
     def access(self, ids: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Hits, misses that are brought in, and who leaves, in order."""
@@ -47,8 +47,8 @@ class SlowReuse:
             self.before[e] = (1.0, *logits, float(e in used))
         self.old = list(self.weights)
         chance = {e: self._dot(self.before[e], self.weights) for e in self.experts}
-        hits, misses = sorted(used & self.resident), sorted(used - self.resident)
-        leaving = sorted(self.resident - used, key=lambda e: (chance[e], e))
+        hits, misses = sorted(used & self.resident.keys()), sorted(used - self.resident.keys())
+        leaving = sorted((e for e in self.resident if e not in used), key=lambda e: chance[e])
         places = self.capacity - len(hits)
         ranked = sorted((chance[e] for e in [*leaving, *misses]), reverse=True)
         brought, left = [], []
@@ -59,8 +59,8 @@ class SlowReuse:
                 if not leaving or chance[leaving[0]] >= chance[e]:
                     continue
                 left.append(leaving.pop(0))
-                self.resident.remove(left[-1])
-            self.resident.add(e)
+                del self.resident[left[-1]]
+            self.resident[e] = None
             brought.append(e)
         return hits, brought, left
 
