@@ -16,7 +16,7 @@ from moelight.experts.eviction import Eviction, Setting
 HORIZONS = (16, 128, 1024)
 RATE = 0.3  # of learning, the first step's; AdaGrad makes the later ones shorter
 FIRST_SHARE = 0.1  # of an expert that nobody has seen
-EXPECTED_VISITS = 32  # that shares from a profile count as
+EXPECTED_VISITS = 64  # that shares from a profile count as; more gain on mixed work and lose on one task (docs/log.md)
 _LEAST_STEPS = np.array([[1.0 / each] for each in HORIZONS])
 _WEIGHTS = (0.0, *(1.0 / len(HORIZONS) for _ in HORIZONS), 0.5)
 
