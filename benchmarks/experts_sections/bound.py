@@ -13,7 +13,7 @@ layer, 0.1 ms an expert; experts that are near are computed while the others are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
@@ -63,15 +63,13 @@ def steps(routing: Routing, batch: int) -> Iterator[Step]:
             yield layer, tokens
 
 
-def without_cache(routing: Routing, batch: int) -> tuple[float, int]:
-    """Seconds, and experts asked for."""
-    clock, accesses = Clock(), 0
+def without_cache(routing: Routing, batch: int) -> float:
+    """Seconds."""
+    clock = Clock()
     for layer, tokens in steps(routing, batch):
-        asked = np.unique(routing.ids[tokens, layer]).tolist()
-        accesses += len(asked)
         clock.now += LAYER_S
-        clock.layer(0, asked)
-    return clock.now, accesses
+        clock.layer(0, np.unique(routing.ids[tokens, layer]).tolist())
+    return clock.now
 
 
 def by_default(routing: Routing, batch: int) -> tuple[float, float]:
@@ -80,7 +78,7 @@ def by_default(routing: Routing, batch: int) -> tuple[float, float]:
     experts = routing.probs.shape[2]
     facts = ModelFacts(moe_layers=(True,) * layers, num_experts=experts, top_k=top_k, page_bytes=1, facts={})
     begin = [Page(layer=at, expert=e) for at in range(layers) for e in range(round(ROOM * experts))]
-    near, clock = NearExperts(replace(DEFAULT_POLICY), facts, resident=begin), Clock()
+    near, clock = NearExperts(DEFAULT_POLICY, facts, resident=begin), Clock()
     for layer, tokens in steps(routing, batch):
         clock.now += LAYER_S
         routed = clock.now
@@ -122,7 +120,7 @@ def run(args: Any) -> dict[str, Any]:
         for task in ("mixed", "add"):
             routing = collect(MODELS[model][0], workload(task, PROMPTS))
             for batch in args.batches:
-                plain_s, _ = without_cache(routing, batch)
+                plain_s = without_cache(routing, batch)
                 default_s, hits = by_default(routing, batch)
                 belady_s, most, least_s = at_best(routing, batch)
                 row = {
