@@ -1,8 +1,9 @@
 """Experts that stay: what a policy costs, what it is worth on real routing, and whether it leaves the tokens alone.
 
-    python benchmarks/experts.py [--sections value warm speed language attach] [--scratch DIR] [--models demo many]
+    python benchmarks/experts.py [--sections value bound warm speed …] [--scratch DIR] [--models demo many]
 
     value      tokens per second, hits and bytes of every policy, with room for a quarter of the experts, disk-bound
+    bound      of recorded routing, simulated: the default beside the best that there can be
     warm       a saved profile: hits of the first 64 tokens; what policies cost where all experts fit
     speed      `ExpertCache` alone: 2,048 tokens x top-8 over 64 experts, and single accesses
     language   reading and checking a `.moe` policy; the command's start
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts_sections import attach, language, speed, value, warm
+from experts_sections import attach, bound, language, speed, value, warm
 
 from moelight.runtime.measure import processor_name
 
 SECTIONS = {
     "value": value.run,
+    "bound": bound.run,
     "warm": warm.run,
     "speed": lambda _: speed.measure(),
     "language": lambda _: language.run(),

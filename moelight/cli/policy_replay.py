@@ -29,7 +29,9 @@ _Model = Annotated[
 _Hw = Annotated[
     str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine, for seconds; needs --model.")
 ]
-_Bound = Annotated[bool, typer.Option("--bound", help="Add what no policy that knows no future can beat (Belady).")]
+_Bound = Annotated[
+    bool, typer.Option("--bound", help="Add the most hits that there can be with so much room (Belady).")
+]
 _Json = Annotated[bool, typer.Option("--json", help="A JSON list, one object a policy.")]
 
 
@@ -64,7 +66,8 @@ def replay(
     rows = Trace(trace, profile)
     outcomes = replay_all(rows, rows.shape, policies, machine)
     if bound:
-        outcomes += [bound_of(rows, rows.shape, slots, machine) for slots in sorted({each.slots for each in outcomes})]
+        rooms = sorted({each.slots for each in outcomes})
+        outcomes += [bound_of(rows, rows.shape, slots, machine, policies=policies) for slots in rooms]
     if as_json:
         typer.echo(json.dumps([each.as_dict() for each in outcomes], indent=2, allow_nan=False))
         return

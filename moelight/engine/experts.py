@@ -120,6 +120,7 @@ def choices_for(
         resident=placement.resident,
         learns=placement.learned,
         profile=profile,
+        batch=policy.batch_size,
     )
     acts = acts_of(model, policy, speeds, dtype)
 

@@ -28,7 +28,7 @@ class Controlled(Protocol):
     """A running cache with all that belongs to it. Contents and statistics survive whatever is done."""
 
     def in_force(self, action: Action) -> bool:
-        """Whether doing ``action`` would change nothing. A trigger always may."""
+        """Whether doing ``action`` would change nothing."""
 
     def shown(self, action: Action) -> str | None:
         """What is in force in the place of ``action``'s value, in the language's words; None of a trigger."""
@@ -68,8 +68,8 @@ class Adapting:
     """The rules of one policy, held against every access.
 
     A rule fires at the access at which its condition has held over ``accesses`` accesses in a row, not again before its
-    cooldown, and never to set what is in force. Rules are looked at in their order, access by access; what they change
-    shows from the next batch on, because a batch is decided as a whole.
+    cooldown, and never to change nothing (`Controlled.in_force`). Rules are looked at in their order, access by access;
+    what they change shows from the next batch on, because a batch is decided as a whole.
 
     Attributes:
         log: the last `LOG_KEPT` adaptations, failures among them. changes, failures: how many there were in all.

@@ -1,6 +1,9 @@
-"""Belady's eviction, for replay only: it knows the future, and no other of the same capacity finds more."""
+"""Belady's eviction, for replay only: it knows the future, and nobody with as many places finds more."""
 
 from __future__ import annotations
+
+from collections.abc import Container
+from heapq import nsmallest
 
 from moelight.experts.eviction import Setting
 from moelight.experts.ranked import Entry, Ranked
@@ -9,25 +12,44 @@ _NEVER = 1 << 60
 
 
 class Belady(Ranked):
-    """Who is asked for again last leaves, also where that is the one about to come.
+    """Of all who are resident or asked for, those stay that are asked for again soonest; the rest leave or pass by.
 
-    Exact for batches of one id; the batches of `Setting.future` are one access each, in order. Ranks are
-    ``(-batch of the next use, key, key)``.
+    `Setting.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and its own
+    hits leave like anybody else: a kept key is an interval between two of its uses, and of intervals of which no more
+    than ``capacity`` may overlap, those that end first are the most (so is the sum of hits). Nothing is ever held.
+
+    Ranks are ``(-batch of the next use, key, key)``.
     """
 
     has_begin = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._batch = -1
+        self._batch, self._future = -1, setting.future
         # Batches that use each key, the next one last.
         self._uses: dict[int, list[int]] = {}
         for batch in range(len(setting.future) - 1, -1, -1):
             for key in set(setting.future[batch]):
                 self._uses.setdefault(key, []).append(batch)
+        self._welcome: set[int] = set()  # of the batch's missing keys, those that come
 
     def begin(self) -> None:
         self._batch += 1
+        if self._batch < len(self._future):
+            self._decide(set(self._future[self._batch]))
+
+    def _decide(self, batch: set[int]) -> None:
+        """Rank the hits anew and choose who is welcome, the soonest first while a later one can leave for it."""
+        for key in batch & self.rank.keys():
+            self.enter(key, 1.0)
+        missing = sorted(self.entry_of(key, 1.0) for key in batch - self.rank.keys() - self.pinned.keys())[::-1]
+        free = self.capacity - len(self)
+        leaving = nsmallest(len(missing) - free, self.rank.values())
+        ends = [None] * max(0, free) + leaving
+        self._welcome = {entry[2] for entry, end in zip(missing, ends, strict=False) if end is None or end < entry}
+
+    def hold(self, keys: Container[int]) -> None:
+        pass
 
     def _next_use(self, key: int) -> int:
         uses = self._uses.get(key, [])
@@ -36,17 +58,14 @@ class Belady(Ranked):
         return uses[-1] if uses else _NEVER
 
     def touch(self, key: int, score: float) -> None:
-        if key in self.rank:
-            self.enter(key, score)
+        pass
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if key not in self._welcome:
+            return False
         if len(self) >= self.capacity:
-            entry = self.lowest()
-            if entry is None or -entry[0] <= self._next_use(key):
-                return False
-            self.replace(entry, self.entry_of(key, score))
-        else:
-            self.enter(key, score)
+            self.drop()
+        self.enter(key, score)
         return True
 
     def entry_of(self, key: int, score: float) -> Entry:

@@ -27,7 +27,8 @@ class ExpertCache(Residents):
     """Places for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
 
     A batch is served as its distinct ids one after the other, first those that are resident, then the others, each in
-    ascending order, none of them ever leaving for another. A miss that finds no room is a bypass.
+    ascending order, none of them ever leaving for another. Of two evictions, the residents of the first come before
+    those of the second. A miss that finds no room is a bypass.
 
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
@@ -119,9 +120,8 @@ class ExpertCache(Residents):
         )
 
     def _touch(self, pool: Eviction, keys: list[int], scores: list[float]) -> None:
-        touch = pool.touch
-        for key, score in zip(keys, scores, strict=True):
-            touch(key, score)
+        if keys:
+            pool.touch_all(keys, scores)
         if pool.gone:
             self._drain(pool)
 
@@ -130,7 +130,7 @@ class ExpertCache(Residents):
         if not admit:
             self._pass_by(pool, keys)
             return [-1] * len(keys)
-        brought = list(map(pool.admit, keys, scores))
+        brought = pool.admit_all(keys, scores)
         self._drain(pool)
         if all(brought):
             return self._place(keys)
@@ -166,6 +166,15 @@ class ExpertCache(Residents):
             waited = self.clock - self._rebalanced
             if waited >= self.per_layer.rebalance_interval and self.clock > self.per_layer.entropy_window:
                 self.rebalance()
+
+    @property
+    def relief(self) -> int:
+        """How many experts `relieve` would make leave now."""
+        surplus = 0 if self.pressure is None else self.pressure.beyond_headroom(len(self))
+        if not surplus:
+            return 0
+        residents = np.flatnonzero(self._flat_table >= 0).tolist()
+        return min(surplus, sum(not self._is_guarded(key) for key in residents))
 
     # ---- guesses
 

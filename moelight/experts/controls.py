@@ -28,7 +28,10 @@ class Controls:
         self._page_bytes, self._most_slots = page_bytes, most_slots
 
     def in_force(self, action: Action) -> bool:
-        """Whether ``action`` sets what is set. Triggers always may do something."""
+        """Whether ``action`` sets what is set, or makes room where memory is watched and nobody would leave.
+        Rebalancing always may do something."""
+        if action.kind == "trigger":
+            return self._cache.pressure is not None and not self._cache.relief
         return action.kind == "set" and self._now(action.name) == self._meant(action)
 
     def shown(self, action: Action) -> str | None:

@@ -57,6 +57,8 @@ class Eviction(ABC):
     uses_scores = False
     # It reads `Setting.frequency`, which the cache must then keep.
     uses_frequency = False
+    # Who is refused by `admit_all` is refused because all others are held; then everybody behind it is.
+    fills_in_order = False
     # `begin` and `note` do something.
     has_begin = False
     # `visit` does something.
@@ -106,6 +108,22 @@ class Eviction(ABC):
         self.enter(key, score)
         return True
 
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        """`touch` for each of ``keys``, all of them held; what left is in `gone`."""
+        for key, score in zip(keys, scores, strict=True):
+            self.touch(key, score)
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        """`admit` for each of ``keys``, all of them held, and who was brought in."""
+        return list(map(self.admit, keys, scores))
+
+    def take(self, keys: Iterable[int]) -> None:
+        """Bring in ``keys``, one after the other, that nobody asked for and nobody holds. Who finds no place is in
+        `gone` like those who leave."""
+        for key in keys:
+            if not self.admit(key, 1.0, asked=False):
+                self.gone.append(key)
+
     @abstractmethod
     def enter(self, key: int, score: float) -> None:
         """``key`` takes a free place as the newest."""
@@ -117,6 +135,11 @@ class Eviction(ABC):
     @abstractmethod
     def remove(self, key: int) -> None:
         """``key`` leaves, pinned or not, without a word in `gone`."""
+
+    def remove_all(self, keys: Iterable[int]) -> None:
+        """`remove` for each of ``keys``."""
+        for key in keys:
+            self.remove(key)
 
     @abstractmethod
     def pin(self, key: int) -> bool:
@@ -156,6 +179,8 @@ class Eviction(ABC):
 class Lru(Eviction):
     """The one whose last access is longest ago leaves. Unpinned, a key counts as just used."""
 
+    fills_in_order = True
+
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -175,6 +200,39 @@ class Lru(Eviction):
         order[key] = None
         return True
 
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        order = self._order
+        for key in keys:
+            if key in order:
+                order.move_to_end(key)
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        room = max(0, self.capacity - len(self._order) - len(self._pinned))
+        there = min(len(keys), room + self._leave(len(keys) - room))
+        self._order.update(dict.fromkeys(keys[:there]))
+        return [True] * there + [False] * (len(keys) - there)
+
+    def take(self, keys: Iterable[int]) -> None:
+        # The newest are last to leave, so that all may enter before anybody does.
+        before = len(self._order)
+        self._order.update(dict.fromkeys(keys))
+        self._leave(min(len(self._order) - before, len(self) - self.capacity))
+
+    def _leave(self, wanted: int) -> int:
+        """The next ``wanted`` leave, as far as they are not held; how many did."""
+        if wanted <= 0:
+            return 0
+        held, found = self.held, []
+        for key in self._order:
+            if key not in held:
+                found.append(key)
+                if len(found) == wanted:
+                    break
+        for key in found:
+            del self._order[key]
+        self.gone += found
+        return len(found)
+
     def enter(self, key: int, score: float) -> None:
         self._order[key] = None
 
@@ -192,6 +250,14 @@ class Lru(Eviction):
             self._pinned.remove(key)
         else:
             del self._order[key]
+
+    def remove_all(self, keys: Iterable[int]) -> None:
+        order, pinned = self._order, self._pinned
+        for key in keys:
+            if key in order:
+                del order[key]
+            else:
+                pinned.remove(key)
 
     def pin(self, key: int) -> bool:
         del self._order[key]

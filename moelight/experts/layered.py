@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +63,10 @@ class Layered(Eviction):
 
     def _demote(self) -> None:
         demoted = self.first.gone
-        for key in demoted:
-            self._upper.remove(key)
-            if not self.second.admit(key, 1.0, asked=False):
-                self.gone.append(key)
-        demoted.clear()
+        if demoted:
+            self._upper.difference_update(demoted)
+            self.second.take(demoted)
+            demoted.clear()
 
     def touch(self, key: int, score: float) -> None:
         first, second = self.first, self.second
@@ -85,6 +84,42 @@ class Layered(Eviction):
             second.note(key)
         if first.gone:
             self._demote()
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether a batch may go through the first as a whole, and then through the second: neither holds more than
+        its share, and the second hears of nothing that the first serves."""
+        first, second = self.first, self.second
+        fits = len(first) <= first.capacity and len(second) <= second.capacity
+        return fits and first.fills_in_order and second.fills_in_order and not second.has_note
+
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        """First those that the first has, then those of the second."""
+        pairs = list(zip(keys, scores, strict=True))
+        upper = self._upper
+        here = [pair for pair in pairs if pair[0] in upper]
+        below = [pair for pair in pairs if pair[0] not in upper]
+        if not self._in_turn:
+            for key, score in (*here, *below):
+                self.touch(key, score)
+            return
+        if here:
+            self.first.touch_all(*zip(*here, strict=True))
+        if below:
+            asked, theirs = zip(*below, strict=True)
+            risen = sum(self.first.admit_all(asked, theirs))
+            self.second.remove_all(asked[:risen])
+            upper.update(asked[:risen])
+            self._demote()
+            self.second.touch_all(asked[risen:], theirs[risen:])
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        if not self._in_turn or self._is_crowded():
+            return super().admit_all(keys, scores)
+        there = sum(self.first.admit_all(keys, scores))
+        self._upper.update(keys[:there])
+        self._demote()
+        return [True] * there + self.second.admit_all(keys[there:], scores[there:])
 
     def note(self, key: int) -> None:
         self.first.note(key)

@@ -54,10 +54,12 @@ class NearExperts:
         resident: Sequence[Page],
         learns: bool = True,
         profile: ActivationProfile | None = None,
+        batch: int = 1,
     ) -> None:
         """There is room for as many as are ``resident`` at first; they make way for others if it ``learns``.
 
-        ``profile``: what is known of the model's routing; the busiest experts are the first residents then.
+        ``profile``: what is known of the model's routing; the busiest experts are the first residents then. ``batch``:
+        sequences of a pass.
 
         Raises:
             ConfigError: the policy cannot be met.
@@ -75,7 +77,8 @@ class NearExperts:
             page_bytes=model.page_bytes,
             known=profile if learns else None,
             counted=self._counted,
-            most_slots=slots,
+            batch=batch,
+            most_slots=len(resident),
         )
         self._trust, self._foresight = Trust(), Foresight(model.num_experts)
         self._missing: dict[int, float] = {}  # by the binary digits of a number of tokens

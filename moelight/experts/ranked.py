@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from moelight.experts.eviction import Eviction, Setting
@@ -46,6 +47,36 @@ class Ranked(Eviction):
 
     def enter(self, key: int, score: float) -> None:
         self.push(self.entry_of(key, score))
+
+    def push_all(self, entries: Sequence[Entry]) -> None:
+        """`push` for each."""
+        self.rank.update({entry[2]: entry for entry in entries})
+        if len(self._heap) + len(entries) > 2 * len(self.rank) + 64:
+            self._heap = list(self.rank.values())
+            heapify(self._heap)
+        else:
+            for entry in entries:
+                heappush(self._heap, entry)
+
+    def leave(self, wanted: int) -> int:
+        """The lowest ``wanted`` leave, as far as they are not held; how many did."""
+        heap, rank, held, parked, gone = self._heap, self.rank, self.held, self._parked, self.gone
+        before = len(gone)
+        while wanted > 0 and heap:
+            top = heap[0]
+            now = rank.get(top[2])
+            if now is None:
+                heappop(heap)
+            elif now != top:
+                heapreplace(heap, now)
+            elif top[2] in held:
+                parked.append(heappop(heap))
+            else:
+                heappop(heap)
+                del rank[top[2]]
+                gone.append(top[2])
+                wanted -= 1
+        return len(gone) - before
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if asked and self.has_note:
@@ -127,6 +158,7 @@ class Lfu(Ranked):
     """
 
     has_note = True
+    fills_in_order = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -159,6 +191,44 @@ class Lfu(Ranked):
         else:
             self.rank[key] = (entry[0] + self._one, entry[1], key)
 
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        def add(begin: int, end: int) -> None:
+            rank, one = self.rank, self._one
+            for key in keys[begin:end]:
+                entry = rank.get(key)
+                if entry is None:
+                    count, born, _ = self.pinned[key]
+                    self.pinned[key] = (count + 1.0, born, key)
+                else:
+                    rank[key] = (entry[0] + one, entry[1], key)
+
+        self._between_decays(len(keys), add)
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        room = max(0, self.capacity - len(self))
+        there = min(len(keys), room + self.leave(len(keys) - room))
+
+        def come(begin: int, end: int) -> None:
+            one, number = self._one, self.number + 1
+            self.push_all([(one, at, key) for at, key in enumerate(keys[begin : min(end, there)], number)])
+            self.number += max(0, min(end, there) - begin)
+
+        self._between_decays(len(keys), come)
+        return [True] * there + [False] * (len(keys) - there)
+
+    def _between_decays(self, accesses: int, act: Callable[[int, int], None]) -> None:
+        """So many accesses: ``act(begin, end)`` for those of them between which counts do not shrink."""
+        at = 0
+        while at < accesses:
+            end = min(accesses, at + self._until_decay - 1)
+            if end > at:
+                act(at, end)
+                self._until_decay -= end - at
+                at = end
+            if at < accesses:  # the access at which they shrink counts after it
+                self._decay()
+                self._until_decay += 1
+
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
         return (self._one, self.number, key)
@@ -178,6 +248,28 @@ class Score(Ranked):
     its accesses. A pinned key's stands still."""
 
     uses_scores = True
+    fills_in_order = True
+
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        rank, alpha, lowered = self.rank, self.rules.alpha, []
+        for key, score in zip(keys, scores, strict=True):
+            entry = rank.get(key)
+            if entry is not None:
+                old = entry[0]
+                value = alpha * score + (1.0 - alpha) * old
+                rank[key] = now = (value, entry[1], key)
+                if value < old:
+                    lowered.append(now)
+        self.push_all(lowered)
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        room = max(0, self.capacity - len(self))
+        there = min(len(keys), room + self.leave(len(keys) - room))
+        number = self.number + 1
+        coming = zip(keys[:there], scores, strict=False)
+        self.push_all([(score, at, key) for at, (key, score) in enumerate(coming, number)])
+        self.number += there
+        return [True] * there + [False] * (len(keys) - there)
 
     def touch(self, key: int, score: float) -> None:
         entry = self.rank.get(key)

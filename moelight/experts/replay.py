@@ -153,6 +153,9 @@ class Replay:
     Where missing experts are computed needs costs to decide by: without a machine, and on one without a GPU, every miss
     is fetched. What predictors guess is fetched beside the cache, as the engine does it: it makes misses shorter, and
     no hits.
+
+    Attributes:
+        begins_with: (layer, expert) of those that are near before the first batch.
     """
 
     def __init__(
@@ -185,6 +188,8 @@ class Replay:
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
         if self._may_compute and self._mode == "cpu_fallback":
             self._fill()
+        near = np.argwhere(self._residency.cache.slot_table >= 0).tolist()
+        self.begins_with = frozenset((layer, expert) for layer, expert in near)
 
     @property
     def _may_compute(self) -> bool:
@@ -303,18 +308,38 @@ def replay(
     return [each.outcome() for each in replays]
 
 
-def bound(rows: Iterable[Row], shape: Shape, slots: int, machine: Machine | None = None) -> Outcome:
-    """Belady's eviction with room for ``slots`` experts, which all layers share: of rows with one expert each, nobody
-    who fetches only what is missing finds more. The rows are kept, because it looks at those to come."""
+def bound(
+    rows: Iterable[Row],
+    shape: Shape,
+    slots: int,
+    machine: Machine | None = None,
+    *,
+    policies: Sequence[ExpertPolicy] = (),
+) -> Outcome:
+    """Belady's eviction with room for ``slots`` experts, which all layers share: no replay with so much room finds
+    more, whatever its batches, and whether or not it lets misses pass by.
+
+    It begins with no expert near, or with as many as it likes of those that ``policies`` begin with. Seconds are those
+    of fetching every miss, so a policy that guesses or computes misses where they lie may take less. The rows are kept,
+    because it looks at those to come.
+
+    Raises:
+        ConfigError: one of ``policies`` cannot be met.
+    """
     rows = list(rows)
     policy = ExpertPolicy(name=f"belady@{slots}", cache=CacheRules(capacity=Capacity(value=slots)))
+    future = [(row.layer, np.unique(row.ids).tolist()) for row in rows]
     cache = ExpertCache(
         capacity=slots,
         num_layers=len(shape.layers),
         num_experts=shape.num_experts,
         eviction="belady",
-        future=[(row.layer, np.unique(row.ids).tolist()) for row in rows],
+        future=future,
     )
+    begun = {key for each in policies for key in Replay(each, shape, machine).begins_with}
+    if begun:
+        first = dict.fromkeys((layer, expert) for layer, ids in future for expert in ids)
+        cache.fill([key for key in first if key in begun])
     found = Replay(policy, shape, machine, cache=cache)
     for row in rows:
         found.step(row)

@@ -20,7 +20,7 @@ from moelight.experts.placement import MissPlacement, place_misses
 from moelight.experts.policy import ExpertPolicy
 from moelight.experts.predict import Floats, Ints, Transitions
 from moelight.experts.profile import ActivationProfile
-from moelight.experts.sizing import SlotPlan
+from moelight.experts.sizing import SlotPlan, judge_slots
 from moelight.experts.stats import expert_stats
 from moelight.experts.warm import WarmPin
 
@@ -45,17 +45,27 @@ class Residency:
         page_bytes: int | None = None,
         known: ActivationProfile | None = None,
         counted: ActivationProfile | None = None,
-        sizing: SlotPlan | None = None,
+        batch: int = 1,
         most_slots: int | None = None,
     ) -> None:
         """``active``: experts that a token chooses; ``known``: a profile of this model to begin with; ``page_bytes``:
-        of one expert; ``most_slots``: that will ever be allocated (None: no limit).
+        of one expert; ``batch``: tokens of a pass; ``most_slots``: that will ever be allocated (None: no limit).
 
         Raises:
             ConfigError: the policy cannot be followed on this model, or says something that is not implemented.
         """
-        self.policy, self.counted, self._sizing, self._active = policy, counted, sizing, active
+        self.policy, self.counted, self._active = policy, counted, active
         self.cache = ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes)
+        self._sizing: SlotPlan | None = None  # nobody says what a token needs
+        if active is not None:
+            self._sizing = judge_slots(
+                self.cache.capacity,
+                allocated=self.cache.capacity if most_slots is None else most_slots,
+                layers=num_layers,
+                num_experts=num_experts,
+                active=active,
+                batch=batch,
+            )
         self.controls = Controls(policy, self.cache, page_bytes=page_bytes, most_slots=most_slots)
         self.monitor = Monitor(policy.monitor) if policy.monitor or policy.adapt else None
         self.adapting = Adapting(policy.adapt, self.controls, self.monitor) if self.monitor else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from math import inf, sqrt
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,24 +11,27 @@ from numpy.typing import NDArray
 from moelight.experts.access import FloatArray
 from moelight.experts.eviction import Eviction, Setting
 
-# Visits that a share of use looks back on, about. On recorded routing of steady work 64 are better by a hundredth of
-# the hits, and as much worse where the tasks change every few hundred visits.
-MEMORY = 32
+# Visits that shares of use look back on, about: short ones follow tasks that change, long ones tell rare experts apart
+# where nothing changes. How much each counts is learned (docs/log.md).
+HORIZONS = (16, 128, 1024)
 RATE = 0.3  # of learning, the first step's; AdaGrad makes the later ones shorter
 FIRST_SHARE = 0.1  # of an expert that nobody has seen
+EXPECTED_VISITS = 64  # that shares from a profile count as; more gain on mixed work and lose on one task (docs/log.md)
+_LEAST_STEPS = np.array([[1.0 / each] for each in HORIZONS])
+_WEIGHTS = (0.0, *(1.0 / len(HORIZONS) for _ in HORIZONS), 0.5)
 
 
 class Reuse(Eviction):
     """Chances are learned while it runs, from the accesses alone.
 
-    A visit is one batch of one layer. Before each, an expert's chance of being used is taken as ``sigmoid(w0 + w1 *
-    logit(share) + w2 * last)``, with ``share`` of the layer's recent visits that used it and ``last`` 1 where the last
-    one did; the three weights of a layer follow its visits by one step of logistic regression each. A miss is brought
-    in only if its chance is above that of the one who would leave for it, else it is a bypass. Without that, every
-    visit to a layer would push out what the layers to come are about to need.
+    A visit is one batch of one layer. Before each, an expert's chance of being used is taken as ``sigmoid(w0 + sum of
+    w_h * logit(share_h) + w * last)``, with ``share_h`` of the layer's last ``h`` visits, about, that used it (for each
+    of `HORIZONS`), and ``last`` 1 where the last one did; the weights of a layer follow its visits by one step of
+    logistic regression each. A miss is brought in only if its chance is above that of the one who would leave for it,
+    else it is a bypass. Without that, every visit to a layer would push out what the layers to come are about to need.
 
-    It does best where each layer has a budget of its own. Arrays have an item for each of the ``population`` keys from
-    ``Setting.first`` on.
+    It does best where each layer has a budget of its own. Arrays over keys have an item for each of the ``population``
+    keys from ``Setting.first`` on; H is the number of horizons, E of a layer's experts.
     """
 
     has_visit = True
@@ -37,18 +40,22 @@ class Reuse(Eviction):
         super().__init__(setting)
         self._first, self._experts = setting.first, setting.experts
         layers = self.population // self._experts
-        self._share = np.full(self.population, FIRST_SHARE)
-        self._logit = np.zeros(self.population)  # of the shares
-        self._last = np.zeros(self.population)
+        self._shares = np.full((layers, len(HORIZONS), self._experts), FIRST_SHARE)
+        # [layers, H + 1, E]: logits of the shares, then who was used by the last visit.
+        self._features = np.zeros((layers, len(HORIZONS) + 1, self._experts))
         # The logit of each chance: what everything is ordered by.
         self._chance = np.zeros(self.population)
-        self._weights = [[0.0, 1.0, 0.5] for _ in range(layers)]
-        self._squares = [[1e-3] * 3 for _ in range(layers)]
+        self._weights = np.tile(_WEIGHTS, (layers, 1))  # [layers, 1 + H + 1], that of 1 first
+        self._squares = np.full_like(self._weights, 1e-3)
         self._visits = [0] * layers
         self._here = np.zeros(self.population, np.bool_)
         self._pinned = np.zeros(self.population, np.bool_)
         self._count = 0
+        # When each came; of equal chances, which are those of layers that were not visited yet, the oldest leaves.
+        self._entered = np.zeros(self.population, np.int64)
+        self._number = 0
         self._visited = slice(0, 0)
+        self._used = np.zeros(0, np.bool_)  # by the last visit, of its layer
         # Whoever is below it is not brought in at this visit: others of the batch deserve the places more. None: to be
         # found, as the queue.
         self._bar: float | None = None
@@ -62,46 +69,49 @@ class Reuse(Eviction):
         if self.capacity >= self.population:
             return
         start = first - self._first
-        self._visited = part = slice(start, start + self._experts)
+        self._visited, self._used = slice(start, start + self._experts), used
         layer = start // self._experts
         now = used.astype(np.float64)
-        share, logit, last = self._share[part], self._logit[part], self._last[part]
         if self._visits[layer]:
-            self._learn(layer, now - 1.0 / (1.0 + np.exp(-self._chance[part])), logit, last)
+            self._learn(layer, now)
         self._visits[layer] += 1
-        share += (now - share) * max(1.0 / MEMORY, 1.0 / (self._visits[layer] + 2))
-        last[:] = now
-        self._judge(part, layer)
+        shares = self._shares[layer]
+        shares += (now - shares) * np.maximum(_LEAST_STEPS, 1.0 / (self._visits[layer] + 2))
+        self._features[layer, -1] = now
+        self._judge(layer)
 
     def expect(self, first: int, shares: FloatArray) -> None:
-        start = first - self._first
-        part, layer = slice(start, start + self._experts), start // self._experts
-        self._share[part] = np.clip(shares, 0.0, 1.0)
-        self._visits[layer] = MEMORY
-        self._judge(part, layer)
+        layer = (first - self._first) // self._experts
+        self._shares[layer] = np.clip(shares, 0.0, 1.0)
+        self._visits[layer] = EXPECTED_VISITS
+        self._judge(layer)
 
-    def _judge(self, part: slice, layer: int) -> None:
+    def _part(self, layer: int) -> slice:
+        return slice(layer * self._experts, (layer + 1) * self._experts)
+
+    def _judge(self, layer: int) -> None:
         """The chances of one layer, from its shares and its last visit."""
-        share, logit = self._share[part], self._logit[part]
+        shares, features, chance = self._shares[layer], self._features[layer], self._chance[self._part(layer)]
         # A hundredth away from never and from always, whose logits are infinite.
-        np.log((share + 0.01) / (1.01 - share), out=logit)
-        bias, of_share, of_last = self._weights[layer]
-        np.multiply(logit, of_share, out=self._chance[part])
-        self._chance[part] += of_last * self._last[part] + bias
+        np.log((shares + 0.01) / (1.01 - shares), out=features[:-1])
+        bias, *weights = self._weights[layer].tolist()
+        # Not a product of matrices: experts with equal features must get equal chances, to the last bit.
+        chance.fill(bias)
+        for weight, feature in zip(weights, features, strict=True):
+            chance += weight * feature
         self._queue = self._bar = None
 
-    def _learn(self, layer: int, missed: FloatArray, logit: FloatArray, last: FloatArray) -> None:
+    def _learn(self, layer: int, used: FloatArray) -> None:
         """One step for the weights of ``layer``, from what its last chances were off by."""
-        slopes = float(missed.mean()), float(missed @ logit) / self._experts, float(missed @ last) / self._experts
-        weights, squares = self._weights[layer], self._squares[layer]
-        for at, slope in enumerate(slopes):
-            squares[at] += slope * slope
-            weights[at] += RATE * slope / sqrt(squares[at])
+        missed = used - 1.0 / (1.0 + np.exp(-self._chance[self._part(layer)]))
+        slopes = np.concatenate([[missed.sum()], self._features[layer] @ missed]) / self._experts
+        self._squares[layer] += slopes * slopes
+        self._weights[layer] += RATE * slopes / np.sqrt(self._squares[layer])
 
     def _find_bar(self) -> float:
         """The chance of the last who would stay if all who may leave and all who are missing were ranked together."""
         part = self._visited
-        used = self._last[part] > 0.0
+        used = self._used
         leaving = self._here & ~self._pinned
         missing = used & ~self._here[part]
         leaving[part] &= ~used
@@ -137,7 +147,8 @@ class Reuse(Eviction):
         return True
 
     def enter(self, key: int, score: float) -> None:
-        self._here[key - self._first] = True
+        self._number += 1
+        self._here[key - self._first], self._entered[key - self._first] = True, self._number
         self._count += 1
         if key not in self.held:
             self._queue = None
@@ -175,5 +186,5 @@ class Reuse(Eviction):
 
     def order(self) -> list[int]:
         found = np.flatnonzero(self._here & ~self._pinned)
-        ranked: list[int] = (found[np.argsort(self._chance[found], kind="stable")] + self._first).tolist()
+        ranked: list[int] = (found[np.lexsort((self._entered[found], self._chance[found]))] + self._first).tolist()
         return ranked

@@ -7,7 +7,7 @@ Basis: about twice the experts that one token activates is where caches of singl
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -87,3 +87,18 @@ def plan_slots(
     if budget == 0:
         status = Status.BUDGET_EXHAUSTED
     return SlotPlan(slots=min(budget, total), recommended=recommended, budget=budget, status=status)
+
+
+def judge_slots(slots: int, *, allocated: int, layers: int, num_experts: int, active: int, batch: int = 1) -> SlotPlan:
+    """What the rule says of a cache of ``slots`` where memory for ``allocated`` was given, whoever decided that; the
+    others as in `plan_slots`."""
+    plan = plan_slots(
+        layers=layers,
+        num_experts=num_experts,
+        active=active,
+        free_bytes=allocated,
+        per_expert_bytes=1,
+        reserve_bytes=0,
+        batch=batch,
+    )
+    return replace(plan, slots=min(slots, plan.slots))

@@ -213,6 +213,8 @@ def test_every_block(tiny: Tiny, block: str, devices: str) -> None:
         assert tokens_of(engine) == truth(model)
         found = engine.expert_stats
     assert found is not None
+    assert found["sizing"]["slots"] == found["sizing"]["budget_slots"] == (12 if "per_layer" in BLOCKS[block] else 6)
+    assert found["sizing"]["status"] in ("OK", "BELOW_RECOMMENDED")
     if block == "adapt":
         assert found["adaptations"]
     if block == "warm_pin":

@@ -6,7 +6,8 @@ Each keeps ``left``, who left in order. A key that is in ``leased`` does not lea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
 
 
 class SlowLru:
@@ -282,24 +283,27 @@ def serve(slow: Slow, keys: Sequence[int], scores: Sequence[float]) -> tuple[lis
     if isinstance(slow, SlowSlru | SlowLayered):
         for key in leased:
             slow.counted(key)
-    for key in hits:
+    upper = set(slow.first.residents()) if isinstance(slow, SlowLayered) else leased
+    for key in sorted(hits, key=lambda key: (key not in upper, key)):
         slow.hit(key, score_of[key], leased)
     return hits, misses, [slow.miss(key, score_of[key], leased) for key in misses]
 
 
-def most_hits(keys: Sequence[int], capacity: int) -> int:
-    """The most hits that any eviction finds with ``capacity`` places, by trying all contents there can be."""
-    best: dict[frozenset[int], int] = {frozenset(): 0}
-    for key in keys:
+def most_hits(batches: Sequence[Collection[int]], capacity: int, begin: Collection[int] = ()) -> int:
+    """The most hits that anybody finds with ``capacity`` places, by trying all contents there can be after each batch:
+    any of those that were there and those of the batch. Before the first, any of ``begin``."""
+    best = {frozenset(some): 0 for some in _choices(begin, capacity)}
+    for batch in batches:
         following: dict[frozenset[int], int] = {}
         for held, hits in best.items():
-            if key in held:
-                choices = [(held, hits + 1)]
-            elif len(held) < capacity:
-                choices = [(held | {key}, hits), (held, hits)]
-            else:
-                choices = [(held, hits), *(((held - {other}) | {key}, hits) for other in held)]
-            for contents, found in choices:
+            found = hits + len(held & set(batch))
+            for some in _choices(held | set(batch), capacity):
+                contents = frozenset(some)
                 following[contents] = max(following.get(contents, 0), found)
         best = following
     return max(best.values())
+
+
+def _choices(keys: Collection[int], most: int) -> Iterator[tuple[int, ...]]:
+    for size in range(min(len(keys), most) + 1):
+        yield from combinations(sorted(keys), size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -109,7 +111,7 @@ def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int
     future = [(0, [key]) for key in keys]
     cache = ExpertCache(capacity=capacity, num_layers=1, num_experts=6, eviction=name, future=future)
     hits = int(cache.access_each(np.zeros(len(keys), int), keys).sum())
-    most = slow.most_hits(keys, capacity)
+    most = slow.most_hits([[key] for key in keys], capacity)
     assert hits == most if name == "belady" else hits <= most
 
 
@@ -144,3 +146,29 @@ def test_lfu_counts_survive_being_brought_back_from_overflow() -> None:
     model = slow.SlowLfu(2, 1e-30)
     for at in range(1200):
         compare(cache, model, 0, np.array([[at % 97 % 3]]), None)
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "score", "lfu|lru", "score|lru"])
+@pytest.mark.parametrize("share", [1, 4])
+def test_what_a_batch_costs_does_not_grow_with_its_experts(name: str, share: int) -> None:
+    """Calls of Python functions for a batch, once the cache is full: no more for 64 experts than for 16."""
+
+    def calls(experts: int) -> float:
+        cache = ExpertCache(capacity=8 * experts // share, num_layers=8, num_experts=experts, eviction=name)
+        ids, scores = np.tile(np.arange(experts), 4)[:, None], np.random.default_rng(0).random((4 * experts, 1))
+        found = 0
+
+        def count(_frame: object, event: str, _arg: object) -> None:
+            nonlocal found
+            found += event == "call"
+
+        for turn in range(48):
+            sys.setprofile(count if turn >= 16 else None)
+            try:
+                cache.access(turn % 8, ids, scores)
+            finally:
+                sys.setprofile(None)
+        return found / 32
+
+    few, many = calls(16), calls(64)
+    assert many < few + 16 < 90, (few, many)  # at every hundredth access an lfu's counts shrink

@@ -22,7 +22,7 @@ from moelight.experts.policy import (
     PrefetchRules,
     ScheduleRules,
 )
-from moelight.experts.replay import Outcome, Shape, Trace, bound, replay
+from moelight.experts.replay import Outcome, Replay, Shape, Trace, bound, replay
 from moelight.experts.timing import Machine
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
@@ -68,14 +68,37 @@ def test_one_id_at_a_time_hits_as_the_slow_model(accesses: list[tuple[int, int]]
     assert (found.stall_s, found.tokens_per_s) == (None, None)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=12), st.integers(1, 4))
-def test_the_bound_is_the_most_that_can_be(accesses: list[tuple[int, int]], slots: int) -> None:
-    rows = rows_of((layer, [expert]) for layer, expert in accesses)
-    found = bound(rows, SHAPE, slots)
-    assert found.hits == slow.most_hits([layer * EXPERTS + expert for layer, expert in accesses], slots)
-    for chosen in (policy(slots), policy(slots, "slru", prefetch=PrefetchRules(strategy="previous", budget=1))):
-        assert one(rows, chosen).hits <= found.hits
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.sets(st.integers(0, 3), min_size=1)), min_size=1, max_size=9),
+    st.integers(1, 5),
+    st.sampled_from([(), (0,), (1, 3)]),
+)
+def test_the_bound_is_the_most_that_can_be(
+    accesses: list[tuple[int, set[int]]], slots: int, pin: tuple[int, ...]
+) -> None:
+    rows, shape = rows_of((layer, sorted(ids)) for layer, ids in accesses), Shape(layers=(0, 1), num_experts=4)
+    batches = [[layer * 4 + expert for expert in ids] for layer, ids in accesses]
+    own = replace(UNIFORM, total_budget=slots)
+    chosen = [
+        policy(slots, name, rules={"pin": pin}, per_layer=layers)
+        for name in ("lru", "slru", "lfu|lru", "reuse")
+        for layers in (None, own)
+        if layers is None or slots > 1
+    ]
+    begun = {layer * 4 + expert for each in chosen for layer, expert in Replay(each, shape).begins_with}
+    found = bound(rows, shape, slots, policies=chosen)
+    assert found.hits == slow.most_hits(batches, slots, begun)
+    assert bound(rows, shape, slots).hits == slow.most_hits(batches, slots)
+    assert found.max_resident <= slots
+    for each in chosen:
+        assert one(rows, each, shape).hits <= found.hits
+
+
+def test_a_hit_may_leave_for_a_miss_of_its_own_batch() -> None:
+    """Two places; 0 is there and never comes again, 1 and 2 come with it and again."""
+    rows = rows_of([(0, [0, 3]), (0, [0, 1, 2]), (0, [1, 2])])
+    assert bound(rows, SHAPE, 2).hits == 3
 
 
 def test_a_batch_is_its_distinct_ids_with_their_tokens(tmp_path: Path) -> None:

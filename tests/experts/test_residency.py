@@ -77,7 +77,7 @@ def test_an_action_changes_what_it_says_and_keeps_contents_and_counters(
         same.access(*batch)
     before, counted = residents(run.cache), run.cache.stats.hits.copy()
     run.controls.do(action)
-    assert run.controls.in_force(action) == (action.kind == "set")
+    assert run.controls.in_force(action) == (action.kind != "rebalance")
     after = residents(run.cache)
     assert after <= before
     shrinks = action.name in {"capacity", "memory_pressure"} or action.kind == "rebalance"
@@ -165,6 +165,25 @@ def test_memory_pressure_makes_room_at_once_and_watches_from_then_on() -> None:
         assert len(run.cache) < 9
 
 
+@pytest.mark.parametrize(("headroom", "leave"), [(0.7, False), (0.5, True)])
+def test_memory_pressure_fires_only_where_it_changes_something(headroom: float, leave: bool) -> None:
+    """Nine experts of 1 GB have room. With 16 GB they are within 0.7 of it; within 0.5 there is room for eight, so the
+    ninth leaves each time it has come."""
+    memory = {"memory_budget_gb": 16.0, "expert_size_gb": 1.0, "memory_headroom": headroom, "eviction": ("lru",)}
+    trigger = Action(kind="trigger", name="memory_pressure")
+    run = residency(policy(AdaptRule(**ALWAYS, action=trigger, accesses=1, cooldown=7), cache=memory))
+    pressed = []
+    for batch in batches(40):
+        run.access(*batch)
+        pressed.append(run.cache.stats.pressed)
+    assert run.adapting is not None and run.cache.clock > 300
+    assert run.adapting.changes == len(run.adaptations)
+    if leave:
+        assert 1 < run.adapting.changes <= 1 + pressed[-1]
+    else:
+        assert [each.access for each in run.adaptations] == [1] and not pressed[-1]
+
+
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: f"{action.kind}-{action.name}")
 def test_a_rule_fires_on_the_run_at_its_access(action: Action) -> None:
     run = residency(policy(AdaptRule(**ALWAYS, action=action, accesses=40, cooldown=10**6)))
@@ -175,6 +194,17 @@ def test_a_rule_fires_on_the_run_at_its_access(action: Action) -> None:
         assert bool(run.adaptations) == (run.cache.clock >= 40)
     assert [each.access for each in run.adaptations] == [40]
     assert run.adaptations[0].failure is None
+
+
+def test_the_figures_of_a_run_judge_its_room() -> None:
+    """Twice the two experts of a token in each of three layers are twelve; eight tokens are expected to meet all."""
+    nine = {"slots": 9, "budget_slots": 9, "recommended_slots": 12, "status": "BELOW_RECOMMENDED"}
+    assert residency(policy(), active=2).stats()["sizing"] == nine
+    assert residency(policy(), active=2, batch=20).stats()["sizing"] == nine | {"recommended_slots": 24}
+    more = residency(policy(), active=2, most_slots=12).stats()["sizing"]
+    assert more == nine | {"budget_slots": 12, "status": "OK"}
+    assert residency(policy(), active=2, most_slots=0).stats()["sizing"]["status"] == "BUDGET_EXHAUSTED"
+    assert residency(policy()).stats()["sizing"] is None
 
 
 def test_without_rules_it_is_the_cache() -> None:
