@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import CheckpointError, ConfigError, InputError
+from moelight.core.small_files import read_text, reason
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -189,16 +190,14 @@ def read_chat_template(
 
 def _read_template(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_TEMPLATE_BYTES + 1).decode("utf-8")
-        return _not_too_long(text, path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        return read_text(path, most=_MOST_TEMPLATE_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def _not_too_long(template: str, path: Path) -> str:
     if len(template) > _MOST_TEMPLATE_BYTES:
-        raise CheckpointError(f"{path}: a chat template of more than {_MOST_TEMPLATE_BYTES} bytes is refused")
+        raise CheckpointError(f"{path}: a chat template of more than {_MOST_TEMPLATE_BYTES} letters is refused")
     return template
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.small_files import read_text
 from moelight.core.units import MiB
 
 PROFILES_VARIABLE = "MOELIGHT_PROFILES"
@@ -182,9 +183,7 @@ def read_yaml(path: Path) -> Node:
         ConfigError: unreadable, not YAML, empty, or more than one document; names file and line.
     """
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes, so not a profile")
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader = _Loader(read_text(path, most=_MAX_FILE_BYTES))
         node = loader.get_single_node()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None

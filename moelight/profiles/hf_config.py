@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.small_files import read_object, reason
 
 _MOST = 1 << 24  # no size in any config is larger; a hostile one must not exhaust memory
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -42,14 +43,11 @@ class HFConfig:
             CheckpointError: missing, unreadable, not JSON, or not an object.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(read_object(path), where=str(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path.parent}: no config.json there, so it is not a model directory") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: must hold a JSON object")
-        return cls(values, where=str(path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON ({reason(error)})") from None
 
     def find(self, *keys: str) -> Any:
         """The value under the first of ``keys`` that is present and not null, else None."""

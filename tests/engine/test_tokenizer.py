@@ -224,8 +224,8 @@ def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     class Model:
         shift = 0
 
-        def __init__(self, model_file: str) -> None:
-            assert Path(model_file).name == "tokenizer.model"
+        def __init__(self, model_proto: bytes) -> None:
+            assert model_proto == b"\n\x0e"
 
         def encode(self, text: str) -> list[int]:
             return [self.shift + token for token in inner.encode(text, add_special_tokens=False).ids]
