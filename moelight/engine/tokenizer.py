@@ -27,6 +27,7 @@ MOST_TOKENIZER_BYTES = 256 * MiB  # the largest in use has 34 million
 _PIECES = ("tokenizer.model", "spiece.model")
 _READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")  # what conversions get wrong
+_ORDINARY = "The quick brown fox jumps over the lazy dog"  # patterns that try for ever need no more
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _LETTERS = 4  # that a token of an ordinary text has: one of fewer tokens than that is encoded at once
@@ -72,7 +73,7 @@ class Tokenizer:
             _add_tokens(inner, config, named)
             inner.no_truncation()
             inner.no_padding()
-            for probe in _PROBES:
+            for probe in (*_PROBES, _ORDINARY):
                 inner.decode(inner.encode(probe).ids)
             return cls(inner, template=template, eos_token_ids=eos_token_ids, named=named)
 

@@ -1,4 +1,4 @@
-"""Wherever a file is asked for, what is none or never ends is one line and exit code 2, at once and in little memory."""
+"""Wherever a file is asked for, what is none or never ends is one line and exit code 2, in little memory."""
 
 from __future__ import annotations
 
