@@ -17,7 +17,7 @@ from moelight.hrm.footprint import footprint
 from moelight.hrm.speeds import speeds_of
 from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.fixes import check_fixes
+from moelight.optimizer.fixes import check_extent, check_fixes
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.refusal import refusal
@@ -64,6 +64,7 @@ def optimize(
         )
     limits, fix = dict(limits or {}), dict(fix or {})
     check_fixes(fix, has_gpu=hardware.tier("device") is not None)
+    check_extent(model, workload, fix)
     key = kept.key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
     found = kept.load(key) if cache else None
     if found is None:

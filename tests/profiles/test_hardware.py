@@ -114,7 +114,7 @@ def test_a_machine_without_a_gpu_needs_neither_links_nor_a_disk(tmp_path: Path) 
         ("host_copy: 23.1GB/s", "host_copy: 23.1GiB", 15, "measured.host_copy"),
         ("cpu_task: 40us", "cpu_task: 40 minutes", 16, "write seconds or a unit"),
         ("cpu_task: 40us", "cpu_task: 0", 16, "measured.cpu_task"),
-        ("cpu_under_disk: 0.8", "cpu_under_disk: 1.2", 19, "is not a share"),
+        ("cpu_under_disk: 0.8", "cpu_under_disk: 1.2", 19, "1.2 is out of range; a share"),
         ("cpu_under_disk: 0.8", "cpu_under_disk: 80%", 19, "is not a share"),
         ("  cpu_experts:", "  cpu_expert:", 21, "did you mean 'cpu_experts'"),
         ("{128MiB: {1: 20GFLOP/s", "{128MoB: {1: 20GFLOP/s", 21, "efficiency.cpu_experts"),
@@ -226,7 +226,7 @@ def test_shipped_machines_state_what_their_parts_can_really_do() -> None:
         ("285GiB/s", "285GiB", 3, "tiers.device.bandwidth"),
         ("285GiB/s", "285GiB/h", 3, "tiers.device.bandwidth"),
         ("104TFLOP/s", "104TB/s", 10, "processors.gpu.peak"),
-        ("104TFLOP/s", "104", 10, ""),
+        ("104TFLOP/s", "104e12", 10, ""),
         ("host_to_device", "host_to_moon", 7, "links.host_to_moon"),
         ("host_to_device", "host_to_host", 7, "links.host_to_host"),
         ("  device_to_host: {bandwidth: 12e9}\n", "", 1, "links.device_to_host is missing"),
@@ -241,7 +241,7 @@ def test_what_is_no_machine_is_refused_with_file_and_line(
 ) -> None:
     assert old in PLAIN
     if says == "":
-        assert read_hardware_profile(written(tmp_path, PLAIN.replace(old, new))).processors[0].peak_flops == 104
+        assert read_hardware_profile(written(tmp_path, PLAIN.replace(old, new))).processors[0].peak_flops == 104e12
         return
     with pytest.raises(ConfigError) as caught:
         read_hardware_profile(written(tmp_path, PLAIN.replace(old, new)))
