@@ -95,8 +95,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead"):
-            _check_count(name, getattr(self, name), least=1)
-        _check_count("kv_tokens", self.kv_tokens, least=0)
+            check_count(name, getattr(self, name), least=1)
+        check_count("kv_tokens", self.kv_tokens, least=0)
         if self.micro_batch_tokens < self.micro_batch_size:
             raise ConfigError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "
@@ -130,7 +130,12 @@ class Policy:
         return self.ffn_device != "cpu" or self.attention_device == "gpu"
 
 
-def _check_count(name: str, count: int, *, least: int) -> None:
+def check_count(name: str, count: int, *, least: int) -> None:
+    """Refuse a count of a policy that is out of range.
+
+    Raises:
+        ConfigError: it is; says the range.
+    """
     if not least <= count <= MOST_COUNTS[name]:
         raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {shown(count)}")
 

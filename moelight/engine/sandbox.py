@@ -117,6 +117,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         now = meter()
         now.charge(STEP * (1 + len(args) + len(kwargs)))
+        for given in (*args, *kwargs.values()):
+            check_value(given)
         method = isinstance(obj, (types.BuiltinMethodType, types.MethodType))
         if method and not isinstance(obj.__self__, _OWNERS):
             args = check_method(obj, args, kwargs)

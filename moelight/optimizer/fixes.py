@@ -19,6 +19,7 @@ from moelight.core.policy import (
     MOST_COUNTS,
     PROCESSORS,
     RESIDENTS,
+    check_count,
 )
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -100,11 +101,12 @@ def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
 
 
 def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fixed]) -> None:
-    """Refuse more sequences than bytes of their keys and values can be counted for.
+    """Refuse counts out of range, and more sequences than bytes of their keys and values can be counted for.
 
     Raises:
         ConfigError: names what asks for so many.
     """
+    _check_range(fixes)
     parts = int(fixes.get("num_micro_batches", 1)) * int(fixes.get("micro_batch_size", 1))
     sequences = int(fixes.get("batch_size", max(workload.num_requests, parts)))
     tokens = min(workload.max_prompt_len + workload.gen_len, model.max_positions)
@@ -133,6 +135,12 @@ def _value(key: str, value: str, text: str) -> Fixed:
     elif not 1 <= count <= MOST_COUNTS[key]:
         raise ConfigError(f"--fix {text}: {key} is a whole number from 1 to {MOST_COUNTS[key]:,}")
     return count
+
+
+def _check_range(fixes: Mapping[str, Fixed]) -> None:
+    for key in MOST_COUNTS:
+        if key in fixes:
+            check_count(key, int(fixes[key]), least=1)
 
 
 def _share(value: str, text: str) -> float:
@@ -164,6 +172,7 @@ def _check_shares(fixes: Mapping[str, Fixed], keys: tuple[str, ...]) -> None:
 
 def _check_counts(fixes: Mapping[str, Fixed]) -> None:
     """N is cut into micro-batches of at most μ sequences, each with a token at least."""
+    _check_range(fixes)
     for smaller, larger in (("micro_batch_size", "batch_size"), ("num_micro_batches", "batch_size")):
         if int(fixes.get(smaller, 1)) > int(fixes.get(larger, 1 << 62)):
             raise _contradiction(fixes, smaller, larger, why="a micro-batch is a part of the batch")

@@ -64,7 +64,6 @@ def optimize(
         )
     limits, fix = dict(limits or {}), dict(fix or {})
     check_fixes(fix, has_gpu=hardware.tier("device") is not None)
-    check_extent(model, workload, fix)
     key = kept.key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
     found = kept.load(key) if cache else None
     if found is None:
@@ -96,6 +95,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     Raises:
         BudgetError, ConfigError: see `optimize`.
     """
+    check_extent(problem.model, problem.workload, problem.fixed)
     if problem.programme:
         import cvxpy  # noqa: F401 (loading the solver is not solving)
 
