@@ -61,11 +61,9 @@ def number_facts(policy: Policy | None) -> dict[str, str]:
 
 def digest_of_file(path: Path | None) -> str | None:
     """The digest of a small file; None for none."""
-    return (
-        None
-        if path is None
-        else hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
-    )
+    if path is None:
+        return None
+    return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
 
 
 def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> str:

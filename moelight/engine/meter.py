@@ -61,7 +61,7 @@ _FUNCTIONS = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, types.MappingProxyType, KeysView, ValuesView, ItemsView)
-# Their text is that of an object of the interpreter, or holds what none is a value.
+# Their text shows an object of the interpreter, or a function that they hold.
 _UNWRITTEN = (
     *(Iterator, jinja2.runtime.Macro, jinja2.runtime.LoopContext, jinja2.runtime.BlockReference),
     *(jinja2.runtime.TemplateReference, jinja2.runtime.Context, jinja2.utils.Namespace),
@@ -71,7 +71,7 @@ _UNWRITTEN = (
 class Meter:
     """The work one rendering may still do. ``with meter:`` makes it the one that is charged.
 
-    ``measuring``: it only finds out how large values are, which nobody uses yet.
+    ``measuring``: values are measured before any is used, so that nothing is said of functions among them.
     """
 
     def __init__(self, work: int, *, measuring: bool = False) -> None:

@@ -7,9 +7,9 @@ know models, sampling and files of prompts.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
@@ -68,7 +68,8 @@ class Tokenizer:
         else:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
         eos_token_ids = _read_eos_token_ids(directory)
-        with _damage_in(directory / TOKENIZER):
+        damage = _DamageIn(directory / TOKENIZER)
+        with panics_as(damage.error, quiet=True), damage:
             inner = _read_tokenizer(directory)
             _add_tokens(inner, config, named)
             inner.no_truncation()
@@ -176,21 +177,24 @@ class Tokenizer:
             count *= _LETTERS
 
 
-@contextmanager
-def _damage_in(path: Path) -> Iterator[None]:
-    """Turns what the tokenizers library raises, a bare `Exception`, a `ValueError` or a panic, into a
-    `CheckpointError`."""
+class _DamageIn:
+    """Turns the bare `Exception` or `ValueError` that the tokenizers library raises into a `CheckpointError`."""
 
-    def damaged(said: object) -> CheckpointError:
-        return CheckpointError(f"{path}: not a usable tokenizer ({said})")
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    with panics_as(damaged, quiet=True):
-        try:
-            yield
-        except Exception as error:
-            if type(error) in (Exception, ValueError):
-                raise damaged(error) from None
-            raise
+    def error(self, said: object) -> CheckpointError:
+        """That the library ``said`` so of the file."""
+        return CheckpointError(f"{self._path}: not a usable tokenizer ({said})")
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind in (Exception, ValueError):
+            raise self.error(error) from None
 
 
 def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
