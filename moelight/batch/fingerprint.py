@@ -7,6 +7,7 @@ Knows which settings change tokens. Refuses to know how the facts are kept and c
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
+from moelight.core.small_files import open_regular, read_bytes, reason
+from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
 _CONFIG = ("config.json", "generation_config.json")
 _TEXT = (
@@ -58,7 +61,9 @@ def number_facts(policy: Policy | None) -> dict[str, str]:
 
 def digest_of_file(path: Path | None) -> str | None:
     """The digest of a small file; None for none."""
-    return None if path is None else hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    if path is None:
+        return None
+    return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
 
 
 def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> str:
@@ -66,17 +71,21 @@ def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> st
     for path in sorted(found for pattern in patterns for found in directory.glob(pattern)):
         digest.update(f"{path.relative_to(directory)}\0".encode())
         try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
+            if whole:
+                data = read_bytes(path, most=MOST_TOKENIZER_BYTES)
+                digest.update(len(data).to_bytes(8, "little") + data)
+                continue
+            with open(open_regular(path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
                 digest.update(size.to_bytes(8, "little"))
-                if whole or size <= _SAMPLES * _SAMPLE_BYTES:
-                    digest.update(file.read())
+                if size <= _SAMPLES * _SAMPLE_BYTES:
+                    digest.update(file.read(size))
                     continue
                 for k in range(_SAMPLES):
                     file.seek((size - _SAMPLE_BYTES) * k // (_SAMPLES - 1))
                     digest.update(file.read(_SAMPLE_BYTES))
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+            raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
     return digest.hexdigest()
 
 

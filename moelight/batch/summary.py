@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moelight.batch.rows import BadRow
-from moelight.profiles.workload import Workload
+from moelight.profiles.workload import MOST_REQUESTS, Workload
 
 OTHER = "other"
 _MOST_KINDS, _MOST_CODES, _MOST_SAMPLINGS = 16, 32, 4096
@@ -75,7 +75,7 @@ class ScanSummary:
         if not self.sequences:
             return None
         return Workload(
-            num_requests=self.sequences,
+            num_requests=min(self.sequences, MOST_REQUESTS),
             prompt_len=min(self.max_prompt_len, max(1, -(-self.prompt_tokens // self.prompts))),
             max_prompt_len=max(1, self.max_prompt_len),
             gen_len=max(1, self.max_gen_len),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from moelight.cli import generate_options as opt
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
+from moelight.core.small_files import read_json, reason
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -171,10 +171,9 @@ def read_constraint(schema: Path | None, regex: str | None, choice: Sequence[str
     if schema is None:
         return StructuredOutputs(regex=regex, choice=choice or None) if names else None
     try:
-        return StructuredOutputs(json=json.loads(schema.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"--json-schema {schema}: cannot be read as JSON ({reason})") from None
+        return StructuredOutputs(json=read_json(schema))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--json-schema {schema}: cannot be read as JSON ({reason(error)})") from None
 
 
 def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -> ExpertOptions:

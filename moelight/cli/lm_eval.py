@@ -12,12 +12,15 @@ from typing import Annotated
 import typer
 
 from moelight.core.errors import ConfigError
+from moelight.core.small_files import read_text, reason
+from moelight.core.units import MiB
 
 MODEL = "moelight"
 # What the harness is told where nobody says otherwise. Its own defaults, one sequence at a time and the first CUDA
 # device, cannot be told from a wish.
 _DEFAULTS = {"model": MODEL, "batch_size": "auto", "device": "auto"}
 _COMMANDS = ("run", "ls", "validate")
+_MOST_CONFIG_BYTES = 4 * MiB
 
 _Arguments = Annotated[
     list[str] | None,
@@ -75,9 +78,11 @@ def _read_config(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.safe_load(read_text(path, most=_MOST_CONFIG_BYTES))
+    except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({reason(error)})") from None
     return values if isinstance(values, dict) else {}
 
 

@@ -54,7 +54,17 @@ class ScheduleError(MoelightError):
     """A schedule broke an invariant (cycle, overwritten slot, missing crossing, wrong bytes)."""
 
 
+_LONGEST_SHOWN = 60  # characters
+_LONGEST_BITS = 1000
 _SHORT_WORD = 3  # one letter of it says more
+
+
+def shown(value: object) -> str:
+    """``value`` as an error quotes it: its beginning, where it is long."""
+    if isinstance(value, int) and value.bit_length() > _LONGEST_BITS:  # Python would not write it in decimal
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

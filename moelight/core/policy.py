@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moelight.core.dtypes import dtype_named
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, shown
 
 TIERS = ("device", "host", "disk")
 PROCESSORS = ("cpu", "gpu")
@@ -16,6 +16,16 @@ HOST_PAGES = ("auto", "staged", "pinned")
 RESIDENTS = ("auto", "static", "learned")
 MOST_LOOK_AHEAD = 8
 PROMPT_MICRO_BATCHES = 8
+# The most of each count, far beyond what fits any machine, so that products with a model's sizes stay numbers.
+MOST_COUNTS = {
+    "batch_size": 1 << 30,
+    "micro_batch_size": 1 << 30,
+    "num_micro_batches": 1 << 30,
+    "micro_batch_tokens": 1 << 30,
+    "prompt_micro_batches": 1 << 16,
+    "kv_tokens": 1 << 40,
+    "look_ahead": MOST_LOOK_AHEAD,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +94,9 @@ class Policy:
     residents: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.kv_tokens < 0:
-            raise ConfigError(f"kv_tokens must be at least 0, not {self.kv_tokens}")
+        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead"):
+            check_count(name, getattr(self, name), least=1)
+        check_count("kv_tokens", self.kv_tokens, least=0)
         if self.micro_batch_tokens < self.micro_batch_size:
             raise ConfigError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "
@@ -107,8 +115,6 @@ class Policy:
                 dtype_named(getattr(self, name))
         if self.kv_block_size not in KV_BLOCK_SIZES:
             raise ConfigError(f"kv_block_size must be one of {KV_BLOCK_SIZES}, not {self.kv_block_size}")
-        if not 1 <= self.look_ahead <= MOST_LOOK_AHEAD:
-            raise ConfigError(f"look_ahead must be from 1 to {MOST_LOOK_AHEAD}, not {self.look_ahead}")
         _check_word("admission", self.admission, ADMISSIONS)
         _check_word("host_pages", self.host_pages, HOST_PAGES)
         _check_word("residents", self.residents, RESIDENTS)
@@ -122,6 +128,16 @@ class Policy:
     def discrete(self) -> bool:
         """Whether a GPU takes part, so that a link lies between two memories."""
         return self.ffn_device != "cpu" or self.attention_device == "gpu"
+
+
+def check_count(name: str, count: int, *, least: int) -> None:
+    """Refuse a count of a policy that is out of range.
+
+    Raises:
+        ConfigError: it is; says the range.
+    """
+    if not least <= count <= MOST_COUNTS[name]:
+        raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {shown(count)}")
 
 
 def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:

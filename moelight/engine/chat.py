@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import CheckpointError, ConfigError, InputError
+from moelight.core.small_files import read_text, reason
+from moelight.core.units import KiB, format_bytes
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
-_MOST_TEMPLATE_BYTES = 250_000  # the longest in use have 50,000; to compile this many takes a second
+_MOST_TEMPLATE_BYTES = 256 * KiB  # the longest in use have 50,000; to compile this many takes a second
 _LONGEST_COMPLAINT = 300  # characters
 # What `ChatTemplate.render` and the sandbox give a template under these names; a row's template_kwargs may not.
 _TAKEN = frozenset(
@@ -189,16 +191,14 @@ def read_chat_template(
 
 def _read_template(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_TEMPLATE_BYTES + 1).decode("utf-8")
-        return _not_too_long(text, path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        return read_text(path, most=_MOST_TEMPLATE_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def _not_too_long(template: str, path: Path) -> str:
     if len(template) > _MOST_TEMPLATE_BYTES:
-        raise CheckpointError(f"{path}: a chat template of more than {_MOST_TEMPLATE_BYTES} bytes is refused")
+        raise CheckpointError(f"{path}: its chat template is larger than {format_bytes(_MOST_TEMPLATE_BYTES)}")
     return template
 
 

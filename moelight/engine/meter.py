@@ -1,7 +1,8 @@
-"""The work a chat template may do, and what its operations cost.
+"""The work a chat template may do, what its operations cost, and what is a value to them.
 
 A unit is about one byte touched or made, so a budget bounds time and memory alike. Costs are charged before the work
-is done. Knows values, filters and methods. Refuses to know templates.
+is done, and where a value is charged for it is looked at: a method or function may be called, and is no value; what
+has no text but its address in memory is not written. Knows values, filters and methods. Refuses to know templates.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
+import jinja2.runtime
+import jinja2.utils
 from jinja2.exceptions import SecurityError
 
 STEP = 16  # one call, iteration or filter: about 0.5 µs, in which as many characters are copied many times over
@@ -49,11 +52,31 @@ _SHALLOW = _words(
 _SORTING = _words("dictsort groupby sort unique")
 
 
-class Meter:
-    """The work one rendering may still do. ``with meter:`` makes it the one that is charged."""
+class Helper:
+    """What a template may call, and nothing else."""
 
-    def __init__(self, work: int) -> None:
+
+_FUNCTIONS = (
+    *(Helper, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType),
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+)
+_CONTAINERS = (list, tuple, dict, set, frozenset, types.MappingProxyType, KeysView, ValuesView, ItemsView)
+# Their text shows an object of the interpreter, or a function that they hold.
+_UNWRITTEN = (
+    *(Iterator, jinja2.runtime.Macro, jinja2.runtime.LoopContext, jinja2.runtime.BlockReference),
+    *(jinja2.runtime.TemplateReference, jinja2.runtime.Context, jinja2.utils.Namespace),
+)
+
+
+class Meter:
+    """The work one rendering may still do. ``with meter:`` makes it the one that is charged.
+
+    ``measuring``: values are measured before any is used, so that nothing is said of functions among them.
+    """
+
+    def __init__(self, work: int, *, measuring: bool = False) -> None:
         self._left = work
+        self._measuring = measuring
 
     def charge(self, work: int) -> None:
         """Raises:
@@ -69,20 +92,25 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         _METER.reset(self._token)
 
-    def size(self, value: object, depth: int = 0) -> int:
-        """Charges the size of ``value`` with all it holds, about its bytes as text, and returns it."""
+    def size(self, value: object, depth: int = 0, *, written: bool = False) -> int:
+        """Charges the size of ``value`` with all it holds, about its bytes as text, and returns it.
+
+        Raises:
+            SecurityError: no such amount is left, it nests too deep, or a function is among it; where it is to be
+                ``written`` also for what is no text.
+        """
         if isinstance(value, str):
             size = len(value) + 1
-        elif isinstance(value, (list, tuple, dict, set, frozenset)):
+        elif isinstance(value, _CONTAINERS):
             if depth > DEEPEST:
                 raise SecurityError(f"its values nest deeper than {DEEPEST}")
             self.charge(PIECE * len(value))
-            parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-            return PIECE * len(value) + 2 + sum(self.size(part, depth + 1) for part in parts)
-        elif isinstance(value, (types.MappingProxyType, range)) or hasattr(value, "__len__"):
-            size = PIECE * len(value)
+            parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+            return PIECE * len(value) + 2 + sum(self.size(part, depth + 1, written=written) for part in parts)
         else:
-            size = PIECE
+            if not self._measuring:
+                check_value(value, written=written)
+            size = PIECE * len(value) if hasattr(value, "__len__") else PIECE
         self.charge(size)
         return size
 
@@ -101,7 +129,15 @@ def tree_size(value: object) -> int:
     Raises:
         SecurityError: it nests too deep.
     """
-    return Meter(sys.maxsize).size(value)
+    return Meter(sys.maxsize, measuring=True).size(value)
+
+
+def check_value(value: object, *, written: bool = False) -> None:
+    """Refuses what is no value: a function, and where it is to be ``written``, an object without a text of its own."""
+    if isinstance(value, _FUNCTIONS):
+        raise SecurityError("a method or function is no value; it can only be called")
+    if written and (isinstance(value, _UNWRITTEN) or type(value).__repr__ is object.__repr__):
+        raise SecurityError(f"a value of type {type(value).__name__} has no text")
 
 
 def extent(value: object) -> int:
@@ -132,7 +168,7 @@ def check_printf(text: str, values: object) -> None:
     widths = [number for field in fields for number in field if number]
     check_width(*widths)
     now = meter()
-    now.charge(len(text) + (1 + len(fields)) * now.size(values) + sum(int(width) for width in widths))
+    now.charge(len(text) + (1 + len(fields)) * now.size(values, written=True) + sum(int(width) for width in widths))
 
 
 def check_width(*widths: float | str) -> None:
@@ -183,7 +219,7 @@ def metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 def _check_filter(name: str, value: Any, rest: list[Any]) -> None:
     now = meter()
-    size, given = now.size(value), now.size(rest)
+    size, given = now.size(value, written=True), now.size(rest, written=True)
     if name in _SORTING:
         now.charge(20 * size)
     elif name == "replace":

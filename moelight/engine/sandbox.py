@@ -30,9 +30,11 @@ from jinja2.exceptions import SecurityError
 from moelight.engine.meter import (
     PIECE,
     STEP,
+    Helper,
     check_bits,
     check_method,
     check_printf,
+    check_value,
     check_width,
     counted,
     extent,
@@ -85,7 +87,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._callable_globals = frozenset(id(value) for value in self.globals.values())
         self.filters = {name: metered_filter(name, function) for name, function in self.filters.items()}
         self.filters["tojson"] = _tojson
-        self.filters.update(_tick=_tick, _concat=_concat, _slice=_sliced, _weigh=_weighed)
+        self.filters.update(_tick=_tick, _concat=_concat, _slice=_sliced, _weigh=_weighed, _value=_checked)
         for name in _COMPARING_TESTS:
             self.tests[name] = metered_test(cast("Callable[..., Any]", self.tests[name]))
 
@@ -98,6 +100,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         now = meter()
         now.charge(STEP)
+        check_value(left)
+        check_value(right)
         if isinstance(left, int) and isinstance(right, int):
             check_bits(operator, left, right)
         elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
@@ -113,6 +117,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         now = meter()
         now.charge(STEP * (1 + len(args) + len(kwargs)))
+        for given in (*args, *kwargs.values()):
+            check_value(given)
         method = isinstance(obj, (types.BuiltinMethodType, types.MethodType))
         if method and not isinstance(obj.__self__, _OWNERS):
             args = check_method(obj, args, kwargs)
@@ -124,7 +130,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if isinstance(argument, tuple):
+        if not isinstance(argument, (str, int)):
             meter().size(argument)
         return super().getitem(obj, argument)
 
@@ -134,7 +140,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _Format(self, str(value.__self__), mapped=value.__name__ == "format_map")
 
 
-class _Format:
+class _Format(Helper):
     """``str.format`` with each field within bounds and every attribute by the sandbox's rules."""
 
     def __init__(self, environment: Sandbox, text: str, *, mapped: bool) -> None:
@@ -150,15 +156,19 @@ class _Format:
 
 
 class _Formatter(jinja2.sandbox.SandboxedFormatter):
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        meter().size(value, written=True)
+        return super().convert_field(value, conversion)
+
     def format_field(self, value: Any, format_spec: str) -> str:
         check_width(*re.findall(r"\d+", format_spec))
-        meter().size(value)
+        meter().size(value, written=True)
         text = str(super().format_field(value, format_spec))
         meter().charge(STEP + len(text))
         return text
 
 
-class _Dict:
+class _Dict(Helper):
     """``dict()`` without the class behind it, whose methods would change what is not to be changed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -240,6 +250,7 @@ class _Metered(jinja2.visitor.NodeTransformer):
         self.generic_visit(node)
         equality = len(node.ops) == 1 and node.ops[0].op in ("eq", "ne")
         if equality and any(isinstance(side, nodes.Const) for side in (node.expr, node.ops[0].expr)):
+            node.expr, node.ops[0].expr = _value(node.expr), _value(node.ops[0].expr)
             return node  # nothing longer than the constant is looked at
         node.expr = _weigh(node.expr)
         for operand in node.ops:
@@ -261,13 +272,17 @@ def _weigh(node: nodes.Expr) -> nodes.Expr:
     return node if isinstance(node, nodes.Const) else _filter("_weigh", node)
 
 
+def _value(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filter("_value", node)
+
+
 def _tick(work: int) -> bool:
     meter().charge(STEP + work)
     return True
 
 
 def _concat(parts: list[Any]) -> str:
-    meter().size(parts)
+    meter().size(parts, written=True)
     return "".join(map(str, parts))
 
 
@@ -275,6 +290,11 @@ def _sliced(value: Any, start: object, stop: object, step: object) -> Any:
     piece = value[start:stop:step]
     meter().charge(STEP + extent(piece))
     return piece
+
+
+def _checked(value: Any) -> Any:
+    check_value(value)
+    return value
 
 
 def _weighed(value: Any) -> Any:
@@ -286,7 +306,7 @@ def _weighed(value: Any) -> Any:
 def _written(_context: jinja2.runtime.Context, value: Any) -> Any:
     now = meter()
     now.charge(STEP)
-    now.size(value)
+    now.size(value, written=True)
     return value
 
 

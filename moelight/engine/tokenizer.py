@@ -7,13 +7,15 @@ know models, sampling and files of prompts.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
+from moelight.core.panics import panics_as
+from moelight.core.small_files import read_bytes, read_object, read_text, reason
+from moelight.core.units import MiB
 from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
 from moelight.engine.detokenizer import TokenBytes
 
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
+MOST_TOKENIZER_BYTES = 256 * MiB  # the largest in use has 34 million
 _PIECES = ("tokenizer.model", "spiece.model")
+_READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")  # what conversions get wrong
+_ORDINARY = "The quick brown fox jumps over the lazy dog"  # patterns that try for ever need no more
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _LETTERS = 4  # that a token of an ordinary text has: one of fewer tokens than that is encoded at once
@@ -58,21 +63,20 @@ class Tokenizer:
         """
         config = _read_object(directory / "tokenizer_config.json")
         named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
-        with _DamageIn(directory / TOKENIZER):
-            inner = _read_tokenizer(directory)
-            _add_tokens(inner, config, named)
-            inner.no_truncation()
-            inner.no_padding()
         if chat_template is None:
             template = read_chat_template(directory, config, named)
         else:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
-        return cls(
-            inner,
-            template=template,
-            eos_token_ids=_read_eos_token_ids(directory),
-            named=named,
-        )
+        eos_token_ids = _read_eos_token_ids(directory)
+        damage = _DamageIn(directory / TOKENIZER)
+        with panics_as(damage.error, quiet=True), damage:
+            inner = _read_tokenizer(directory)
+            _add_tokens(inner, config, named)
+            inner.no_truncation()
+            inner.no_padding()
+            for probe in (*_PROBES, _ORDINARY):
+                inner.decode(inner.encode(probe).ids)
+            return cls(inner, template=template, eos_token_ids=eos_token_ids, named=named)
 
     @property
     def vocab_size(self) -> int:
@@ -179,6 +183,10 @@ class _DamageIn:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def error(self, said: object) -> CheckpointError:
+        """That the library ``said`` so of the file."""
+        return CheckpointError(f"{self._path}: not a usable tokenizer ({said})")
+
     def __enter__(self) -> None:
         return None
 
@@ -186,7 +194,7 @@ class _DamageIn:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind in (Exception, ValueError):
-            raise CheckpointError(f"{self._path}: not a usable tokenizer ({error})") from None
+            raise self.error(error) from None
 
 
 def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
@@ -194,11 +202,11 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
     path = directory / TOKENIZER
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, most=MOST_TOKENIZER_BYTES)
     except FileNotFoundError:
         return _convert_pieces(directory)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
     return tokenizers.Tokenizer.from_str(text)
 
 
@@ -214,6 +222,9 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
             f"{only}to convert it takes {' and '.join(missing)} (pip install {' '.join(missing)}), or a {TOKENIZER} "
             "beside it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
         )
+    proto = _read_pieces(directory / pieces)
+    for name in _READ_BY_TRANSFORMERS:
+        _read_object(directory / name)
     import transformers
 
     sentencepiece = importlib.import_module("sentencepiece")  # no types, and not there for most
@@ -224,7 +235,7 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     kind: Any = named if own else transformers.AutoTokenizer
     try:
         loaded = kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, use_fast=True)
-        model = sentencepiece.SentencePieceProcessor(model_file=str(directory / pieces))
+        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CheckpointError(f"{only}transformers cannot convert it ({reason}); put a {TOKENIZER} beside it") from None
@@ -232,6 +243,13 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     if inner is None or any(inner.encode(text, add_special_tokens=False).ids != model.encode(text) for text in _PROBES):
         raise CheckpointError(f"{only}transformers reads it otherwise than SentencePiece; put a {TOKENIZER} beside it")
     return cast("tokenizers.Tokenizer", inner)
+
+
+def _read_pieces(path: Path) -> bytes:
+    try:
+        return read_bytes(path, most=MOST_TOKENIZER_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
@@ -284,11 +302,8 @@ def _read_eos_token_ids(directory: Path) -> frozenset[int]:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; empty where there is no such file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return values
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({reason(error)})") from None

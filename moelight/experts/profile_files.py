@@ -14,7 +14,8 @@ import numpy as np
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.paths import write_whole
-from moelight.core.units import MiB, format_bytes
+from moelight.core.small_files import parse_json, read_text, reason
+from moelight.core.units import MiB
 from moelight.experts.predict import Floats, Transitions
 from moelight.experts.profile import ActivationProfile, Facts, differing, fingerprint_of
 
@@ -95,15 +96,13 @@ def _transitions(path: Path, found: Any, layers: int, experts: int) -> Transitio
 def _read(path: Path) -> dict[str, Any]:
     """The object in ``path``, with all keys that there must be and none that is unknown."""
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ConfigError(f"{path}: {format_bytes(size)}, too large for an expert profile; {_ANEW}")
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(path, pairs))
+        found = parse_json(read_text(path, most=_MOST_BYTES), pairs=lambda pairs: _once(path, pairs))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)})") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON ({error.msg}); {_ANEW}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path}: not JSON in UTF-8; {_ANEW}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON in UTF-8 ({error}); {_ANEW}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: must be a JSON object, not {_shown(found)}; {_ANEW}")
     for key in found:

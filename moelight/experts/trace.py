@@ -21,10 +21,9 @@ from numpy.typing import ArrayLike
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.experts.access import FloatArray, IntArray
+from moelight.profiles.model import MOST_EXPERTS, MOST_LAYERS
 
 KEYS = ("l", "e", "s")
-# Bounds of what a reader allocates tables for; the largest published model has 61 layers of 384 experts.
-MOST_LAYERS, MOST_EXPERTS = 1024, 4096
 MOST_LINE_BYTES = 16 << 20  # a pass of 100,000 tokens with eight experts each takes 10 MB
 MOST_SCORE = 1e9  # weights are about 1; what is summed up must stay finite
 SCORE_DIGITS = 4

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.small_files import open_regular, reason
 from moelight.experts.policy import ExpertPolicy
 from moelight.lang.check import Reading, read
 from moelight.lang.findings import Complaint, located
@@ -21,11 +21,10 @@ def read_file(path: str | os.PathLike[str]) -> Reading:
         ConfigError: the file cannot be read.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             data = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{os.fspath(path)}: cannot be read: {reason}") from None
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {reason(error)}") from None
     try:
         return read(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

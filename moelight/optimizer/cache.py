@@ -13,6 +13,7 @@ from moelight import __version__
 from moelight.core.errors import MoelightError
 from moelight.core.paths import cache_directory, write_whole
 from moelight.core.policy import Policy, Shares
+from moelight.core.small_files import read_json
 from moelight.hrm.estimate import Estimate, Phase
 from moelight.optimizer.plan import Help, Plan, TierUse
 from moelight.profiles.workload import Workload
@@ -29,7 +30,7 @@ def key_of(*inputs: Any) -> str:
 def load(key: str) -> Plan | None:
     """The plan stored under ``key``, if there is a whole one."""
     try:
-        return _plan(json.loads(_place(key).read_text(encoding="utf-8")))
+        return _plan(read_json(_place(key)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MoelightError):
         return None
 

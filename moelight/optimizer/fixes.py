@@ -9,9 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 
-from moelight.core.dtypes import DTYPES
+from moelight.core.dtypes import DTYPES, FLOAT32
 from moelight.core.errors import ConfigError, did_you_mean
-from moelight.core.policy import ADMISSIONS, FFN_DEVICES, HOST_PAGES, KV_BLOCK_SIZES, PROCESSORS, RESIDENTS
+from moelight.core.policy import (
+    ADMISSIONS,
+    FFN_DEVICES,
+    HOST_PAGES,
+    KV_BLOCK_SIZES,
+    MOST_COUNTS,
+    PROCESSORS,
+    RESIDENTS,
+    check_count,
+)
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.needs import misfit
@@ -41,7 +52,10 @@ _WORDS = {
     "admission": ADMISSIONS,
 }
 KEYS = (*_COUNTS, *_WORDS, *_SHARES)
+SIZES = ("batch_size", "micro_batch_size", "num_micro_batches")
+_MOST_CACHE_BYTES = 1 << 62
 _SLACK = 1e-9
+_MOST_DIGITS = 20  # of a count
 
 
 def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:
@@ -86,6 +100,25 @@ def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
         _check_without_gpu(fixes)
 
 
+def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fixed]) -> None:
+    """Refuse counts out of range, and more sequences than bytes of their keys and values can be counted for.
+
+    Raises:
+        ConfigError: names what asks for so many.
+    """
+    _check_range(fixes)
+    parts = int(fixes.get("num_micro_batches", 1)) * int(fixes.get("micro_batch_size", 1))
+    sequences = int(fixes.get("batch_size", max(workload.num_requests, parts)))
+    tokens = min(workload.max_prompt_len + workload.gen_len, model.max_positions)
+    most = _MOST_CACHE_BYTES // (tokens * model.num_layers * model.attention.cache_width * FLOAT32.itemsize)
+    if sequences > most:
+        asked = [f"--fix {key}={fixes[key]}" for key in SIZES if key in fixes]
+        raise ConfigError(
+            f"{', '.join(asked) or f'num_requests {workload.num_requests:,}'} with up to {tokens:,} tokens each: "
+            f"more than can be planned for, at most {most:,} sequences; ask for fewer, the speed is the same"
+        )
+
+
 def _value(key: str, value: str, text: str) -> Fixed:
     if key in _WORDS:
         words = _WORDS[key]
@@ -95,11 +128,19 @@ def _value(key: str, value: str, text: str) -> Fixed:
         return value
     if key in _SHARES:
         return _share(value, text)
-    if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) < 1 << 62:
-        raise ConfigError(f"--fix {text}: {key} is a whole number of at least 1")
-    if key == "kv_block_size" and int(value) not in KV_BLOCK_SIZES:
-        raise ConfigError(f"--fix {text}: {key} is one of {', '.join(map(str, KV_BLOCK_SIZES))}")
-    return int(value)
+    count = int(value) if value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS else 0
+    if key == "kv_block_size":
+        if count not in KV_BLOCK_SIZES:
+            raise ConfigError(f"--fix {text}: {key} is one of {', '.join(map(str, KV_BLOCK_SIZES))}")
+    elif not 1 <= count <= MOST_COUNTS[key]:
+        raise ConfigError(f"--fix {text}: {key} is a whole number from 1 to {MOST_COUNTS[key]:,}")
+    return count
+
+
+def _check_range(fixes: Mapping[str, Fixed]) -> None:
+    for key in MOST_COUNTS:
+        if key in fixes:
+            check_count(key, int(fixes[key]), least=1)
 
 
 def _share(value: str, text: str) -> float:
@@ -131,17 +172,17 @@ def _check_shares(fixes: Mapping[str, Fixed], keys: tuple[str, ...]) -> None:
 
 def _check_counts(fixes: Mapping[str, Fixed]) -> None:
     """N is cut into micro-batches of at most μ sequences, each with a token at least."""
+    _check_range(fixes)
     for smaller, larger in (("micro_batch_size", "batch_size"), ("num_micro_batches", "batch_size")):
         if int(fixes.get(smaller, 1)) > int(fixes.get(larger, 1 << 62)):
             raise _contradiction(fixes, smaller, larger, why="a micro-batch is a part of the batch")
     if int(fixes.get("micro_batch_tokens", 1 << 62)) < int(fixes.get("micro_batch_size", 1)):
         raise _contradiction(fixes, "micro_batch_size", "micro_batch_tokens", why="a sequence brings a token")
-    keys = ("batch_size", "micro_batch_size", "num_micro_batches")
-    if all(key in fixes for key in keys):
-        whole, part, number = (int(fixes[key]) for key in keys)
+    if all(key in fixes for key in SIZES):
+        whole, part, number = (int(fixes[key]) for key in SIZES)
         if number * part < whole or (number - 1) * part >= whole:
             why = f"{whole} sequences in micro-batches of {part} are {-(-whole // part)} micro-batches"
-            raise _contradiction(fixes, *keys, why=why)
+            raise _contradiction(fixes, *SIZES, why=why)
 
 
 def _check_cpu_experts(fixes: Mapping[str, Fixed]) -> None:

@@ -19,7 +19,7 @@ from moelight.hrm.job import cache_tokens, cached_sequences
 from moelight.hrm.speeds import speeds_of
 from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.fixes import check_fixes
+from moelight.optimizer.fixes import check_extent, check_fixes
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.refusal import refusal
@@ -97,6 +97,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     Raises:
         BudgetError, ConfigError: see `optimize`.
     """
+    check_extent(problem.model, problem.workload, problem.fixed)
     if problem.programme:
         import scipy.optimize  # noqa: F401 (loading the solver is not solving)
 

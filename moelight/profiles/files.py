@@ -16,12 +16,14 @@ from typing import Any
 import yaml
 
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.small_files import read_text
 from moelight.core.units import MiB
 
 PROFILES_VARIABLE = "MOELIGHT_PROFILES"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MAX_FILE_BYTES = 4 * MiB
 _MAX_DEPTH = 20
+_MOST_BITS = 1000  # of an integer, which then fits a float
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")}
 _FLOAT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+")
 
@@ -107,13 +109,15 @@ class Node:
         """A single value, as YAML reads it.
 
         Raises:
-            ConfigError: a mapping, a list, a date, or a number that is not finite.
+            ConfigError: a mapping, a list, a date, or a number that is not finite or beyond a float.
         """
         value = self._value() if isinstance(self._node, yaml.ScalarNode) else self
         if not isinstance(value, (str, int, float, bool, type(None))):
             raise self.error(f"must be a single value, not {self._shown()}")
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(f"must be finite, not {value}")
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise self.error(f"is too large a number: {self._shown()}")
         return value
 
     def text(self) -> str:
@@ -127,15 +131,17 @@ class Node:
             raise self.error(f"must be text, not {self._shown()}")
         return value
 
-    def integer(self, *, least: int = 1) -> int:
-        """A whole number of at least ``least``.
+    def integer(self, *, least: int = 1, most: int | None = None) -> int:
+        """A whole number of at least ``least``, and of at most ``most``.
 
         Raises:
             ConfigError: anything else.
         """
         value = self.scalar()
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(f"must be a whole number of at least {least}, not {self._shown()}")
+        within = isinstance(value, int) and least <= value and (most is None or value <= most)
+        if isinstance(value, bool) or not isinstance(value, int) or not within:
+            wanted = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+            raise self.error(f"must be a whole number {wanted}, not {self._shown()}")
         return value
 
     def day(self) -> str:
@@ -182,9 +188,7 @@ def read_yaml(path: Path) -> Node:
         ConfigError: unreadable, not YAML, empty, or more than one document; names file and line.
     """
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes, so not a profile")
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader = _Loader(read_text(path, most=_MAX_FILE_BYTES))
         node = loader.get_single_node()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -5,7 +5,7 @@ Knows the YAML of ``hardware_profiles/``. Refuses to know models, and what anyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,10 +14,20 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import PROCESSORS, TIERS
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.files import Node, find_profile, read_yaml
-from moelight.profiles.quantities import bandwidth_bytes_per_s, capacity_bytes, flops_per_s, positive, seconds, share
+from moelight.profiles.quantities import (
+    MOST_PROCESSORS,
+    bandwidth_bytes_per_s,
+    capacity_bytes,
+    flops_per_s,
+    positive,
+    seconds,
+    share,
+)
 
 T = TypeVar("T")
 TO = "_to_"
+_LEAST_X, _MOST_X = 1e-3, 1e15  # sizes of work
+_MOST_SPREAD = 1e6
 BYTES_PER_S, FLOPS, SECONDS, SHARE, PROCESSORS_BUSY = "bytes/s", "flop/s", "s", "share", "processors"
 
 
@@ -168,15 +178,16 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     fields = root.fields(*optional, required=("name", "tiers", "processors"))
     sources: dict[str, str] = {}
     tiers = tuple(_tier(name, node, sources) for name, node in fields["tiers"].fields(*TIERS).items())
+    units = tuple(_processor(name, node, sources) for name, node in fields["processors"].fields(*PROCESSORS).items())
+    _check_parts({tier.name for tier in tiers}, {unit.name for unit in units}, root)
     links = fields["links"].entries().items() if "links" in fields else ()
-    units = fields["processors"].fields(*PROCESSORS).items()
     figures = fields["measured"].fields(*MEASURED).items() if "measured" in fields else ()
     surfaces = fields["efficiency"].fields(*EFFICIENCY).items() if "efficiency" in fields else ()
     profile = HardwareProfile(
         name=fields["name"].text(),
         tiers=tiers,
         links=tuple(_link(name, node, tiers, sources) for name, node in links),
-        processors=tuple(_processor(name, node, sources) for name, node in units),
+        processors=units,
         measured=tuple((name, _quantity(node, _PARSERS[MEASURED[name].unit], sources)) for name, node in figures),
         efficiency=tuple(_surface(name, node) for name, node in surfaces),
         source=fields["source"].text() if "source" in fields else "",
@@ -184,7 +195,7 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
         date=fields["date"].day() if "date" in fields else "",
         notes=fields["notes"].text() if "notes" in fields else "",
     )
-    _check(profile, root)
+    _check_links(profile, root)
     return replace(profile, spread=_spread(fields["spread"], profile)) if "spread" in fields else profile
 
 
@@ -210,7 +221,7 @@ def _processor(name: str, node: Node, sources: dict[str, str]) -> Processor:
     fields = node.fields("count", required=("peak",))
     return Processor(
         name=name,
-        count=fields["count"].integer() if "count" in fields else 1,
+        count=fields["count"].integer(most=MOST_PROCESSORS) if "count" in fields else 1,
         peak_flops=_quantity(fields["peak"], flops_per_s, sources),
     )
 
@@ -239,7 +250,9 @@ def _curve(node: Node, parse: Callable[..., float]) -> Curve:
     for name, value in node.entries().items():
         x = _above_zero(name)
         if x is None:
-            raise value.error("must have a number above 0 as its key: rows, context, prompt tokens or bytes")
+            raise value.error(
+                "must have a number above 0 as its key, below 1e15: rows, context, prompt tokens or bytes"
+            )
         if x in points:
             raise value.error("is given twice")
         points[x] = _quantity(value, parse, {})
@@ -253,15 +266,15 @@ def _above_zero(text: str) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if 0 < number < 1e15 else None
+    return number if _LEAST_X <= number <= _MOST_X else None
 
 
 def _spread(node: Node, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
     found = []
     for name, value in node.fields(*profile.figure_keys()).items():
         width = value.scalar()
-        if isinstance(width, (bool, str)) or width is None or width < 0:
-            raise value.error("must be a number of at least 0, a share of the value")
+        if isinstance(width, (bool, str)) or width is None or not 0 <= width <= _MOST_SPREAD:
+            raise value.error(f"must be a number of at least 0, a share of the value, and at most {_MOST_SPREAD:g}")
         found.append((name, float(width)))
     return tuple(found)
 
@@ -280,12 +293,18 @@ def _quantity(node: Node, parse: Callable[..., T], sources: dict[str, str]) -> T
     return parse(raw, what=f"{value.where}: {node.key}")
 
 
-def _check(profile: HardwareProfile, root: Node) -> None:
-    """Host and CPU are always there; a GPU and its memory come together, joined by links both ways."""
-    if profile.tier("host") is None or profile.processor("cpu") is None:
-        raise ConfigError(f"{root.where}: every machine has tiers.host and processors.cpu")
-    if (profile.tier("device") is None) != (profile.processor("gpu") is None):
-        raise ConfigError(f"{root.where}: tiers.device and processors.gpu belong together; one of them is missing")
+def _check_parts(tiers: Collection[str], units: Collection[str], root: Node) -> None:
+    """Host and CPU are always there; a GPU and its memory come together."""
+    for name, there, key in (("host", tiers, "tiers"), ("cpu", units, "processors")):
+        if name not in there:
+            raise ConfigError(f"{root.where}: {key}.{name} is missing; every machine has tiers.host and processors.cpu")
+    if ("device" in tiers) != ("gpu" in units):
+        missing, other = ("processors.gpu", "tiers.device") if "device" in tiers else ("tiers.device", "processors.gpu")
+        raise ConfigError(f"{root.where}: {missing} is missing; it and {other} belong together")
+
+
+def _check_links(profile: HardwareProfile, root: Node) -> None:
+    """A GPU's memory is joined to the host's by links both ways."""
     if profile.tier("device") is not None:
         for src, dst in (("host", "device"), ("device", "host")):
             if profile.link(src, dst) is None:

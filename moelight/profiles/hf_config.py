@@ -6,14 +6,15 @@ Knows JSON and types; refuses to know families. Every complaint names the file a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.errors import CheckpointError, ConfigError, shown
+from moelight.core.small_files import read_object, reason
 
 _MOST = 1 << 24  # no size in any config is larger; a hostile one must not exhaust memory
+_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers takes the first
 _QUANTISED_KEYS = ("quantization_config", "compression_config")
 _LONGEST_NAME = 40
@@ -44,14 +45,11 @@ class HFConfig:
             CheckpointError: missing, unreadable, not JSON, or not an object.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(read_object(path), where=str(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path.parent}: no config.json there, so it is not a model directory") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: must hold a JSON object")
-        return cls(values, where=str(path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON ({reason(error)})") from None
 
     def find(self, *keys: str) -> Any:
         """The value under the first of ``keys`` that is present and not null, else None."""
@@ -61,16 +59,16 @@ class HFConfig:
         """Whether ``key`` is present, be it null."""
         return self._value(key, _ABSENT) is not _ABSENT
 
-    def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least ``least``; ``default`` None means the key is required. ``keys`` are spellings of
-        one thing: those that are there must agree."""
+    def integer(self, *keys: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
+        """A whole number from ``least`` to ``most``; ``default`` None means the key is required. ``keys`` are spellings
+        of one thing: those that are there must agree."""
         self._agree(*keys)
         value = self.find(*keys)
         if value is None:
             value = self._default(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ConfigError(
-                f"{self.where}: {self._name(keys[0])} must be an integer from {least} to {_MOST}, not {value!r}"
+                f"{self.where}: {self._name(keys[0])} must be an integer from {least} to {most}, not {shown(value)}"
             )
         return value
 
@@ -81,12 +79,15 @@ class HFConfig:
         return self.integer(key, least=least)
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """A number above 0, of a size that float32 has too."""
         value = self.find(*keys)
         if value is None:
             value = self._default(keys, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be a number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise ConfigError(
+                f"{self.where}: {self._name(keys[0])} must be a number above 0, from {_LEAST_NUMBER:g} to "
+                f"{_MOST_NUMBER:g}, not {shown(value)}"
+            )
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
@@ -95,7 +96,7 @@ class HFConfig:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be true or false, not {value!r}")
+            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be true or false, not {shown(value)}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -104,7 +105,7 @@ class HFConfig:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of integers, not {value!r}")
+            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of integers, not {shown(value)}")
         return tuple(value)
 
     def words(self, key: str, known: Collection[str], *, count: int) -> tuple[str, ...]:
@@ -153,7 +154,7 @@ class HFConfig:
         """The experts' activation; only SiLU is known to these families."""
         value = self.find("hidden_act") or "silu"
         if value not in ("silu", "swish"):
-            raise ConfigError(f"{self.where}: {self._name('hidden_act')} {value!r} is not supported; known: silu")
+            raise ConfigError(f"{self.where}: {self._name('hidden_act')} {shown(value)} is not supported; known: silu")
         return "silu"
 
     def dtype(self, *, default: str) -> str:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from moelight.profiles.names import TensorNames
 
+# Sizes that are refused at once; the largest published model has 126 layers, and the finest 512 experts in each.
+MOST_LAYERS, MOST_EXPERTS, MOST_PARAMETERS = 1024, 4096, 10**15
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentSpec:

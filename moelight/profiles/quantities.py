@@ -1,5 +1,6 @@
 """Sizes, bandwidths, speeds and times as profiles write them: a number in base units, or text with its unit.
 
+Each kind has a range, wide enough for every machine and narrow enough that products of a few of them stay numbers.
 Reading and spelling are inverse: what is spelled reads back as the same number.
 """
 
@@ -7,10 +8,60 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from decimal import Decimal
 
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, shown
 from moelight.core.units import parse_bytes
+
+MOST_PROCESSORS = 4096  # of one kind in one machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """A kind of quantity: what it is called, an example, and its range in base units, with that in words."""
+
+    name: str
+    example: str
+    least: float
+    most: float
+    range: str
+
+    def check(self, value: float, what: str) -> float:
+        """``value``, which is a number within the range."""
+        if isinstance(value, bool) or not self.least <= value <= self.most:
+            raise ConfigError(f"{what}: {shown(value)} is out of range; {self.name} is from {self.range}")
+        return float(value)
+
+    def unreadable(self, value: str, what: str) -> ConfigError:
+        """What is said of text that is no such quantity."""
+        return ConfigError(f"{what}: {shown(value)} is not {self.name}; write {self.example}")
+
+
+_CAPACITY = _Kind(
+    name="a size", example="bytes or a unit, for example 24GiB", least=1, most=(1 << 63) - 1, range="1 byte to 8EiB"
+)
+_BANDWIDTH = _Kind(
+    name="a bandwidth",
+    example="bytes/s or a unit, for example 285GiB/s",
+    least=1e3,
+    most=1e18,
+    range="1KB/s to 1,000,000TB/s",
+)
+_SPEED = _Kind(
+    name="a speed",
+    example="flop/s or a unit, for example 104TFLOP/s",
+    least=1e3,
+    most=1e21,
+    range="1KFLOP/s to 1,000,000PFLOP/s",
+)
+_TIME = _Kind(
+    name="a time", example="seconds or a unit, for example 40us or 1.5ms", least=1e-12, most=1e6, range="1e-12s to 1e6s"
+)
+_SHARE = _Kind(
+    name="a share of a whole", example="a number above 0 and at most 1", least=1e-9, most=1, range="1e-9 to 1"
+)
+_COUNT = _Kind(name="a number of processors", example="a number", least=1e-12, most=1e6, range="1e-12 to 1e6")
 
 _NUMBER = r"\s*(\d+(?:\.\d*)?|\.\d+)\s*"
 _FLOPS = re.compile(_NUMBER + r"([kKMGTP]?)(?:FLOP/s|FLOPS)\s*", re.IGNORECASE)
@@ -25,54 +76,56 @@ def capacity_bytes(value: str | float, *, what: str) -> int:
     """Bytes from ``24GiB`` or a number of bytes.
 
     Raises:
-        ConfigError: not a positive size; names ``what``.
+        ConfigError: not a size, or out of range; names ``what``.
     """
-    if not isinstance(value, str):
-        _positive(value, what)
-        value = int(value)
-    return parse_bytes(value, what=what)
+    size = parse_bytes(value, what=what) if isinstance(value, str) else value
+    _CAPACITY.check(size, what)
+    return int(size)
 
 
 def bandwidth_bytes_per_s(value: str | float, *, what: str) -> float:
     """Bytes per second from ``285GiB/s`` or a number.
 
     Raises:
-        ConfigError: not a positive bandwidth; names ``what``.
+        ConfigError: not a bandwidth, or out of range; names ``what``.
     """
-    if not isinstance(value, str):
-        return _positive(value, what)
-    size, slash, per = value.rpartition("/")
-    if not slash or per.strip() != "s":
-        raise ConfigError(f"{what}: {value!r} is not a bandwidth; write bytes/s or a unit, for example 285GiB/s")
-    return float(parse_bytes(size, what=what))
+    if isinstance(value, str):
+        size, slash, per = value.rpartition("/")
+        if not slash or per.strip() != "s":
+            raise _BANDWIDTH.unreadable(value, what)
+        try:
+            return _BANDWIDTH.check(parse_bytes(size), what)
+        except ConfigError:
+            raise _BANDWIDTH.unreadable(value, what) from None
+    return _BANDWIDTH.check(value, what)
 
 
 def flops_per_s(value: str | float, *, what: str) -> float:
     """Flop per second from ``104TFLOP/s`` or a number.
 
     Raises:
-        ConfigError: not a positive speed; names ``what``.
+        ConfigError: not a speed, or out of range; names ``what``.
     """
-    if not isinstance(value, str):
-        return _positive(value, what)
-    match = _FLOPS.fullmatch(value)
-    if match is None:
-        raise ConfigError(f"{what}: {value!r} is not a speed; write flop/s or a unit, for example 104TFLOP/s")
-    return _positive(_scaled(match.group(1), _FLOPS_UNITS[match.group(2).upper()]), what)
+    if isinstance(value, str):
+        match = _FLOPS.fullmatch(value)
+        if match is None:
+            raise _SPEED.unreadable(value, what)
+        value = _scaled(match.group(1), _FLOPS_UNITS[match.group(2).upper()])
+    return _SPEED.check(value, what)
 
 
 def seconds(value: str | float, *, what: str) -> float:
     """Seconds from ``40us``, ``1.5ms`` or a number.
 
     Raises:
-        ConfigError: not a positive time; names ``what``.
+        ConfigError: not a time, or out of range; names ``what``.
     """
-    if not isinstance(value, str):
-        return _positive(value, what)
-    match = _SECONDS.fullmatch(value)
-    if match is None:
-        raise ConfigError(f"{what}: {value!r} is not a time; write seconds or a unit, for example 40us or 1.5ms")
-    return _positive(_scaled(match.group(1), _SECONDS_UNITS[match.group(2)]), what)
+    if isinstance(value, str):
+        match = _SECONDS.fullmatch(value)
+        if match is None:
+            raise _TIME.unreadable(value, what)
+        value = _scaled(match.group(1), _SECONDS_UNITS[match.group(2)])
+    return _TIME.check(value, what)
 
 
 def share(value: str | float, *, what: str) -> float:
@@ -81,20 +134,20 @@ def share(value: str | float, *, what: str) -> float:
     Raises:
         ConfigError: anything else; names ``what``.
     """
-    if isinstance(value, (str, bool)) or not 0 < value <= 1:
-        raise ConfigError(f"{what}: {value!r} is not a share; write a number above 0 and at most 1")
-    return float(value)
+    if isinstance(value, str):
+        raise _SHARE.unreadable(value, what)
+    return _SHARE.check(value, what)
 
 
 def positive(value: str | float, *, what: str) -> float:
-    """A plain number above 0.
+    """A plain number of processors, which need not be whole.
 
     Raises:
         ConfigError: anything else; names ``what``.
     """
     if isinstance(value, str):
-        raise ConfigError(f"{what}: {value!r} is not a number")
-    return _positive(value, what)
+        raise _COUNT.unreadable(value, what)
+    return _COUNT.check(value, what)
 
 
 def spelled_capacity(size: int) -> str:
@@ -131,9 +184,3 @@ def _spelled(value: float, units: Iterable[tuple[str, float]], read: Callable[[s
 def _scaled(number: str, factor: str) -> float:
     """The product without a rounding of its own."""
     return float(Decimal(number) * Decimal(factor))
-
-
-def _positive(value: float, what: str) -> float:
-    if isinstance(value, bool) or not 0 < value < 1e24:
-        raise ConfigError(f"{what}: {value!r} is not a positive number")
-    return float(value)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, shown
+
+MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; of one prompt, and of one answer
+_MOST = {
+    "num_requests": MOST_REQUESTS,
+    "prompt_len": MOST_TOKENS,
+    "max_prompt_len": MOST_TOKENS,
+    "gen_len": MOST_TOKENS,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +25,8 @@ class Workload:
     gen_len: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "prompt_len", "max_prompt_len", "gen_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be from 1 to {most:,}, not {shown(getattr(self, name))}")
         if self.prompt_len > self.max_prompt_len:
             raise ConfigError(f"prompt_len ({self.prompt_len}) exceeds max_prompt_len ({self.max_prompt_len})")

@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import os
 import secrets
-import stat
 from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moelight.core.errors import ConfigError
+from moelight.core.small_files import open_regular
 from moelight.serve.errors import error_response
 
 LEAST_TOKEN = 16  # characters
@@ -35,11 +35,8 @@ def read_token(path: Path) -> str:
         ConfigError: there is no such file, others than its owner may read it, or what it holds is no token.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"token file {path}: is no file")
-            if found.st_mode & 0o077:
+        with open(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
                 raise ConfigError(f"token file {path}: others may read or change it; run chmod 600 {path}")
             text = file.read(_MOST_TOKEN_BYTES).decode("ascii", "replace").strip()
     except OSError as error:

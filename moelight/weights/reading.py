@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from moelight.core.errors import CheckpointError
+from moelight.core.small_files import open_regular, reason
 from moelight.core.units import MiB
 from moelight.weights.names import Extent
 from moelight.weights.torch_dtypes import to_torch
@@ -111,9 +112,9 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
 
 def _open(file: Path) -> int:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(file)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be opened ({error.strerror})") from None
+        raise CheckpointError(f"{file}: cannot be opened ({reason(error)})") from None
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return descriptor

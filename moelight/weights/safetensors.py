@@ -6,15 +6,14 @@ file, or a `CheckpointError` that names file and tensor. Never maps the file, ne
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import CheckpointError
+from moelight.core.small_files import open_regular, parse_json, reason
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
@@ -70,16 +69,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: the file is missing, unreadable, cut short, or its header breaks a rule of the format.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
-            raise CheckpointError(f"{file}: not a file; a safetensors file must be there")
-        with open(file, "rb", buffering=0) as raw:
+        with open(open_regular(file), "rb", buffering=0) as raw:
             size = os.fstat(raw.fileno()).st_size
             length = _header_length(file, _read(raw, _LENGTH_BYTES), size)
             text = _read(raw, length)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; fetch the missing part of the checkpoint") from None
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from None
+        raise CheckpointError(f"{file}: cannot be read ({reason(error)})") from None
     if len(text) != length:
         raise CheckpointError(f"{file}: ended inside its header; {_AGAIN}")
     header = _parse(file, text)
@@ -113,10 +110,10 @@ def _header_length(file: Path, prefix: bytes, size: int) -> int:
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        header = parse_json(text.decode("utf-8"), pairs=_unique)
     except _RepeatedKeyError as error:
         raise CheckpointError(f"{file}: the header names {error.args[0]!r} twice; {_AGAIN}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{file}: the header is not JSON ({error}); {_AGAIN}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header must be a JSON object; {_AGAIN}")

@@ -6,7 +6,6 @@ Refuses to know what any tensor means (``names``), and never opens a pickle.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from moelight.core.errors import CheckpointError
+from moelight.core.small_files import read_json, reason
 from moelight.weights.safetensors import TensorInfo, read_header
 
 __all__ = ["DEMO", "Checkpoint", "TensorInfo", "resolve_model"]
@@ -142,7 +142,7 @@ class Checkpoint:
         single, index = directory / SINGLE, directory / INDEX
         if single.exists() or single.is_symlink():
             tensors, listing = read_header(single), single
-        elif index.exists():
+        elif index.exists() or index.is_symlink():
             tensors, listing = _read_shards(directory, index), index
         else:
             raise CheckpointError(_nothing_there(directory))
@@ -197,13 +197,11 @@ def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{index}: larger than {_MAX_INDEX_BYTES} bytes, so not an index of safetensors")
-        values = json.loads(index.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = read_json(index, most=_MAX_INDEX_BYTES)
+    except ValueError as error:
         raise CheckpointError(f"{index}: cannot be read as JSON ({error}); fetch it again") from None
     except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read ({error.strerror or error})") from None
+        raise CheckpointError(f"{index}: cannot be read ({reason(error)})") from None
     weight_map = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names; fetch the index again")

@@ -72,6 +72,89 @@ def test_a_template_cannot_leave_its_sandbox(kind: str) -> None:
     assert messages == [{"role": "user", "content": "x"}]
 
 
+# Uses of a method as a value, and what else has no text but what the interpreter gives it.
+OBJECTS = {
+    "method": "{{ ''.strip }}",
+    "method of a message": "{{ messages[0].items }}",
+    "method of a list": "{{ messages.index }}",
+    "in a list": "{{ [1, ''.strip] }}",
+    "in a dict": "{{ {'a': {'b': ''.strip}} }}",
+    "in a view": "{{ {'a': ''.strip}.items() }}",
+    "in a namespace": "{% set ns = namespace(x=1) %}{% set ns.f = ''.strip %}{{ ns }}",
+    "through a name": "{% set f = ''.strip %}{{ f }}",
+    "concatenated": "{{ 'a' ~ ''.strip }}",
+    "joined": "{{ [''.strip] | join }}",
+    "joined by method": "{{ ''.join([''.strip]) }}",
+    "as a string": "{{ ''.strip | string }}",
+    "by map": "{{ [''.strip] | map('string') | join }}",
+    "replaced": "{{ ''.strip | replace('a', 'b') }}",
+    "escaped": "{{ ''.strip | e }}",
+    "as json": "{{ {'a': ''.strip} | tojson }}",
+    "by percent": "{{ '%s' % ''.strip }}",
+    "by percent of many": "{{ '%s %r' % (1, ''.strip) }}",
+    "by format filter": "{{ '%s' | format(''.strip) }}",
+    "by format": "{{ '{}'.format(''.strip) }}",
+    "by format in a list": "{{ '{}'.format([''.strip]) }}",
+    "by repr": "{{ '{!r}'.format(''.strip) }}",
+    "by attribute in format": "{{ '{0.strip!r}'.format('') }}",
+    "by a name in format": "{{ '{a.strip!s}'.format_map({'a': ''}) }}",
+    "added": "{{ 'a' + ''.strip }}",
+    "added to a list": "{{ [''.strip] + [1] }}",
+    "repeated": "{{ [''.strip] * 2 }}",
+    "compared": "{{ ''.strip == ''.strip }}",
+    "compared with a constant": "{{ ''.strip != 'a' }}",
+    "ordered": "{{ ''.strip < 1 }}",
+    "searched": "{{ ''.strip in [1] }}",
+    "as a key": "{{ {''.strip: 1} }}",
+    "as an index": "{{ messages[''.strip] }}",
+    "as an argument": "{{ 'a'.replace('a', ''.strip) }}",
+    "as an argument of a helper": "{{ raise_exception(''.strip) }}",
+    "passed to a macro": "{% macro f(g) %}{{ g() }}{% endmacro %}{{ f(''.strip) }}",
+    "as a default": "{{ nothing | default(''.strip) }}",
+    "sorted": "{{ [''.strip, ''.strip] | sort | list }}",
+    "class": "{{ range }}{{ namespace }}{{ dict }}",
+    "helper": "{{ raise_exception }}",
+    "joiner": "{{ joiner() }}",
+    "cycler": "{{ cycler(1) }}",
+    "cycler in format": "{{ '{}'.format(cycler(1)) }}",
+    "loop": "{% for x in [1] %}{{ loop }}{% endfor %}",
+    "macro": "{% macro f() %}{% endmacro %}{{ f }}",
+    "self": "{{ self }}",
+    "iterator": "{{ messages | map('string') }}",
+    "iterator in a list": "{{ [messages | map('string')] }}",
+    "format itself": "{{ ''.format }}",
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_of_the_interpreter_are_no_values(kind: str) -> None:
+    with pytest.raises(InputError, match=r"no value; it can only be called|has no text") as refusal:
+        ChatTemplate(OBJECTS[kind], special_tokens={}).render(MESSAGES)
+    assert "<" not in str(refusal.value) and "0x" not in str(refusal.value)
+
+
+CALLED = {
+    "{{ ' a '.strip() }}": "a",
+    "{% set f = ' a '.strip %}{{ f() }}": "a",
+    "{% for k, v in messages[0].items() %}{{ k }}{{ v }}{% endfor %}": "roleusercontentx",
+    "{{ messages[0].get('role') | default('') }}": "user",
+    "{% if ''.strip %}a{% endif %}{% if messages[0].items is defined %}b{% endif %}": "ab",
+    "{{ messages[0].items is string }}{{ messages[0].items is mapping }}": "FalseFalse",
+    "{{ 'user' in messages | map(attribute='role') }}": "True",
+    "{{ dict(messages[0] | items).role }}": "user",
+    "{{ messages | map(attribute='role') | join }}": "user",
+    "{{ '{} {!r}'.format('a', 'b') }}{{ '%s' % 1 }}": "a 'b'1",
+    "{{ [1, none, true, 'a', {'b': 2.5}] }}": "[1, None, True, 'a', {'b': 2.5}]",
+    "{{ range(3) }}{{ messages[0].keys() | list }}": "range(0, 3)['role', 'content']",
+    "{% macro f(g) %}{{ g() }}{% endmacro %}{% macro h() %}a{% endmacro %}{{ f(h) }}{{ nothing }}": "a",
+}
+
+
+@pytest.mark.parametrize("source", CALLED)
+def test_methods_are_called_and_values_written(source: str) -> None:
+    assert ChatTemplate(source, special_tokens={}).render(MESSAGES) == CALLED[source]
+
+
 GROW = {
     "plus": "ns.x + ns.x",
     "tilde": "ns.x ~ ns.x",

@@ -199,6 +199,46 @@ def test_damage_is_one_clear_line(kind: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def spoilt(directory: Path, **parts: Any) -> Path:
+    """A tokenizer with ``parts`` of its tokenizer.json changed."""
+    path = byte_level(directory) / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **parts}), encoding="utf-8")
+    return directory
+
+
+# What makes the library panic: while it reads the file, or at the first text.
+PANICS: dict[str, dict[str, Any]] = {
+    "a charsmap that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "a charsmap that is cut short": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAEAAAABAAAAAAAA"}
+    },
+    "no entry of the post-processor": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {},
+        }
+    },
+    "a pattern that tries for ever": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "(?:[a-z]+[a-z ]+)+[0-9]"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PANICS)
+def test_a_panic_of_the_library_is_one_clear_line(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a usable tokenizer \(.+\)$") as refusal:
+        Tokenizer.from_dir(spoilt(tmp_path, **PANICS[kind]))
+    assert "\n" not in str(refusal.value)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_sentence_piece_file_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -224,8 +264,8 @@ def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     class Model:
         shift = 0
 
-        def __init__(self, model_file: str) -> None:
-            assert Path(model_file).name == "tokenizer.model"
+        def __init__(self, model_proto: bytes) -> None:
+            assert model_proto == b"\n\x0e"
 
         def encode(self, text: str) -> list[int]:
             return [self.shift + token for token in inner.encode(text, add_special_tokens=False).ids]

@@ -12,6 +12,7 @@ from moelight.core.errors import ConfigError
 from moelight.experts.predict import Transitions
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.profile_files import load_profile, save_profile
+from tests.hostile.endless import ENDLESS, guarded, put
 
 MODEL: Facts = {"model_type": "olmoe", "num_layers": 2, "num_experts": 3, "top_k": 1, "norm_topk_prob": False}
 
@@ -131,6 +132,12 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: bytes, complaint: 
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=complaint):
         loaded(path)
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_what_is_no_file_or_never_ends_is_refused(kind: str, tmp_path: Path) -> None:
+    with guarded(), pytest.raises(ConfigError, match=rf"experts.json: cannot be read \(.*{ENDLESS[kind][1]}"):
+        loaded(put(kind, tmp_path / "experts.json"))
 
 
 def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:

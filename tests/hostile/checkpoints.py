@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moelight.profiles.model import MOST_EXPERTS, MOST_LAYERS
 from tests.tiny import save_tiny
 
 SINGLE = "model.safetensors"
@@ -298,8 +299,8 @@ TENSORS = (
     ),
     wrong_config("one layer more", "model.layers.3.", num_hidden_layers=4),
     wrong_config("one layer less", "model.layers.2.", num_hidden_layers=2),
-    wrong_config("layers without end", "num_hidden_layers", num_hidden_layers=10**6),
-    wrong_config("experts without end", "num_experts", num_local_experts=10**7),
+    wrong_config("the most layers", "num_hidden_layers", num_hidden_layers=MOST_LAYERS),
+    wrong_config("the most experts", "num_experts", num_local_experts=MOST_EXPERTS),
     wrong_config("one expert more", "num_local_experts", num_local_experts=7),
     wrong_config("one expert less", "num_local_experts", num_local_experts=5),
     wrong_config("another width", "check hidden_size", hidden_size=64),

@@ -59,7 +59,7 @@ def test_a_key_may_be_given_twice_with_one_value() -> None:
         (["attention=gpus"], ["attention=gpus", "did you mean 'gpu'"]),
         (["schedule=cgopip"], ["schedule=cgopip", "did you mean 'cgopipe'"]),
         (["kv_dtype=int5"], ["kv_dtype=int5", "int4"]),
-        (["batch_size=0"], ["batch_size=0", "at least 1"]),
+        (["batch_size=0"], ["batch_size=0", "from 1 to 1,073,741,824"]),
         (["batch_size=4.5"], ["batch_size=4.5", "whole number"]),
         (["batch_size=²"], ["whole number"]),
         (["batch_size=" + "9" * 30], ["whole number"]),

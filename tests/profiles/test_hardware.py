@@ -114,7 +114,7 @@ def test_a_machine_without_a_gpu_needs_neither_links_nor_a_disk(tmp_path: Path) 
         ("host_copy: 23.1GB/s", "host_copy: 23.1GiB", 15, "measured.host_copy"),
         ("cpu_task: 40us", "cpu_task: 40 minutes", 16, "write seconds or a unit"),
         ("cpu_task: 40us", "cpu_task: 0", 16, "measured.cpu_task"),
-        ("cpu_under_disk: 0.8", "cpu_under_disk: 1.2", 19, "is not a share"),
+        ("cpu_under_disk: 0.8", "cpu_under_disk: 1.2", 19, "1.2 is out of range; a share"),
         ("cpu_under_disk: 0.8", "cpu_under_disk: 80%", 19, "is not a share"),
         ("  cpu_experts:", "  cpu_expert:", 21, "did you mean 'cpu_experts'"),
         ("{128MiB: {1: 20GFLOP/s", "{128MoB: {1: 20GFLOP/s", 21, "efficiency.cpu_experts"),
@@ -217,6 +217,15 @@ def test_shipped_machines_state_what_their_parts_can_really_do() -> None:
         ("  gpu:", "  tpu:", 10, "did you mean"),
         ("count: 2", "count: two", 10, "processors.gpu.count"),
         ("count: 2", "count: 0", 10, "processors.gpu.count"),
+        ("count: 2", "count: 100000000000", 10, "processors.gpu.count must be a whole number from 1 to 4,096"),
+        ("104TFLOP/s", "1e-300", 10, "1e-300 is out of range; a speed is from 1KFLOP/s to 1,000,000PFLOP/s"),
+        ("104TFLOP/s", "104", 10, "104 is out of range; a speed"),
+        ("76GiB/s", "1e-30", 4, "1e-30 is out of range; a bandwidth is from 1KB/s to 1,000,000TB/s"),
+        ("76GiB/s", "1e+30", 4, "1e+30 is out of range; a bandwidth"),
+        ("76GiB/s", "1" + "0" * 400, 4, "is too large a number"),
+        ("76GiB/s", "0x" + "f" * 5000, 4, "is too large a number"),
+        ("76GiB/s", "76GFLOP/s", 4, "'76GFLOP/s' is not a bandwidth; write bytes/s or a unit"),
+        ("  host: {capacity: 197880360960, bandwidth: 76GiB/s}\n", "", 1, "tiers.host is missing; every machine has"),
         ("24GiB", "24Gib/s", 3, "tiers.device.capacity"),
         ("24GiB", "-1", 3, "tiers.device.capacity"),
         ("24GiB", "true", 3, "tiers.device.capacity"),
@@ -226,11 +235,11 @@ def test_shipped_machines_state_what_their_parts_can_really_do() -> None:
         ("285GiB/s", "285GiB", 3, "tiers.device.bandwidth"),
         ("285GiB/s", "285GiB/h", 3, "tiers.device.bandwidth"),
         ("104TFLOP/s", "104TB/s", 10, "processors.gpu.peak"),
-        ("104TFLOP/s", "104", 10, ""),
+        ("104TFLOP/s", "104e12", 10, ""),
         ("host_to_device", "host_to_moon", 7, "links.host_to_moon"),
         ("host_to_device", "host_to_host", 7, "links.host_to_host"),
         ("  device_to_host: {bandwidth: 12e9}\n", "", 1, "links.device_to_host is missing"),
-        ("  cpu: {peak: 1.6TFLOP/s}\n", "", 1, "processors.cpu"),
+        ("  cpu: {peak: 1.6TFLOP/s}\n", "", 1, "processors.cpu is missing"),
         ("  gpu: {count: 2, peak: 104TFLOP/s}\n", "", 1, "belong together"),
         ("name: box", "name: 7", 1, "name must be text"),
         ("name: box\n", "", 1, "'name'"),
@@ -241,7 +250,7 @@ def test_what_is_no_machine_is_refused_with_file_and_line(
 ) -> None:
     assert old in PLAIN
     if says == "":
-        assert read_hardware_profile(written(tmp_path, PLAIN.replace(old, new))).processors[0].peak_flops == 104
+        assert read_hardware_profile(written(tmp_path, PLAIN.replace(old, new))).processors[0].peak_flops == 104e12
         return
     with pytest.raises(ConfigError) as caught:
         read_hardware_profile(written(tmp_path, PLAIN.replace(old, new)))

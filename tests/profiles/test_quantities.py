@@ -58,6 +58,14 @@ def test_values_with_and_without_units(read, written, value) -> None:  # type: i
         (share, 0),
         (share, 1.01),
         (share, "half"),
+        (capacity_bytes, 1 << 63),
+        (capacity_bytes, 10**400),
+        (bandwidth_bytes_per_s, 999.0),
+        (bandwidth_bytes_per_s, "1000001TB/s"),
+        (flops_per_s, "0.5KFLOP/s"),
+        (flops_per_s, "1000001PFLOP/s"),
+        (seconds, 1e-13),
+        (share, 1e-300),
         (positive, "1"),
         (positive, float("nan")),
     ],
@@ -77,7 +85,7 @@ def test_short_spellings() -> None:
 
 
 @examples(200)
-@given(st.integers(1, 2**62), st.floats(1.0, 1e20), st.floats(1e-12, 1e6))
+@given(st.integers(1, 2**62), st.floats(1e3, 1e18), st.floats(1e-12, 1e6))
 def test_what_is_spelled_reads_back(size: int, rate: float, time_s: float) -> None:
     assert read_number(quantities.spelled_capacity(size), capacity_bytes) == size
     assert read_number(quantities.spelled_bandwidth(rate), bandwidth_bytes_per_s) == rate

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec
+from moelight.profiles.model import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_PARAMETERS,
+    AttentionSpec,
+    ExpertSpec,
+    LatentSpec,
+    ModelProfile,
+    RouterSpec,
+)
 from moelight.profiles.names import TensorNames
 
 # Every type of rotary positions that transformers knows. Their constants change no size, so planning takes them all.
@@ -116,7 +125,7 @@ def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile
     config.refuse_two_names()
     for key, known in family.only.items():
         config.refuse_other(key, known)
-    layers = config.integer("num_hidden_layers")
+    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     moe_layers = _moe_layers(config, family, layers)
     profile = ModelProfile(
         name=name,
@@ -246,7 +255,7 @@ def _experts(config: HFConfig, family: Family) -> ExpertSpec:
     elif family.shared_experts is not None:
         shared = width * (config.integer_or_none("n_shared_experts", default=family.shared_experts, least=0) or 0)
     return ExpertSpec(
-        num_experts=config.integer(*family.experts_keys, default=family.num_experts),
+        num_experts=config.integer(*family.experts_keys, default=family.num_experts, most=MOST_EXPERTS),
         intermediate_size=width,
         activation=config.activation(),
         shared_intermediate_size=shared,
@@ -263,7 +272,7 @@ def _moe_layers(config: HFConfig, family: Family, layers: int) -> tuple[bool, ..
     ``first_dense``: those after the first ``first_k_dense_replace``, every ``moe_layer_freq``-th.
     """
     if family.sparse_layers:
-        dense = config.integers("mlp_only_layers")
+        dense = frozenset(config.integers("mlp_only_layers"))
         step = config.integer("decoder_sparse_step", default=1)
         return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     if family.first_dense is not None:
@@ -291,5 +300,10 @@ def _check(profile: ModelProfile, where: str) -> None:
             f"{where}: n_group ({router.groups}) must divide the {experts.num_experts} experts, and topk_group "
             f"({router.top_groups}) must be at most n_group"
         )
+    width = experts.num_experts * experts.intermediate_size + experts.shared_intermediate_size
+    width = max(width, profile.dense_intermediate_size) + attention.q_dim + attention.cache_width
+    parameters = profile.hidden_size * (3 * profile.num_layers * width + 2 * profile.vocab_size)
+    if parameters > MOST_PARAMETERS:
+        raise ConfigError(f"{where}: this would be a model of {parameters:.0e} parameters, above {MOST_PARAMETERS:.0e}")
     if not profile.num_moe_layers:
         raise ConfigError(f"{where}: no layer has experts, so this is a dense model")

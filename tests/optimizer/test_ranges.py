@@ -1,0 +1,55 @@
+"""Machines at the corners of what a profile may say are planned for without a warning, which fails any test."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from moelight.core.errors import UserError
+from moelight.optimizer.optimize import optimize
+from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier
+from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.workload import MOST_REQUESTS, Workload
+from moelight.profiles.workload_files import load_workload
+
+BANDWIDTHS, PEAKS = (1e3, 1e18), (1e3, 1e21)
+
+
+def machine(bandwidths: tuple[float, ...], peaks: tuple[float, ...], *, count: int = 1) -> HardwareProfile:
+    host, device, link = bandwidths
+    return HardwareProfile(
+        name="corner",
+        tiers=(
+            Tier(name="device", capacity_bytes=16 << 30, bandwidth_bytes_per_s=device),
+            Tier(name="host", capacity_bytes=200 << 30, bandwidth_bytes_per_s=host),
+        ),
+        links=tuple(
+            Link(src=src, dst=dst, bandwidth_bytes_per_s=link) for src, dst in (("host", "device"), ("device", "host"))
+        ),
+        processors=(
+            Processor(name="gpu", count=count, peak_flops=peaks[0]),
+            Processor(name="cpu", count=1, peak_flops=peaks[1]),
+        ),
+    )
+
+
+@pytest.mark.parametrize("peaks", [*product(PEAKS, repeat=2)])
+@pytest.mark.parametrize("bandwidths", [(1e3, 1e3, 1e3), (1e18, 1e3, 1e18), (1e18, 1e18, 1e3)])
+def test_the_slowest_and_fastest_machines_are_planned_for(
+    bandwidths: tuple[float, ...], peaks: tuple[float, ...]
+) -> None:
+    work = Workload(num_requests=100, prompt_len=77, max_prompt_len=418, gen_len=16)
+    plan = optimize(machine(bandwidths, peaks), load_model_profile("mixtral"), work, name="m", cache=False)
+    assert 0 < plan.estimate.tokens_per_s < 1e12
+
+
+def test_the_most_gpus_and_the_most_requests_are_planned_for_or_refused() -> None:
+    model, work = load_model_profile("mixtral"), load_workload("mtbench")
+    plan = optimize(machine((1e11, 1e12, 1e10), (1e14, 1e12), count=4096), model, work, name="m", cache=False)
+    assert plan.estimate.tokens_per_s > 0
+    most = Workload(num_requests=MOST_REQUESTS, prompt_len=77, max_prompt_len=418, gen_len=64)
+    assert optimize(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, most, name="m", cache=False).policy.kv_tokens > 0
+    far = Workload(num_requests=MOST_REQUESTS, prompt_len=1 << 24, max_prompt_len=1 << 24, gen_len=1 << 24)
+    with pytest.raises(UserError, match="more than can be planned for"):
+        optimize(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, far, name="m", cache=False)
