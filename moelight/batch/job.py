@@ -224,7 +224,8 @@ def _check_defaults(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: 
         if token >= vocab_size:
             raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
     if sampling.structured_outputs is not None:
-        Constraints(tokenizer, vocab_size).check(sampling.structured_outputs)
+        with contextlib.closing(Constraints(tokenizer, vocab_size)) as constraints:
+            constraints.check(sampling.structured_outputs)
 
 
 def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
