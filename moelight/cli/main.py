@@ -1,7 +1,7 @@
 """The ``moelight`` program: its commands, and the one place where every error becomes a line and an exit code.
 
 Exit codes: 0 all is well; 1 some lines of a job, or a policy file, have errors; 2 refused, one clear line says why; 70
-a fault of moelight's own; 130 interrupted; 141 the reader of the output went away.
+a fault of moelight's own or of a library's; 130 interrupted; 141 the reader of the output went away.
 """
 
 from __future__ import annotations
