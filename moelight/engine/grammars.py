@@ -6,7 +6,7 @@ library and llguidance alone: no line of moelight is imported here.
 
 ::
 
-    Trial.why_not(kind, text) ──[kind, text]──► main: compile, first mask ──why or null──► or dead: why, by its signal
+    Trial.why_not(kind, text) ──[kind, text]──► main: compile, first token ──why or null──► or dead: why, by its signal
     compiled(trie, kind, text): the same here, on a stack four times as deep
 """
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -34,6 +34,7 @@ TRIED_BYTES = 2 << 30  # of addresses, beyond those of the vocabulary
 NO_TOKEN = "no token of this model's vocabulary goes on with what it asks for"
 _SHOWN = 300  # characters of what the compiler says
 _TOO_LARGE = ("too big", "too many", "too large", "max is", "fuel", "limit")  # words of llguidance's for its own limits
+_TOO_LARGE_FOR_IT = "it is too large for llguidance"
 _TOO_DEEP = f"it is chained or nested too deeply (compiling it overflows a stack of {TRIED_STACK_BYTES >> 20} MiB)"
 _WHY = {
     signal.SIGSEGV: _TOO_DEEP,
@@ -109,7 +110,7 @@ def said(error: str) -> str:
     if lines[0].startswith("NoExtension"):
         return NO_TOKEN
     large = any(word in lines[0] for word in _TOO_LARGE)
-    return f"it is too large for llguidance ({short})" if large else short
+    return f"{_TOO_LARGE_FOR_IT} ({short})" if large else short
 
 
 def _on_stack(size: int, work: Callable[[], _T]) -> _T:
@@ -251,10 +252,23 @@ def _tried(trie: llguidance.LLTokenizer, kind: str, text: str, stack_bytes: int)
         found = compiled(trie, kind, text, stack_bytes=stack_bytes)
         if isinstance(found, str):
             return found
-        found.compute_bitmask()  # what it says is for whoever has the whole vocabulary
-        return None
+        # One token on: some grow only then. That no token fits is for whoever has the whole vocabulary to say.
+        mask = int.from_bytes(found.compute_bitmask(), "little")
+        fits = next((token for token in _bits(mask) if found.validate_tokens([token])), None)
+        if fits is not None:
+            found.consume_token(fits)
+        why = said(found.get_error()) if found.is_error() else None
+        return why if why is not None and why.startswith(_TOO_LARGE_FOR_IT) else None
     except BaseException as error:  # noqa: BLE001 (a panic of llguidance is no Exception)
         return said(f"{type(error).__name__}: {error}")
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The places of the ones in ``mask``, the lowest first."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _limit_memory(more: int) -> None:

@@ -262,15 +262,30 @@ def test_of_very_many_choices_one_is_answered(count: int) -> None:
     assert answer(how, choice=many[max(0, at - 20) : at + 20]).token_ids == found.token_ids
 
 
-@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "a{1000000000}"])
-def test_what_is_too_large_for_the_library_is_called_so(regex: str) -> None:
-    found = answer({}, regex=regex)
-    assert found.finish_reason == "error"
-    assert str(found.stop_reason).startswith("structured_outputs: it is too large for llguidance (")
+TOO_LARGE = "structured_outputs: it is too large for llguidance ("
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"regex": "a{1000000000}"},
+        {"choice": [f"option {n}" for n in range(300_000)]},
+    ],
+    ids=["repeated", "repeated at once", "choices"],
+)
+def test_what_is_too_large_for_the_library_is_called_so(outputs: dict[str, Any]) -> None:
     constraints = Constraints(Tokenizer.from_dir(DEMO), 98)
-    with pytest.raises(InputError, match="structured_outputs: it is too large for llguidance"):
-        constraints.check(StructuredOutputs(choice=[f"option {n}" for n in range(300_000)]))
+    with pytest.raises(InputError) as refusal:
+        constraints.check(StructuredOutputs(**outputs))
+    assert str(refusal.value).startswith(TOO_LARGE)
     constraints.close()
+
+
+def test_an_answer_that_becomes_too_large_is_an_error() -> None:
+    found = answer({}, regex="bcd(a{1000}){1000}")
+    assert (found.text[:2], found.finish_reason) == ("bc", "error")
+    assert str(found.stop_reason).startswith(TOO_LARGE)
 
 
 def test_equal_specifications_are_compiled_once() -> None:
