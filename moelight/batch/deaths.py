@@ -41,6 +41,7 @@ class Deaths:
         self.struck = frozenset(number for number, count in self._counts.items() if count >= MOST_DEATHS)
         self._page: mmap.mmap | None = None
         self._place: memoryview | None = None
+        self._tried = False
         self._number = -1
 
     def at(self, number: int) -> Deaths:
@@ -55,7 +56,7 @@ class Deaths:
         return self
 
     def __enter__(self) -> None:
-        if self._page is None:
+        if not self._tried:
             self._map()
         if self._place is not None:
             self._place[0] = self._number + 1
@@ -77,6 +78,7 @@ class Deaths:
             self._path.unlink(missing_ok=True)
 
     def _map(self) -> None:
+        self._tried = True
         with contextlib.suppress(OSError):
             write_whole(self._path, "\0" * _HEAD_BYTES + json.dumps(self._counts))
             with open(open_private(self._path, create=False), "rb+") as file:
