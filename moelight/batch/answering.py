@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moelight.batch.deaths import refusal
 from moelight.batch.direct import Ledger
 from moelight.batch.format import to_json_line
+from moelight.batch.input import Input
 from moelight.batch.progress import Progress, Shown
 from moelight.batch.rows import BadRow, Format, Row, Served, bad_row
 from moelight.batch.scan import Encode, check_length, duplicate, room
@@ -20,6 +22,19 @@ from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request
 
 LONGEST_SHOWN = 400
+
+
+def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> None:
+    """Put the rows at which the process died before the others: so a job in which many are such gets on, however soon
+    it dies again."""
+    left = {number for number in ledger.struck if not ledger.done(number)}
+    if not left:
+        return
+    for row in source.rows(skip=lambda number: number not in left):
+        bad = bad_row(row.number, row.line, row.custom_id, refusal(), kind=row.kind)
+        served = Served(model=model, created=int(time.time()), job=job)
+        ledger.put(row.number, to_json_line(source.format.refuse(bad, served)), failed=True)
+    ledger.commit()
 
 
 class Checks(Protocol):
@@ -87,17 +102,18 @@ class Answering:
                 continue
             expected = 0
             try:
-                prompts = self._encode(row)
-                for prompt in prompts:
-                    check_length(len(prompt), self._context, generates=row.sampling.max_tokens > 0)
-                expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
-                requests = [
-                    Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)
-                    for k, prompt in enumerate(prompts)
-                ]
-                if engine is not None:
-                    for request in requests:
-                        engine.check(request)
+                with self._ledger.preparing(row.number):
+                    prompts = self._encode(row)
+                    for prompt in prompts:
+                        check_length(len(prompt), self._context, generates=row.sampling.max_tokens > 0)
+                    expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
+                    requests = [
+                        Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)
+                        for k, prompt in enumerate(prompts)
+                    ]
+                    if engine is not None:
+                        for request in requests:
+                            engine.check(request)
             except InputError as error:
                 self.spared += expected
                 self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)

@@ -172,7 +172,7 @@ class ParquetReader:
                 number += 1
                 if skip is not None and skip(number):
                     continue
-                yield self._row({name: each[at].as_py() for name, each in zip(names, values, strict=True)}, number)
+                yield self._row({name: each[at] for name, each in zip(names, values, strict=True)}, number)
 
     def _batches(self, source: Source) -> Iterator[Any]:
         from pyarrow import ArrowException
@@ -187,12 +187,18 @@ class ParquetReader:
                 raise _damaged(source.name, error) from None
 
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
+        """The row of ``values``, pyarrow's scalars by field."""
         line = number + 1
-        given = {name: value for name, value in values.items() if value is not None}
-        custom_id = given.get("custom_id")
-        if isinstance(custom_id, int):
-            given["custom_id"] = custom_id = str(custom_id)
+        given: dict[str, Any] = {}
+        custom_id = None
         try:
+            # The id first, so that a row that cannot be served has it.
+            for name in sorted(values, key=lambda each: each != "custom_id"):
+                value = _plain(name, values[name])
+                if name == "custom_id":
+                    value = custom_id = str(value) if isinstance(value, int) else value
+                if value is not None:
+                    given[name] = value
             if isinstance(given.get("messages"), str):
                 given["messages"] = _value("messages", given["messages"])
         except (InputError, RecursionError) as error:
@@ -211,8 +217,18 @@ def _open_parquet(file: io.BufferedReader, name: str) -> Any:
         ) from None
     try:
         return ParquetFile(file)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
         raise _damaged(name, error) from None
+
+
+def _plain(name: str, scalar: Any) -> Any:
+    """The value of a field as Python has it. Arrow checks neither that texts are UTF-8 nor that dates are any."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        raise FieldError(f"{name} is not UTF-8", param=name, code="invalid_utf8") from None
+    except (ValueError, OverflowError) as error:
+        raise FieldError(f"{name} cannot be read: {error}", param=name) from None
 
 
 def _damaged(name: str, error: Exception) -> InputError:

@@ -5,10 +5,12 @@ Knows streams and row numbers. The face is that of `Journal`, so that a job need
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TypeAlias
@@ -55,6 +57,7 @@ class DirectRows:
     """
 
     state: State = "new"
+    struck: frozenset[int] = frozenset()
     scan: dict[str, Any] | None = None
 
     def __init__(self, outputs: Outputs) -> None:
@@ -85,6 +88,10 @@ class DirectRows:
     def done(self, number: int) -> bool:
         """Row ``number`` was put."""
         return number in self._done
+
+    def preparing(self, number: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the journal's face)
+        """Nothing is kept for a later start."""
+        return contextlib.nullcontext()
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
         """Nobody will ask for it."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moelight.batch.answering import Answering
+from moelight.batch.answering import Answering, refuse_struck
 from moelight.batch.direct import Ledger, open_outputs
 from moelight.batch.dry_run import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.eta import Eta
@@ -58,6 +58,11 @@ class Prepared:
     tokenizer: Tokenizer
     context: int
     facts: dict[str, Any]
+
+    @property
+    def job(self) -> str:
+        """What answers call the job (`Served`)."""
+        return str(self.facts["prompts"]["digest"])
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
         """The token ids of each prompt of ``row``.
@@ -146,6 +151,7 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
 
 
 def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress) -> JobResult:
+    refuse_struck(ledger, prepared.source, model=options.model, job=prepared.job)
     found = read_all(prepared, ledger, told)
     with open_trace(options.trace) as trace:
         ran = _answer(options, prepared, ledger, found, told, trace)
@@ -224,14 +230,15 @@ def _check_defaults(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: 
         if token >= vocab_size:
             raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
     if sampling.structured_outputs is not None:
-        Constraints(tokenizer, vocab_size).check(sampling.structured_outputs)
+        with contextlib.closing(Constraints(tokenizer, vocab_size)) as constraints:
+            constraints.check(sampling.structured_outputs)
 
 
 def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
     """What the prompts ask for in all, from the ledger where an earlier run has read the same ones."""
     if ledger.scan is not None:
         return Scan.from_dict(ledger.scan)
-    found = scan(prepared.source, prepared.encode, told, context=prepared.context)
+    found = scan(prepared.source, prepared.encode, told, context=prepared.context, preparing=ledger.preparing)
     ledger.note_scan(found.as_dict())
     return found
 
@@ -263,7 +270,7 @@ def _answer(
         context=prepared.context,
         repeated=found.repeated,
         model=options.model,
-        job=prepared.facts["prompts"]["digest"],
+        job=prepared.job,
         told=told,
     )
     rows = prepared.source.rows(skip=ledger.done)

@@ -13,12 +13,14 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from moelight.batch import faults
 from moelight.batch.append import AppendFile, open_private, sync_directory
+from moelight.batch.deaths import Deaths
 from moelight.batch.journal_file import Record
 from moelight.batch.lock import hold
 from moelight.batch.numbers import ranges
@@ -65,6 +67,7 @@ class Journal:
         self._failure: InputError | None = None
         self._torn = False
         self._made: list[Path] = []
+        self._deaths = Deaths(opened.places.deaths, forget=opened.new or bool(opened.changed))
         if not opened.complete:
             self._open_files()
 
@@ -114,6 +117,15 @@ class Journal:
     def done(self, number: int) -> bool:
         """Row ``number`` needs no work: it was put, by this process or an earlier one."""
         return number in self._done
+
+    @property
+    def struck(self) -> frozenset[int]:
+        """Rows that are refused because the process died at them."""
+        return self._deaths.struck
+
+    def preparing(self, number: int) -> AbstractContextManager[None]:
+        """Around whatever is done with row ``number`` before it is served. Raises InputError: the row is `struck`."""
+        return self._deaths.at(number)
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
         """Keep what was found out by reading the input once."""
@@ -199,6 +211,8 @@ class Journal:
                 self.commit()
         finally:
             self._worker.shutdown()
+            with contextlib.suppress(OSError):
+                self._deaths.close(done=self.state == "complete")
             try:
                 if self.state != "complete" and (self._failure is not None or self._torn):
                     # The next start does the same; this only spares readers of the file the torn end.

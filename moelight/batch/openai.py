@@ -28,6 +28,7 @@ from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
 from moelight.batch.rows import BadRow, Prompt, Row
 from moelight.batch.source import Source
 from moelight.core.errors import InputError
+from moelight.core.request import MOST_SAMPLES, SamplingParams
 from moelight.engine.chat import Conversation, check_messages
 
 HOLDING = "custom_id, method, url and body"
@@ -172,19 +173,23 @@ class OpenAIReader:
                 kind=url,
                 prompts=asked.prompts,
                 conversation=asked.conversation,
-                sampling=self._sampling(asked.sampling, values["body"]),
+                sampling=self._sampling(asked, values["body"]),
                 answered=asked.answered,
             )
         except (InputError, RecursionError) as error:
             return refused(number, line, custom_id, error, kind=kind)
 
-    def _sampling(self, given: dict[str, Any], body: dict[str, Any]) -> Any:
+    def _sampling(self, asked: _Asked, body: dict[str, Any]) -> SamplingParams:
         try:
-            return self._samplings.make(given)
+            sampling = self._samplings.make(asked.sampling)
         except FieldError as error:
             if error.param == "max_tokens" and body.get("max_tokens") is None:
                 error.param = "max_completion_tokens"
             raise
+        if sampling.n > 1 and sampling.n * len(asked.prompts) > MOST_SAMPLES:
+            message = f"{len(asked.prompts):,} prompts and n {sampling.n:,} ask for more than {MOST_SAMPLES:,} answers"
+            raise FieldError(f"{message}; send them as several rows", param="n")
+        return sampling
 
     def _asked(self, url: str, values: dict[str, Any]) -> _Asked:
         _check_names(values, url)

@@ -98,6 +98,20 @@ class Past:
         self.waiting = {number: place for number, place in self.waiting.items() if number >= self.next}
 
 
+def read_journal(path: Path) -> Past | None:
+    """The job of the journal at ``path`` as it stands, whoever writes it; None as for `read_past`.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        InputError: as `read_past`.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_past(fd, shown=path)
+    finally:
+        os.close(fd)
+
+
 def read_past(fd: int, *, shown: Path) -> Past | None:
     """The job of the journal behind ``fd``; None if not even its first record was finished.
 

@@ -101,6 +101,12 @@ class Places:
         final = self.output.final
         return final.with_name(f"{final.name}.waiting{generation % 2}")
 
+    @property
+    def deaths(self) -> Path:
+        """Of rows at which the process died (`deaths`)."""
+        final = self.output.final
+        return final.with_name(f"{final.name}.deaths")
+
     def directories(self) -> set[Path]:
         """Where files are made."""
         return {place.final.parent for place in self.files.values()}

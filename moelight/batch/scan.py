@@ -9,6 +9,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ _DIGEST_BYTES = 16  # of a custom_id: two that differ have the same once in 2**6
 _TOLD_EVERY_S = 0.2
 
 Encode = Callable[[Row], list[tuple[int, ...]]]
+Preparing = Callable[[int], AbstractContextManager[None]]
+
+
+def _unwatched(_: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +50,23 @@ class Scan:
         return cls(summary=ScanSummary.from_dict(given["summary"]), repeated=frozenset(given["repeated"]))
 
 
-def scan(source: Input, encode: Encode, told: Progress, *, context: int) -> Scan:
-    """Read ``source`` once. ``encode`` gives the token ids of a row's prompts; ``context`` is the model's, in tokens.
+def scan(source: Input, encode: Encode, told: Progress, *, context: int, preparing: Preparing = _unwatched) -> Scan:
+    """Read ``source`` once. ``encode`` gives the token ids of a row's prompts; ``context`` is the model's, in tokens;
+    ``preparing`` a context in which a row is encoded, by its number.
 
     Raises:
         InputError: the input cannot be read, or holds no row.
     """
+
+    def asked(row: Row | BadRow) -> list[tuple[int, int]] | BadRow:
+        return _asked(row, encode, context, preparing)
+
     found, ids, keys = Summing(), _CustomIds(), _Keys()
     last_s = time.monotonic()
     for rows, row in enumerate(source.rows(), start=1):
         if row.custom_id is not None:
             ids.add(row.custom_id, row.number)
-        _count(found, row, encode, context, keys)
+        _count(found, row, asked(row), keys)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
             told.reading(rows, source.read_bytes, source.size_bytes)
@@ -63,7 +74,7 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int) -> Scan
     if repeated:
         # Known only when all ids are: what these rows ask for was counted, and is not served.
         for row in source.rows(skip=lambda number: number not in repeated):
-            _withdraw(found, row, encode, context)
+            _withdraw(found, row, asked(row))
     return Scan(summary=found.summary(), repeated=repeated)
 
 
@@ -91,12 +102,13 @@ def room(row: Row, tokens: int, context: int) -> int:
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
-def _asked(row: Row | BadRow, encode: Encode, context: int) -> list[tuple[int, int]] | BadRow:
+def _asked(row: Row | BadRow, encode: Encode, context: int, preparing: Preparing) -> list[tuple[int, int]] | BadRow:
     """``(tokens, room)`` of every prompt of ``row``, or why none is served."""
     if isinstance(row, BadRow):
         return row
     try:
-        prompts = encode(row)
+        with preparing(row.number):
+            prompts = encode(row)
         for prompt in prompts:
             check_length(len(prompt), context, generates=row.sampling.max_tokens > 0)
     except InputError as error:
@@ -104,8 +116,7 @@ def _asked(row: Row | BadRow, encode: Encode, context: int) -> list[tuple[int, i
     return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
 
 
-def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int, keys: _Keys) -> None:
-    asked = _asked(row, encode, context)
+def _count(found: Summing, row: Row | BadRow, asked: list[tuple[int, int]] | BadRow, keys: _Keys) -> None:
     if isinstance(asked, BadRow):
         found.refuse(asked)
         return
@@ -116,9 +127,8 @@ def _count(found: Summing, row: Row | BadRow, encode: Encode, context: int, keys
         found.prompt(tokens, most, samples=row.sampling.n)
 
 
-def _withdraw(found: Summing, row: Row | BadRow, encode: Encode, context: int) -> None:
+def _withdraw(found: Summing, row: Row | BadRow, asked: list[tuple[int, int]] | BadRow) -> None:
     """``row`` repeats a custom_id: if it was counted as one that is served, it is that no longer."""
-    asked = _asked(row, encode, context)
     if isinstance(row, Row) and not isinstance(asked, BadRow):
         found.withdraw(duplicate(row), asked, samples=row.sampling.n)
 

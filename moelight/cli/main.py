@@ -1,7 +1,7 @@
 """The ``moelight`` program: its commands, and the one place where every error becomes a line and an exit code.
 
 Exit codes: 0 all is well; 1 some lines of a job, or a policy file, have errors; 2 refused, one clear line says why; 70
-a fault of moelight's own; 130 interrupted; 141 the reader of the output went away.
+a fault of moelight's own or of a library's; 130 interrupted; 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -94,14 +94,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{error.format_message()} (see {path} --help)")
     except UserError as error:
         return _refuse(str(error))
-    except Exception as error:
-        if "--traceback" in given:
-            traceback.print_exc()
-            return INTERNAL
+    except SystemExit as leave:
+        # A parser of a library's own, lm-eval's, leaves with 0 behind its help and 2 behind its complaint.
+        return int(leave.code) if leave.code in (0, REFUSED) else _fault(leave, given)
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        return _fault(error, given)
+    return 0
+
+
+def _fault(error: BaseException, given: Sequence[str]) -> int:
+    """Of moelight's own, or of a library of its. Python's own exit code, 1, would mean something else."""
+    if "--traceback" in given:
+        traceback.print_exc()
+    else:
         hint = "run moelight --traceback ... for the stack"
         _say(f"moelight: internal error: {type(error).__name__}: {error} ({hint})")
-        return INTERNAL
-    return 0
+    return INTERNAL
 
 
 def _refuse(message: str) -> int:

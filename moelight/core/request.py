@@ -9,6 +9,8 @@ from typing import Any
 
 from moelight.core.errors import InputError, did_you_mean
 
+MOST_SAMPLES = 16_384  # of one prompt, and of all prompts of a row together where each has several; vLLM's bound of n
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
@@ -61,13 +63,14 @@ class StructuredOutputs:
 class SamplingParams:
     """How the next token is chosen and when to stop: names, meanings and order of application are vLLM's.
 
-    ``temperature`` 0 is greedy (the default: offline jobs should be repeatable). ``top_k`` 0 or -1 and ``top_p`` 1
-    mean no limit; ``min_p`` is a share of the likeliest token's probability. ``seed`` and the sample's number alone
-    decide a sampled completion, whatever shares its batch. ``logprobs`` k asks, for every generated token, for its
-    log-probability and the k likeliest tokens', before temperature and penalties (0: its own only; -1: the whole
-    vocabulary); ``prompt_logprobs`` for the same of every prompt token but the first. ``max_tokens`` 0 scores the
-    prompt and generates nothing; it needs ``prompt_logprobs``. A ``stop`` text is left out of the completion unless
-    ``include_stop_str_in_output``. ``logit_bias`` is added to the logits of these token ids.
+    ``n`` is 16,384 at most, as vLLM has it. ``temperature`` 0 is greedy (the default: offline jobs should be
+    repeatable). ``top_k`` 0 or -1 and ``top_p`` 1 mean no limit; ``min_p`` is a share of the likeliest token's
+    probability. ``seed`` and the sample's number alone decide a sampled completion, whatever shares its batch.
+    ``logprobs`` k asks, for every generated token, for its log-probability and the k likeliest tokens', before
+    temperature and penalties (0: its own only; -1: the whole vocabulary); ``prompt_logprobs`` for the same of every
+    prompt token but the first. ``max_tokens`` 0 scores the prompt and generates nothing; it needs ``prompt_logprobs``.
+    A ``stop`` text is left out of the completion unless ``include_stop_str_in_output``. ``logit_bias`` is added to the
+    logits of these token ids.
     """
 
     n: int = 1
@@ -93,6 +96,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, least=1)
+        if self.n > MOST_SAMPLES:
+            raise InputError(f"n must be at most {MOST_SAMPLES:,}: a row is written when its last answer is there")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), least=-1)

@@ -1,6 +1,7 @@
 """Answers that must match a JSON schema, a regular expression, a list of choices or a grammar, token by token.
 
-The only room that knows llguidance. Knows the bytes of tokens; refuses to know logits, sequences and passes.
+Knows what each is as a grammar, and the matchers of those that are compiled. Refuses to know logits, sequences and
+passes.
 """
 
 from __future__ import annotations
@@ -8,22 +9,21 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moelight.core.errors import InputError
+from moelight.core.errors import ConfigError, InputError
+from moelight.core.panics import panics_as
 from moelight.core.request import StructuredOutputs
+from moelight.engine.grammars import NO_TOKEN, Trial, Vocabulary, compiled, said, trie_of
 from moelight.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
 
 KEPT = 256  # compiled grammars; most jobs have one, or one a row
-_SHOWN = 300  # characters of what a grammar's compiler says
-# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without a bound a model that
-# likes white space would never come to an end.
-_WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})"}
+_META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"})  # of regular expressions
 
 
 class Constraints:
@@ -34,8 +34,13 @@ class Constraints:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
-        self._trie: llguidance.LLTokenizer | None = None
+        self._tools: tuple[llguidance.LLTokenizer, Trial] | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()
+
+    def close(self) -> None:
+        """End the process in which grammars are tried."""
+        if self._tools is not None:
+            self._tools[1].close()
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Compile it.
@@ -68,40 +73,42 @@ class Constraints:
         return self._compiled[key]
 
     def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher | str:
-        import llguidance
-
-        if self._trie is None:
-            self._trie = _trie(self._tokenizer, self._vocab_size)
+        if self._tools is None:
+            words = _vocabulary(self._tokenizer, self._vocab_size)
+            self._tools = trie_of(words, self._tokenizer.encode), Trial(words)
+        trie, trial = self._tools
         try:
-            if kind == "json":
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_WHITESPACE)  # type: ignore[arg-type]
-            else:
-                grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+            why = trial.why_not(kind, text)
+        except OSError as error:
+            raise ConfigError(f"structured_outputs: no process can be begun to compile it ({error})") from None
+        if why is not None:
+            return why
+        try:
+            with panics_as(ValueError):
+                matcher = compiled(trie, kind, text)
         except ValueError as error:
-            return _short(str(error))
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._trie, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            return _short(matcher.get_error())
-        if Constraint(matcher.deep_copy(), self._special).allowed() is None:
-            return "no token of this model's vocabulary can begin what it asks for"
-        return matcher
+            return said(str(error))
+        if isinstance(matcher, str):
+            return matcher
+        first = Constraint(matcher.deep_copy(), self._special)
+        return first.why if first.allowed() is None else matcher
 
 
 class Constraint:
-    """What one answer may go on with. ``complete``: nothing may follow. ``stuck``: no token of the vocabulary can go
-    on, and the answer is not complete."""
+    """What one answer may go on with. ``complete``: nothing may follow. ``stuck``: nothing can go on, and the answer is
+    not complete; ``why``: because of what."""
 
     def __init__(self, matcher: llguidance.LLMatcher, special: np.ndarray) -> None:
         """``special``: uint32 [V / 32], a bit for each token that is no text and does not end a sequence."""
         self._matcher, self._special, self._words = matcher, special, len(special)
         self.stuck = False
+        self.why = NO_TOKEN
 
     def allowed(self) -> np.ndarray | None:
         """uint32 [V / 32], a bit for each token that may come next; None where the answer is `stuck`."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.stuck = True
+            self.stuck, self.why = True, said(self._matcher.get_error())
             return None
         found = np.frombuffer(mask, dtype=np.uint32)
         allowed = np.zeros(self._words, dtype=np.uint32)
@@ -145,31 +152,13 @@ def bits_of(words: np.ndarray) -> list[int]:
     return [32 * int(at) + bit for at in words.nonzero()[0] for bit in range(32) if int(words[at]) >> bit & 1]
 
 
-class _Vocabulary:
-    """The checkpoint's tokens as llguidance wants them."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
-        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < vocab_size)
-        # Where nothing ends a sequence, a token that the model does not have.
-        self.eos_token_id = min(tokenizer.eos_token_ids, default=vocab_size)
-        if self.eos_token_id == vocab_size:
-            self.tokens.append(b"")
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-
-def _trie(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTokenizer:
-    import llguidance
-
-    words: Any = _Vocabulary(tokenizer, vocab_size)
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     ends = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size) or [vocab_size]
-    return llguidance.LLTokenizer(words, eos_token=ends)
+    return Vocabulary(
+        tokens=[tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""] * (ends[0] == vocab_size),
+        special=sorted(token for token in tokenizer.special_ids if token < vocab_size),
+        ends=ends,
+    )
 
 
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:
@@ -179,13 +168,8 @@ def _written(outputs: StructuredOutputs) -> tuple[str, str]:
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:
-        return "choice", json.dumps(list(outputs.choice), ensure_ascii=False)
+        # One expression: as a grammar, each choice would be an item of the parser, which holds 2,000 of them.
+        return "regex", "|".join(text.translate(_META) for text in outputs.choice)
     if outputs.grammar is not None:
         return "lark", outputs.grammar
     return "json", '{"type": "object"}'
-
-
-def _short(said: str) -> str:
-    """What a compiler says, without its drawing of the place."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it cannot be compiled"]
-    return " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error:"))])[:_SHOWN]

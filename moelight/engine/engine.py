@@ -382,6 +382,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the lanes, free the model and end the routing trace. Closing twice is fine."""
+        self._constraints.close()
         if self._passes is not None:
             self._passes.close()
             self._passes = None

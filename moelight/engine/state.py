@@ -19,7 +19,6 @@ from moelight.engine.tokenizer import Tokenizer
 
 Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and which of them is ours
 UNCHANGED = Change()
-_STUCK = "no token of the vocabulary goes on with what structured_outputs asks for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class State:
                 self.logprobs.append(_logprobs(token, scores, row, text))
         if self._constraint is not None and self._constraint.stuck:
             del self.logprobs[-1:]
-            return End("error", stop=_STUCK, code="structured_outputs")
+            return End("error", stop=f"structured_outputs: {self._constraint.why}", code="structured_outputs")
         if self._counts:
             self._seen[token] = self._seen.get(token, 0) + 1
         return None

@@ -31,8 +31,13 @@ _ORDINARY = "The quick brown fox jumps over the lazy dog"  # patterns that try f
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
 _LETTERS = 4  # that a token of an ordinary text has: one of fewer tokens than that is encoded at once
+_LONG_LETTERS = 1 << 16  # of a text whose encoding takes so long that what the library prints can be held back
 _CUT_TOKENS = 64  # of a text that is cut off, the last ones, which may be others in the whole
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _fails_at_the_text(said: str) -> InputError:
+    return InputError(f"this model's tokenizer fails at the text ({said})", code="tokenizer_failed")
 
 
 class Tokenizer:
@@ -95,7 +100,7 @@ class Tokenizer:
         tokenizers library takes some 200 bytes a token.
 
         Raises:
-            InputError: ``text`` holds half of a surrogate pair, or is far too long.
+            InputError: ``text`` holds half of a surrogate pair, is far too long, or the tokenizers library fails at it.
         """
         return self._encode(text, add_special_tokens=add_special_tokens, most=most)
 
@@ -159,9 +164,15 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
-        if most is not None:
-            self._refuse_far_too_long(text, most)
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        with panics_as(_fails_at_the_text, quiet=len(text) >= _LONG_LETTERS):
+            try:
+                if most is not None:
+                    self._refuse_far_too_long(text, most)
+                return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+            except Exception as error:
+                if type(error) is not Exception:  # the library's own are bare
+                    raise
+                raise _fails_at_the_text(" ".join(str(error).split())) from None
 
     def _refuse_far_too_long(self, text: str, most: int) -> None:
         """Judges by the text's beginning, of which only the last tokens may be others in the whole."""

@@ -1,6 +1,7 @@
 """One job in a process of its own: begun, watched, interrupted, never left behind.
 
-Knows exit codes and the status file of ``moelight generate``. Refuses to know batches and where a job comes from.
+Knows exit codes, the status file and the journal of ``moelight generate``. Refuses to know batches and where a job
+comes from. That a job is done is what its journal says, whatever its process ended with.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from moelight.batch.past import Past, read_journal
+from moelight.batch.places import journal_of
+from moelight.core.errors import InputError
 from moelight.serve import tied
 from moelight.serve.store import Counts
 
-DONE, ERROR_ROWS, REFUSED = 0, 1, 2
+REFUSED = 2
 MOST_CRASHES = 3  # in a row, without a row done in between
 _MAX_STATUS_BYTES = 1 << 20
 _MAX_MESSAGE = 2000
@@ -68,27 +72,41 @@ class Job:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def past(self) -> Past | None:
+        """What the journal says, None where it says nothing or cannot be read."""
+        try:
+            return read_journal(journal_of(self.output))
+        except (OSError, InputError):
+            return None
+
 
 Command = Callable[[Job], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a process ended: its exit code, negative for a signal, and the last line it said."""
+    """How a process ended: its exit code, negative for a signal, and the last line it said.
+
+    ``rows`` are those that the journal has, of which ``whole`` says that they are all: answered or made error rows.
+    """
 
     code: int
     said: str
+    rows: Counts = field(default_factory=Counts)
+    whole: bool = False
 
     @property
     def well(self) -> bool:
         """Every row was done, though some may have become error rows."""
-        return self.code in (DONE, ERROR_ROWS)
+        return self.whole
 
     def why(self) -> str:
         """What a job that did not end well says of itself."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+        if self.code in (0, 1):  # as if it were done, which it is not
+            how += f" and {self.rows.completed + self.rows.failed} rows"
         return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
 
 
@@ -141,6 +159,7 @@ def finish(
         ending = _run(job, command, unwanted=unwanted, seen=look, news=news, pace=pace)
         if ending.well:
             return ending
+        look(ending.rows)
         if unwanted():
             return None
         crashes += 1
@@ -176,7 +195,19 @@ def _run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Ending(code=process.returncode, said=_last_line(job.log, begin))
+    code, said, past = process.returncode, _last_line(job.log, begin), job.past()
+    if past is None:
+        return Ending(code=code, said=said)
+    rows = Counts(total=past.total, completed=past.completed, failed=past.failed)
+    whole = past.stage == "complete" and rows.completed + rows.failed == rows.total and _as_long(job, past)
+    return Ending(code=code, said=said, rows=rows, whole=whole)
+
+
+def _as_long(job: Job, past: Past) -> bool:
+    """The files of rows are as long as the journal has it."""
+    files = {"output": job.output, "errors": job.errors}
+    sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in files.items()}
+    return sizes == {name: past.ends.get(name, 0) for name in files}
 
 
 def _watch(

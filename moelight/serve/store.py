@@ -22,7 +22,7 @@ from moelight.core.errors import ConfigError
 MOVES: Mapping[str, frozenset[str]] = {
     "validating": frozenset({"in_progress", "failed", "cancelled", "expired"}),
     "in_progress": frozenset({"finalizing", "failed", "cancelling", "expired"}),
-    "finalizing": frozenset({"completed"}),
+    "finalizing": frozenset({"completed", "failed"}),
     "cancelling": frozenset({"cancelled"}),
     "completed": frozenset(),
     "failed": frozenset(),

@@ -111,7 +111,7 @@ class Worker:
         if ending is None:
             return
         if ending.well:
-            self._store.move(batch.id, "finalizing")
+            self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
             self._end(replace(batch, counts=latest), "failed", Fault(code=code, message=ending.why()))
@@ -131,6 +131,9 @@ class Worker:
         jobs.wait_until_free(job, within_s=self._pace.grace_s)
         completed, failed = jobs.mend_tail(job.output), jobs.mend_tail(job.errors)
         counts = Counts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
+        if status == "completed" and completed + failed < counts.total:
+            lost = f"{completed + failed} of {counts.total} rows are in the job's files"
+            status, faults = "failed", (Fault(code="worker_failed", message=lost),)
         moved = self._store.move(
             batch.id,
             status,

@@ -155,3 +155,34 @@ def test_damaged_parquet_and_no_pyarrow(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(InputError, match=r"needs pyarrow; install it with: pip install 'moelight\[parquet\]'"):
         open_input(path)
+
+
+def test_parquet_texts_that_are_not_utf8_are_error_rows(tmp_path: Path) -> None:
+    """Arrow does not check them; what cannot be told of a row is not what can be told of the next."""
+    path = write_parquet(
+        tmp_path / "a.parquet",
+        {"id": ["a", "b", "CCC"], "prompt": ["one", "BBB", "three"], "topic": ["x", "y", "z"]},
+        compression="none",
+        use_dictionary=False,
+        store_schema=False,
+        write_statistics=False,
+    )
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"BBB", b"B\xffB").replace(b"CCC", b"\xed\xa0\x80"))
+    first, second, third = rows(path)
+    assert isinstance(first, Row) and first.prompts == ("one",)
+    assert isinstance(second, BadRow) and isinstance(third, BadRow)
+    assert (second.custom_id, second.code, second.message) == ("b", "invalid_utf8", "prompt is not UTF-8")
+    assert (third.custom_id, third.code, third.param) == (None, "invalid_utf8", "custom_id")
+    path.write_bytes(whole.replace(b"topic", b"\xff\xff\xff\xff\xff"))
+    with pytest.raises(InputError, match=r"a\.parquet: no readable Parquet"):
+        rows(path)
+
+
+def test_parquet_dates_that_are_none_are_error_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet")
+    dates = pyarrow.array([0, 1 << 60], pyarrow.timestamp("ms"))
+    path = write_parquet(tmp_path / "a.parquet", {"prompt": ["a", "b"], "id": dates})
+    first, second = rows(path)
+    assert isinstance(first, BadRow) and first.message == "custom_id must be a string"
+    assert isinstance(second, BadRow) and second.message.startswith("custom_id cannot be read: ")

@@ -189,6 +189,24 @@ def test_a_fault_of_ours_says_so(failing, capsys: pytest.CaptureFixture[str]) ->
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "error", [BaseException("a panic"), GeneratorExit(), SystemExit(1), SystemExit("no")], ids=repr
+)
+def test_what_is_no_exception_is_a_fault_too(  # type: ignore[no-untyped-def]
+    error: BaseException, failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1, with which Python ends by itself, is the exit code of jobs that have error rows."""
+    failing(error)
+    assert program.main([]) == 70
+    assert capsys.readouterr().err.startswith(f"moelight: internal error: {type(error).__name__}: ")
+
+
+def test_the_parser_of_a_library_may_leave(failing) -> None:  # type: ignore[no-untyped-def]
+    for code in (0, 2):
+        failing(SystemExit(code))
+        assert program.main([]) == code
+
+
 def test_what_an_error_quotes_cannot_steer_the_terminal(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     failing(InputError("evil \x1b[2J\x07 name\u202e"))
     assert program.main([]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
-from moelight.engine.constraints import Constraints
+from moelight.engine import grammars as trials
+from moelight.engine.constraints import Constraint, Constraints, bits_of
 from moelight.engine.engine import Engine
 from moelight.engine.tokenizer import Tokenizer
 from tests.engine.test_tokenizer import byte_level, sentence_piece_like
@@ -158,6 +159,133 @@ def test_what_cannot_be_compiled_is_refused_before_it_runs(outputs: dict[str, An
         assert says in str(refusal.value)
         assert "\n" not in str(refusal.value)
         assert len(str(refusal.value)) < 400
+
+
+def chained(kind: str, count: int) -> dict[str, Any]:
+    """A grammar of so many definitions, each of which is the next one."""
+    names = range(count)
+    match kind:
+        case "$refs":
+            chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in names}
+            return {"json": {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "integer"}}}}
+        case "rules":
+            return {"grammar": "\n".join(["start: r0", *(f"r{n}: r{n + 1}" for n in names), f'r{count}: "a"'])}
+        case _:
+            return {"grammar": "\n".join(["start: T0", *(f"T{n}: T{n + 1}" for n in names), f'T{count}: "a"'])}
+
+
+@pytest.mark.parametrize("kind", ["$refs", "rules", "terminals"])
+def test_a_grammar_that_is_too_deep_ends_a_process_of_its_own(kind: str) -> None:
+    """Compiled in this one, 30,000 would end it by a segmentation fault."""
+    constraints = Constraints(Tokenizer.from_dir(DEMO), 98)
+    constraints.check(StructuredOutputs(**chained(kind, 1000)))
+    for _ in range(2):  # also when it is known
+        with pytest.raises(InputError, match="chained or nested too deeply") as refusal:
+            constraints.check(StructuredOutputs(**chained(kind, 30_000)))
+        assert refusal.value.code == "invalid_structured_output"
+    constraints.check(StructuredOutputs(regex="[a-z]"))
+    constraints.close()
+
+
+def properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("limit", "least", "says"),
+    [("TRIED_S", 0.02, "s of processor time"), ("TRIED_BYTES", 12 << 20, "too large (compiling it takes more than")],
+)
+def test_a_grammar_that_takes_too_much_is_refused(
+    limit: str, least: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, limit, least)
+    constraints = Constraints(Tokenizer.from_dir(DEMO), 98)
+    with pytest.raises(InputError) as refusal:
+        constraints.check(StructuredOutputs(json=properties(2000)))
+    assert says in str(refusal.value)
+    constraints.check(StructuredOutputs(regex="[a-z]"))
+    constraints.close()
+
+
+def test_grammars_are_tried_in_one_process_which_anything_may_end() -> None:
+    trial = trials.Trial(trials.Vocabulary(tokens=[b"a", b"b", b""], special=[2], ends=[2]))
+    assert trial.why_not("regex", "a+") is None
+    first = trial._process
+    assert first is not None
+    assert trial.why_not("regex", "b+") is None and trial._process is first
+    assert "unclosed group" in (trial.why_not("regex", "(a") or "") and trial._process is first
+    first.kill()
+    assert trial.why_not("regex", "ab") is None and trial._process is not first
+    trial.close()
+    trial.close()
+    assert trial.why_not("regex", "ba") is None
+    trial.close()
+
+
+def masks(tokenizer: Tokenizer, constraint: Constraint) -> Iterator[list[int]]:
+    """The tokens that may come next, along every way there is."""
+    allowed = constraint.allowed()
+    found = [] if allowed is None else bits_of(allowed)
+    yield found
+    for token in found:
+        if token not in tokenizer.eos_token_ids:
+            further = Constraint(constraint._matcher.deep_copy(), constraint._special)
+            further.go_on(token)
+            if not further.complete:
+                yield from masks(tokenizer, further)
+
+
+def test_choices_are_what_a_grammar_of_them_would_be() -> None:
+    tokenizer = Tokenizer.from_dir(DEMO)
+    constraints = Constraints(tokenizer, 98)
+    draw = Random(5)
+    for _ in range(25):
+        letters = draw.choice(["ab", "abc .", "()[]{}|?", "\\.+*^$", "a-z&#~", "\"'/"])
+        texts = ["".join(draw.choices(letters, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 9))]
+        grammar = "start: " + " | ".join(json.dumps(text) for text in texts)
+        ways = [
+            list(masks(tokenizer, constraints.open(StructuredOutputs(**given))))
+            for given in ({"choice": texts}, {"grammar": grammar})
+        ]
+        assert ways[0] == ways[1], texts
+    constraints.close()
+
+
+@pytest.mark.parametrize("count", [2000, 10_000])
+def test_of_very_many_choices_one_is_answered(count: int) -> None:
+    """The same one where the others are far behind."""
+    many = [f"option {n:05d}" for n in range(count)]
+    how = {"temperature": 0.0}
+    found = answer(how, choice=many)
+    assert (found.finish_reason, found.text in many) == ("stop", True)
+    at = many.index(found.text)
+    assert answer(how, choice=many[max(0, at - 20) : at + 20]).token_ids == found.token_ids
+
+
+TOO_LARGE = "structured_outputs: it is too large for llguidance ("
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"regex": "a{1000000000}"},
+        {"choice": [f"option {n}" for n in range(300_000)]},
+    ],
+    ids=["repeated", "repeated at once", "choices"],
+)
+def test_what_is_too_large_for_the_library_is_called_so(outputs: dict[str, Any]) -> None:
+    constraints = Constraints(Tokenizer.from_dir(DEMO), 98)
+    with pytest.raises(InputError) as refusal:
+        constraints.check(StructuredOutputs(**outputs))
+    assert str(refusal.value).startswith(TOO_LARGE)
+    constraints.close()
+
+
+def test_an_answer_that_becomes_too_large_is_an_error() -> None:
+    found = answer({}, regex="[b-d]{3}(a{1000}){1000}")
+    assert (len(found.text) >= 2, found.finish_reason) == (True, "error")
+    assert str(found.stop_reason).startswith(TOO_LARGE)
 
 
 def test_equal_specifications_are_compiled_once() -> None:

@@ -1,8 +1,9 @@
 """Stands in for ``moelight generate``: ``stand_in.py INPUT OUTPUT ERRORS STATUS`` answers batch lines without a model.
 
-Rows that are there already are kept, torn ones cut off, as the real job does. What a line asks for in its ``user``
-field, it does: ``refuse`` makes an error row, ``slow`` takes its time, ``crash`` ends the process as a full memory
-would, ``reject`` refuses the job, ``mule`` ignores interrupts from there on.
+Rows that are there already are kept, torn ones cut off, and at the end a journal says how many there are, as the real
+job does. What a line asks for in its ``user`` field, it does: ``refuse`` makes an error row, ``slow`` takes its time,
+``crash`` ends the process as a full memory would, ``panic`` as an exception that nobody catches, ``reject`` refuses the
+job, ``skip`` leaves the row out and goes on, ``mule`` ignores interrupts from there on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,20 @@ def rows_in(path: Path) -> set[str]:
     return {json.loads(line)["custom_id"] for line in whole.splitlines()}
 
 
+def write_journal(path: Path, total: int, files: dict[str, Path], rows: dict[str, set[str]]) -> None:
+    """The journal of a job that is complete, with what a server reads of it."""
+    ends = {name: file.stat().st_size for name, file in files.items() if file.exists()}
+    counts = {"completed": len(rows["output"]), "failed": len(rows["errors"]), "totals": {}}
+    extents = {name: [0, end, "00000000"] for name, end in ends.items()}
+    records = [
+        {"kind": "job", "version": 1, "facts": {}},
+        {"kind": "rows", **counts, "files": extents},
+        {"kind": "complete", "total": total},
+    ]
+    bodies = [json.dumps(record, separators=(",", ":")).encode() for record in records]
+    path.write_bytes(b"".join(b'{"crc":"%08x","record":%b}\n' % (zlib.crc32(body), body) for body in bodies))
+
+
 def main(source: Path, output: Path, errors: Path, status: Path) -> int:
     lines = [json.loads(line) for line in source.read_bytes().splitlines() if line.strip()]
     done, refused = rows_in(output), rows_in(errors)
@@ -52,6 +68,10 @@ def main(source: Path, output: Path, errors: Path, status: Path) -> int:
         if wish == "reject":
             print("moelight: error: this job is refused", file=sys.stderr)
             return 2
+        if wish == "panic":
+            raise BaseException("retry-limit-in-match over")
+        if wish == "skip":
+            continue
         if wish == "mule":
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             time.sleep(60)
@@ -69,6 +89,8 @@ def main(source: Path, output: Path, errors: Path, status: Path) -> int:
         partial = status.with_suffix(".partial")
         partial.write_text(json.dumps({"request_counts": counts}))
         partial.replace(status)
+    files, rows = {"output": output, "errors": errors}, {"output": done, "errors": refused}
+    write_journal(output.with_name(f"{output.name}.journal"), len(lines), files, rows)
     return 1 if refused else 0
 
 

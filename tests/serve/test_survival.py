@@ -126,13 +126,15 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
     again.close()
 
 
-def work(data: DataDirectory, *, command: Command = stand_in, expire: bool = False) -> list[str]:
+def work(
+    data: DataDirectory, *, command: Command = stand_in, expire: bool = False, within_s: float = 20.0
+) -> list[str]:
     """What a worker says until there is nothing left to do."""
     said: list[str] = []
     worker = Worker(data, command, say=said.append, pace=PACE, expire=expire)
     thread = WorkThread(worker.run, on_end=lambda: None)
     thread.start()
-    until(data.store.open_batches, lambda left: not left)
+    until(data.store.open_batches, lambda left: not left, within_s)
     worker.stop()
     thread.join()
     assert thread.sound
@@ -204,3 +206,32 @@ def test_bad_lines_are_left_to_the_job(tmp_path: Path) -> None:
     total, faults = check_lines(path, endpoint="/v1/completions")
     assert total == 150 and len(faults) == 100 and faults[-1].line == 100
     assert line("a")["url"] in faults[0].message
+
+
+@pytest.mark.parametrize(("wish", "said"), [("panic", "retry-limit-in-match over"), ("skip", "2 rows")])
+def test_a_batch_is_completed_only_if_its_rows_add_up(tmp_path: Path, wish: str, said: str) -> None:
+    """Python ends with 1 by itself, which is also the exit code of a job with error rows."""
+    data = DataDirectory(tmp_path / "data")
+    (data.files / "file-1").write_bytes(lines(2) + lines(1, wish).replace(b"r0", b"bad"))
+    data.store.add_file(file_of("file-1"))
+    data.store.add_batch(batch_of("batch_1", endpoint="/v1/chat/completions"))
+    assert sum("begun again" in each for each in work(data)) == 2
+    found = data.store.batch("batch_1")
+    assert found is not None and found.status == "failed"
+    assert (found.counts.total, found.counts.completed, found.counts.failed) == (3, 2, 0)
+    assert [each.code for each in found.errors] == ["worker_failed"] and said in found.errors[0].message
+    data.close()
+
+
+def test_a_batch_whose_rows_are_gone_is_not_completed(tmp_path: Path) -> None:
+    data = DataDirectory(tmp_path / "data")
+    data.store.add_file(file_of("file-1"))
+    data.store.add_batch(batch_of("batch_1", status="finalizing"))
+    data.store.count("batch_1", Counts(total=3, completed=3))
+    (data.batches / "batch_1").mkdir()
+    (data.batches / "batch_1" / "output.jsonl").write_bytes(lines(2))
+    work(data)
+    found = data.store.batch("batch_1")
+    assert found is not None and (found.status, found.counts.completed) == ("failed", 2)
+    assert found.errors[0].message == "2 of 3 rows are in the job's files"
+    data.close()

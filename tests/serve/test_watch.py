@@ -77,6 +77,16 @@ def test_what_is_dropped_is_answered(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("wish", ["panic", "skip"])
+def test_what_is_not_done_to_its_last_row_does_not_go_to_done(tmp_path: Path, wish: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(2) + lines(1, wish).replace(b"r0", b"bad"))
+    with watching(tmp_path):
+        until((tmp_path / "failed" / "a.jsonl").exists, bool)
+    assert (tmp_path / "failed" / "a.error.txt").read_text().startswith("the job ended with exit code ")
+    assert len((tmp_path / "failed" / "a.output.jsonl").read_bytes().splitlines()) == 2
+    assert not any((tmp_path / "done").iterdir())
+
+
 def test_a_killed_watcher_goes_on(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(6, "slow"))
     output = tmp_path / ".moelight" / "a.jsonl" / "output.jsonl"

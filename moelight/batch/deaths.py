@@ -1,0 +1,108 @@
+"""The row that is being prepared, on record: one at which the process died twice is refused at the next start.
+
+Preparing a row (encoding its text, compiling its grammar) runs libraries that can end the process. Its number stands in
+a page of a small file meanwhile: that outlives the process without a write or an fsync; a power cut may lose it, and
+then the row is tried once more. Knows row numbers. Refuses to know what is done with a row.
+
+::
+
+    8 bytes   number + 1 of the row that is being prepared, 0: none; in the machine's own order
+    JSON      {"number": times, ...} of the rows at which a process died
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+from pathlib import Path
+from types import TracebackType
+
+from moelight.batch import faults
+from moelight.batch.append import open_private
+from moelight.core.errors import InputError
+from moelight.core.paths import write_whole
+
+MOST_DEATHS = 2
+_HEAD_BYTES = 8
+
+
+class Deaths:
+    """The deaths of one job, and the row at which it would die now: a context around its preparation (`at`).
+
+    ``struck`` are the rows that are not tried any more. Nothing is written before the first row is prepared; where the
+    file cannot be made, the job does without.
+    """
+
+    def __init__(self, path: Path, *, forget: bool = False) -> None:
+        """``forget`` what is there: rows of that job were others."""
+        self._path = path
+        self._counts = {} if forget else _read(path)
+        self.struck = frozenset(number for number, count in self._counts.items() if count >= MOST_DEATHS)
+        self._page: mmap.mmap | None = None
+        self._place: memoryview | None = None
+        self._tried = False
+        self._number = -1
+
+    def at(self, number: int) -> Deaths:
+        """A context in which row ``number`` is prepared.
+
+        Raises:
+            InputError: it is struck.
+        """
+        if number in self.struck:
+            raise refusal()
+        self._number = number
+        return self
+
+    def __enter__(self) -> None:
+        if not self._tried:
+            self._map()
+        if self._place is not None:
+            self._place[0] = self._number + 1
+        faults.reach_row(self._number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._place is not None:
+            self._place[0] = 0
+
+    def close(self, *, done: bool) -> None:
+        """Let go of the file. It stays where a row has died and the job is not ``done``."""
+        if self._place is not None and self._page is not None:
+            self._place.release()
+            self._page.close()
+        self._page = self._place = None
+        if done or not self._counts:
+            self._path.unlink(missing_ok=True)
+
+    def _map(self) -> None:
+        self._tried = True
+        with contextlib.suppress(OSError):
+            write_whole(self._path, "\0" * _HEAD_BYTES + json.dumps(self._counts))
+            with open(open_private(self._path, create=False), "rb+") as file:
+                self._page = mmap.mmap(file.fileno(), _HEAD_BYTES)
+            self._place = memoryview(self._page).cast("q")
+
+
+def refusal() -> InputError:
+    """What becomes of a row that is struck."""
+    return InputError(
+        f"the process died {MOST_DEATHS} times while this row was prepared (its text encoded, its grammar compiled); "
+        "it is not tried again",
+        code="row_crashed",
+    )
+
+
+def _read(path: Path) -> dict[int, int]:
+    """How often a process died at which row; none where the file is not there or not as it was written."""
+    try:
+        data = path.read_bytes()
+        counts = {int(number): int(times) for number, times in json.loads(data[_HEAD_BYTES:]).items()}
+        number = memoryview(data)[:_HEAD_BYTES].cast("q")[0] - 1
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+    if number >= 0:
+        counts[number] = counts.get(number, 0) + 1
+    return counts
