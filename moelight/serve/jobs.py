@@ -21,9 +21,11 @@ from pathlib import Path
 from moelight.serve import tied
 from moelight.serve.store import Counts
 
-DONE, ERROR_ROWS, REFUSED = 0, 1, 2
+DONE, ERROR_ROWS, REFUSED, STORAGE = 0, 1, 2, 74
 MOST_CRASHES = 3  # in a row, without a row done in between
 _MAX_STATUS_BYTES = 1 << 20
+_ROOM_BYTES = 1 << 20  # that can be written where a job is begun again
+_LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
@@ -88,6 +90,8 @@ class Ending:
         """What a job that did not end well says of itself."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
+        if self.code == STORAGE:
+            return self.said.partition(";")[0] or "the disk is full or fails"
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
         return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
 
@@ -123,18 +127,20 @@ def finish(
     say: Callable[[str], None],
     news: threading.Event,
     pace: Pace,
+    waits: Callable[[str], None] = lambda _: None,
 ) -> Ending | None:
     """Run the job, again after a crash, until it has an ending that means something; None if it is ``unwanted`` first.
 
-    ``seen`` hears of every change of the counts, ``say`` of every crash. ``news`` is set by others when ``unwanted``
-    should be asked at once. The job's files say what was done, in any case; the same job run again goes on from there.
+    ``seen`` hears of every change of the counts, ``say`` of every crash; ``waits`` hears why a job whose disk is full
+    or fails does not go on, and an empty text when it does. ``news`` is set by others when ``unwanted`` should be asked
+    at once. The job's files say what was done, in any case; the same job run again goes on from there.
     """
-    crashes, rows = 0, 0
+    crashes, refusals, rows = 0, 0, 0
 
     def look(counts: Counts) -> None:
-        nonlocal crashes, rows
+        nonlocal crashes, refusals, rows
         if counts.completed + counts.failed > rows:
-            crashes, rows = 0, counts.completed + counts.failed
+            crashes, refusals, rows = 0, 0, counts.completed + counts.failed
         seen(counts)
 
     while not unwanted():
@@ -143,6 +149,13 @@ def finish(
             return ending
         if unwanted():
             return None
+        if ending.code == STORAGE:
+            say(f"{ending.why()}; goes on once there is room")
+            waits(f"{ending.why()}; the batch goes on once there is room")
+            wait_for_room(job.directory, pace.retry_s * min(1 << refusals, _LONGEST_WAIT), unwanted, news)
+            waits("")
+            refusals += 1
+            continue
         crashes += 1
         if ending.code == REFUSED or crashes == MOST_CRASHES:
             return ending
@@ -211,6 +224,23 @@ def _last_line(log: Path, begin: int) -> str:
         lines = file.read().decode("utf-8", "replace").splitlines()
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return said.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
+
+
+def wait_for_room(directory: Path, every_s: float, unwanted: Callable[[], bool], news: threading.Event) -> None:
+    """Return when something can be written in ``directory`` again, looking every so often; or when it is unwanted."""
+    probe, room = directory / "room", False
+    while not room and not unwanted():
+        news.wait(every_s)
+        news.clear()
+        with contextlib.suppress(OSError):
+            try:
+                with probe.open("wb") as file:
+                    file.write(bytes(_ROOM_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+                room = True
+            finally:
+                probe.unlink()
 
 
 def wait_until_free(job: Job, *, within_s: float) -> None:

@@ -63,6 +63,7 @@ def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None
             model=options.model,
             token=token,
             wake=worker.wake,
+            waits=worker.waits,
             max_file_bytes=options.max_file_bytes,
             hosts=None if options.allow_remote else _LOOPBACK_NAMES | {options.host},
         )

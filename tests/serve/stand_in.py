@@ -2,7 +2,8 @@
 
 Rows that are there already are kept, torn ones cut off, as the real job does. What a line asks for in its ``user``
 field, it does: ``refuse`` makes an error row, ``slow`` takes its time, ``crash`` ends the process as a full memory
-would, ``reject`` refuses the job, ``mule`` ignores interrupts from there on.
+would, ``reject`` refuses the job, ``mule`` ignores interrupts from there on, ``full`` finds the disk full as long as
+there is a file ``full`` beside ``began.log``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def main(source: Path, output: Path, errors: Path, status: Path) -> int:
         if wish == "reject":
             print("moelight: error: this job is refused", file=sys.stderr)
             return 2
+        if wish == "full" and (output.parents[2] / "full").exists():
+            print("moelight: error: output x: cannot be written (no space left on device); mend", file=sys.stderr)
+            return 74
         if wish == "mule":
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             time.sleep(60)
