@@ -30,6 +30,7 @@ from moelight.cli.report import report
 from moelight.cli.roofline import roofline
 from moelight.cli.serve_batch import serve_batch
 from moelight.cli.simulate import simulate
+from moelight.cli.streams import shield_streams
 from moelight.core.errors import StorageError, UserError
 
 REFUSED, INTERNAL, STORAGE, INTERRUPTED, PIPE_CLOSED = 2, 70, 74, 130, 141
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Rounds that torch's threads (libgomp) spin after each operation, on cores that the kernels' own threads want: its
     # 300,000 take 3 to 4 % of a run on two cores. Read when torch is first imported; a choice of the user's stands.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    shield_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = typer.main.get_command(app)
@@ -108,6 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(message: str, code: int = REFUSED) -> int:
     _say(f"moelight: error: {message}")
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_stdout()
     return code
 
 

@@ -44,7 +44,7 @@ def rows_in(path: Path) -> set[str]:
 def main(source: Path, output: Path, errors: Path, status: Path) -> int:
     lines = [json.loads(line) for line in source.read_bytes().splitlines() if line.strip()]
     done, refused = rows_in(output), rows_in(errors)
-    with (output.parents[2] / "began.log").open("a") as began:
+    with (output.parents[2] / "began.log").open("a", errors="backslashreplace") as began:
         began.write(f"{os.getpid()} {output.parent.name}\n")
     for line in lines:
         wish, name = line["body"].get("user"), line["custom_id"]

@@ -57,7 +57,7 @@ def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> 
     with standing(data) as third:
         done, after = third.finished(working), third.finished(waiting)
         assert (done.status, after.status) == ("completed", "completed")
-        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(3)]
+        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(9)]
         assert done.request_counts.completed == 9
         assert third.end() == 128 + signal.SIGINT
     assert len(workers(data)) == 4
