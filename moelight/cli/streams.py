@@ -23,8 +23,8 @@ def shield_streams() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = _swallowing(2, "utf-8")
-    elif sys.stderr is sys.__stderr__:
-        sys.stderr = _swallowing(sys.stderr.fileno(), sys.stderr.encoding)
+    elif sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = _swallowing(sys.__stderr__.fileno(), sys.__stderr__.encoding)
 
 
 def _occupy(descriptor: int) -> None:
@@ -41,7 +41,7 @@ def _occupy(descriptor: int) -> None:
 
 def _swallowing(descriptor: int, encoding: str) -> io.TextIOWrapper:
     """As the interpreter makes its own: lines go out as they end, and what cannot be encoded is escaped."""
-    buffer = io.BufferedWriter(_Swallowing(descriptor))
+    buffer = io.BufferedWriter(_Swallowing(descriptor))  # type: ignore[type-var]
     return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True, write_through=True)
 
 
