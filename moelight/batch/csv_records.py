@@ -150,7 +150,7 @@ class _Lines:
         number, text = line
         if text is None:
             raise csv.Error(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
-        self._bytes += len(text)
+        self._bytes += len(text if text.isascii() else text.encode("utf-8", "surrogateescape"))
         if self._bytes > LONGEST_LINE + 1:
             raise csv.Error(f"a quote that begins here is not closed within {LONGEST_LINE >> 20} MiB")
         return text
