@@ -1,21 +1,21 @@
 """Tables as rows: CSV with a header, and Parquet. One record is one prompt or conversation.
 
-Knows the csv module, pyarrow (which is optional) and which columns are read: the prompt, the messages, the id and
+Knows pyarrow (which is optional) and which columns are read: the prompt, the messages, the id and
 sampling fields by their names; other columns are left alone. Refuses to know what the values may be.
 """
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moelight.batch.csv_records import CsvRecords, Record
 from moelight.batch.fields import FieldError, Reading, Samplings, Skip, refused
 from moelight.batch.rows import BadRow, Row
 from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
-from moelight.batch.source import LONGEST_LINE, Source
+from moelight.batch.source import Source
 from moelight.core.errors import InputError, did_you_mean
 
 _ID_COLUMNS = ("custom_id", "id")
@@ -78,73 +78,38 @@ class CsvReader:
         self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
         self._delimiter = "\t" if source.name.lower().endswith(_TAB_BY_SUFFIX) else ","
         self._samplings = Samplings(reading.defaults)
-        header = next(self._records(source), None)
+        header = next(iter(CsvRecords(source, self._delimiter)), None)
         if header is None:
             raise InputError(f"{source.name}: no prompts", code="prompts_file")
-        if isinstance(header[1], csv.Error):
-            raise InputError(f"{source.name}: the header cannot be read ({header[1]})", code="prompts_file")
-        self._header = header[1]
+        if header.error:
+            raise InputError(f"{source.name}: the header cannot be read ({header.error})", code="prompts_file")
+        self._header = header.values
         columns = _Columns(self._header, reading, source.name)
         self._places = {name: self._header.index(column) for name, column in columns.fields.items()}
         self.told = columns.told
 
     def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        records = self._records(source)
+        records = iter(CsvRecords(source, self._delimiter))
         next(records)
-        for number, (line, record) in enumerate(records):
+        for number, record in enumerate(records):
             if skip is None or not skip(number):
-                yield self._row(record, number, line)
+                yield self._row(record, number)
 
-    def _records(self, source: Source) -> Iterator[tuple[int, list[str] | csv.Error]]:
-        """``(place of its first line, values)`` of each record that is not blank."""
-        # The module's own limit, 128 KiB, is one for the whole process; without any, a quote that is never closed
-        # would take in the rest of the file.
-        csv.field_size_limit(LONGEST_LINE)
-        lines = _Lines(source)
-        records = csv.reader(lines, delimiter=self._delimiter)
-        while True:
-            first = lines.number + 1
-            try:
-                record = next(records)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield first, error
-                continue
-            if any(value.strip() for value in record):
-                yield first, record
-
-    def _row(self, record: list[str] | csv.Error, number: int, line: int) -> Row | BadRow:
-        if isinstance(record, csv.Error):
-            return refused(number, line, None, InputError(f"not CSV: {record}", code="invalid_csv"))
-        place = self._places.get("custom_id", len(record))
-        custom_id = record[place] or None if place < len(record) else None
+    def _row(self, record: Record, number: int) -> Row | BadRow:
+        line, given, error = record
+        place = self._places.get("custom_id", len(given))
+        custom_id = given[place] or None if place < len(given) else None
         try:
-            if len(record) != len(self._header):
+            if error:
+                raise InputError(f"not CSV: {error}", code="invalid_csv")
+            if len(given) != len(self._header):
                 raise InputError(
-                    f"{len(record)} values where the header has {len(self._header)} columns", code="invalid_csv"
+                    f"{len(given)} values where the header has {len(self._header)} columns", code="invalid_csv"
                 )
-            values = {name: _value(name, record[at]) for name, at in self._places.items() if record[at]}
-        except (InputError, RecursionError) as error:
-            return refused(number, line, custom_id, error)
+            values = {name: _value(name, given[at]) for name, at in self._places.items() if given[at]}
+        except (InputError, RecursionError) as refusal:
+            return refused(number, line, custom_id, refusal)
         return read_values(values, number, line, self._samplings)
-
-
-class _Lines:
-    """The lines of a CSV file as text; what is not UTF-8 becomes half surrogates, which only it can."""
-
-    def __init__(self, source: Source) -> None:
-        self.number = 0
-        self._lines = source.lines()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.number, raw = next(self._lines)
-        if raw is None:
-            raise csv.Error(f"line {self.number} is longer than {LONGEST_LINE >> 20} MiB")
-        return raw.decode("utf-8", "surrogateescape") + "\n"
 
 
 class ParquetReader:

@@ -149,7 +149,7 @@ def read_object(raw: bytes, *, holding: str) -> dict[str, Any]:
         InputError: it is not UTF-8, not JSON, no object, or names a key twice.
     """
     try:
-        values = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        values = _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 (byte {error.start + 1})", code="invalid_utf8") from None
     except json.JSONDecodeError as error:
@@ -201,3 +201,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"key {twice!r} is given twice", code="invalid_json")
     return values
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)

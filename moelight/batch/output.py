@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from moelight.core.errors import InputError
+from moelight.core.errors import InputError, StorageError
 
 STANDARD_OUTPUT = Path("-")
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 
 
@@ -134,5 +135,12 @@ def clear(path: Path, what: str) -> Iterator[None]:
             f"{what} {path}: cannot be written, {path.parent} is not a directory", code="output_path"
         ) from None
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise InputError(f"{what} {path}: cannot be written ({reason.lower()})", code="output_path") from None
+        raise refused_write(error, f"{what} {path}") from None
+
+
+def refused_write(error: OSError | ValueError, what: str, *, kept: str = "") -> InputError:
+    """The one line on a write to ``what`` that the system refused, with what is ``kept``; a `StorageError` where the
+    disk is full or fails."""
+    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+    kind = StorageError if number in _OF_THE_DISK else InputError
+    return kind(f"{what}: cannot be written ({(reason or str(error)).lower()}){kept}", code="output_path")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from moelight.batch import faults
-from moelight.batch.output import target
+from moelight.batch.output import refused_write, target
 from moelight.core.errors import InputError
 
 WHAT = {"output": "output", "errors": "error file"}
@@ -151,9 +151,5 @@ def told(place: Place) -> Iterator[None]:
 
 def failed(error: OSError, place: Place) -> InputError:
     """The one line on a write that the system refused."""
-    reason = (error.strerror or str(error)).lower()
-    return InputError(
-        f"{place}: cannot be written ({reason}); every row that was on the disk is kept: "
-        "mend that, and the same command goes on from there",
-        code="output_path",
-    )
+    kept = "; every row that was on the disk is kept: mend that, and the same command goes on from there"
+    return refused_write(error, str(place), kept=kept)

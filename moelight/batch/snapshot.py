@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from moelight.batch.output import refused_write
 from moelight.core.errors import InputError
 
 _EVERY_S = 1.0
@@ -43,8 +44,7 @@ class Snapshot:
                 raise InputError(f"{self._what} {self._path}: must be a file, to be replaced whole", code="output_path")
             self._write(text)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise InputError(f"{self._what} {self._path}: cannot be written ({reason})", code="output_path") from None
+            raise refused_write(error, f"{self._what} {self._path}") from None
 
     def renew(self, text: Callable[[], str], *, now: bool = False) -> None:
         """Write ``text()`` if the last writing is a second ago, or ``now``. A failure is kept as ``trouble``."""

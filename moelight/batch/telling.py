@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 from moelight.batch.eta import Eta
 from moelight.batch.metrics import MetricsFile
@@ -20,7 +21,7 @@ def files_that_tell(options: JobOptions, eta: Eta) -> list[StatusFile | MetricsF
     if options.status is not None:
         output, errors = options.output, options.error_file
         facts = BatchFacts(
-            id=f"batch_{hashlib.blake2b(str(output or options.prompts).encode(), digest_size=12).hexdigest()}",
+            id=f"batch_{hashlib.blake2b(os.fsencode(output or options.prompts), digest_size=12).hexdigest()}",
             input_file=str(options.prompts),
             output_file=None if output is None else str(output),
             error_file=None if errors is None else str(errors),

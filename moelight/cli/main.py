@@ -1,7 +1,8 @@
 """The ``moelight`` program: its commands, and the one place where every error becomes a line and an exit code.
 
 Exit codes: 0 all is well; 1 some lines of a job, or a policy file, have errors; 2 refused, one clear line says why; 70
-a fault of moelight's own or of a library's; 130 interrupted; 141 the reader of the output went away.
+a fault of moelight's own or of a library's; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output
+went away.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from moelight.cli.report import report
 from moelight.cli.roofline import roofline
 from moelight.cli.serve_batch import serve_batch
 from moelight.cli.simulate import simulate
-from moelight.core.errors import UserError
+from moelight.cli.streams import shield_streams
+from moelight.core.errors import StorageError, UserError
 
-REFUSED, INTERNAL, INTERRUPTED, PIPE_CLOSED = 2, 70, 130, 141
+REFUSED, INTERNAL, STORAGE, INTERRUPTED, PIPE_CLOSED = 2, 70, 74, 130, 141
 # What typer raises for a wrong command line; older typers take it from click, newer ones carry their own.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -76,10 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Rounds that torch's threads (libgomp) spin after each operation, on cores that the kernels' own threads want: its
     # 300,000 take 3 to 4 % of a run on two cores. Read when torch is first imported; a choice of the user's stands.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    shield_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = typer.main.get_command(app)
-        with command.make_context("moelight", given) as context:
+        with command.make_context("moelight", list(given)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as leave:
@@ -92,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _USAGE_ERROR as error:
         path = error.ctx.command_path if error.ctx is not None else "moelight"
         return _refuse(f"{error.format_message()} (see {path} --help)")
+    except StorageError as error:
+        return _refuse(str(error), STORAGE)
     except UserError as error:
         return _refuse(str(error))
     except SystemExit as leave:
@@ -112,9 +117,13 @@ def _fault(error: BaseException, given: Sequence[str]) -> int:
     return INTERNAL
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = REFUSED) -> int:
     _say(f"moelight: error: {message}")
-    return REFUSED
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_stdout()
+    return code
 
 
 def _say(message: str) -> None:

@@ -132,7 +132,9 @@ def _leave(number: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"moelight serve-batch: {text}", file=sys.stderr, flush=True)
+    from moelight.cli.tables import printable
+
+    print(printable(f"moelight serve-batch: {text}"), file=sys.stderr, flush=True)
 
 
 def _size(text: str | None, what: str) -> str | None:

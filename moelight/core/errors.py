@@ -8,6 +8,7 @@
     │   ├── CheckpointError      the model on disk is missing, damaged or not what its config says
     │   ├── BudgetError          the memory allowed is smaller than the least that would do
     │   └── InputError           a prompt, message list or sampling field cannot be served
+    │       └── StorageError     a disk that is written to is full or fails; exit code 74
     └── ScheduleError            an order of work breaks an invariant: our fault, never the user's
 """
 
@@ -48,6 +49,10 @@ class InputError(UserError):
     def __init__(self, message: str, *, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.code = code
+
+
+class StorageError(InputError):
+    """A disk that is written to is full or fails. What was done is kept, and once it is mended the command goes on."""
 
 
 class ScheduleError(MoelightError):

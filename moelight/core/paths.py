@@ -27,7 +27,7 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.")
     part = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

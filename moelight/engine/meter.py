@@ -31,7 +31,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_METHODS: dict[type, frozenset[str]] = {
+METHODS: dict[type, frozenset[str]] = {
     str: _words(
         """capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit islower
         isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix
@@ -105,14 +105,32 @@ class Meter:
             if depth > DEEPEST:
                 raise SecurityError(f"its values nest deeper than {DEEPEST}")
             self.charge(PIECE * len(value))
-            parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
-            return PIECE * len(value) + 2 + sum(self.size(part, depth + 1, written=written) for part in parts)
+            held = (
+                self._held(value.keys(), depth, written=written) + self._held(value.values(), depth, written=written)
+                if isinstance(value, Mapping)
+                else self._held(value, depth, written=written)
+            )
+            return PIECE * len(value) + 2 + held
         else:
             if not self._measuring:
                 check_value(value, written=written)
             size = PIECE * len(value) if hasattr(value, "__len__") else PIECE
         self.charge(size)
         return size
+
+    def _held(self, parts: Iterable[object], depth: int, *, written: bool) -> int:
+        """Charges the sizes of ``parts`` that a container holds, and returns their sum. Most are texts, and every
+        rendering looks at all that it is given: these are summed without a call for each."""
+        texts = inner = 0
+        for part in parts:
+            if type(part) is str:
+                texts += len(part) + 1
+            elif part is None or part is True or part is False:
+                texts += PIECE
+            else:
+                inner += self.size(part, depth + 1, written=written)
+        self.charge(texts)
+        return texts + inner
 
 
 _METER: contextvars.ContextVar[Meter] = contextvars.ContextVar("meter")
@@ -192,21 +210,25 @@ def metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
     """``function`` with its work charged first. A lazy result is worked out at once: nested thousands deep, generators
     would overrun Python's stack when they are freed."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+    shallow = name in _SHALLOW
 
     @functools.wraps(function)
     def metered(*args: Any, **kwargs: Any) -> Any:
         now = meter()
         now.charge(STEP)
         given = list(args)
-        value, rest = given[skipped] if len(given) > skipped else None, given[skipped + 1 :]
-        if name in _SHALLOW:
+        value = given[skipped] if len(given) > skipped else None
+        rest = [*given[skipped + 1 :], *kwargs.values()]
+        if shallow:
             now.charge(0 if isinstance(value, str) else extent(value))
-            now.size([*rest, *kwargs.values()] if name not in {"default", "d"} else [])
+            if rest and name not in {"default", "d"}:
+                now.size(rest)
         else:
             if isinstance(value, Iterator):
                 value = given[skipped] = list(counted(value))
-            _check_filter(name, value, [*rest, *kwargs.values()])
-        _check_numbers(name, [*rest, *kwargs.values()])
+            _check_filter(name, value, rest)
+        if rest:
+            _check_numbers(name, rest)
         result = function(*given, **kwargs)
         if isinstance(result, Iterator):
             return iter(list(counted(result)))
@@ -257,8 +279,8 @@ def check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The arguments with which ``method`` of a string, list, dict or number may be called, its work charged."""
     now = meter()
     owner, name = method.__self__, method.__name__
-    kind = next((kind for kind in type(owner).__mro__ if kind in _METHODS), None)
-    if kind is None or name not in _METHODS[kind]:
+    kind = next((kind for kind in type(owner).__mro__ if kind in METHODS), None)
+    if kind is None or name not in METHODS[kind]:
         raise SecurityError(f"{type(owner).__name__}.{name} is not for chat templates")
     if name == "join":
         args = tuple(list(counted(items)) if isinstance(items, Iterator) else items for items in args)

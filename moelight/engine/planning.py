@@ -120,12 +120,12 @@ _BESIDE: Mapping[str, Fixed] = {"attention_device": "cpu", "ffn_device": "gpu"}
 
 def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
     """Where a planned engine attends and computes experts: beside its cache in host memory, and near the pages; on the
-    GPU, with the cache in host memory, for orders that are about that.
+    GPU, with the cache in host memory, for orders that are about that. Without a GPU all orders attend on the CPU.
 
     Raises:
         ConfigError: the order needs a GPU, and there is none.
     """
-    on_gpu = "cpu" not in NEEDS[schedule].attention
+    on_gpu = discrete and "cpu" not in NEEDS[schedule].attention
     reason = misfit(schedule, discrete=discrete, attention="gpu" if on_gpu else "cpu", experts="device")
     if reason is not None:
         raise ConfigError(f"schedule {schedule!r} {reason}")

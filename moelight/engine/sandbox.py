@@ -28,6 +28,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
 from moelight.engine.meter import (
+    METHODS,
     PIECE,
     STEP,
     Helper,
@@ -55,6 +56,10 @@ WORK_PER_SIZE = 64  # a template may look at each character of its conversation 
 _NODE = 4  # of the syntax tree, each time it may be run: 64 bytes at most, an empty list
 # No template in the wild uses these, and each takes far longer than its input is long.
 _CLOSED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+_SCOPES = ("_loop_vars", "_block_vars")  # what jinja2's own code adds to calls, for itself
+_LOOP_NAMES = frozenset({"depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"})
+_PLAIN = frozenset({bool, int, str, list, type(None)})
+_DICT_NAMES = frozenset(dir(dict))
 _COMPARING_TESTS = (
     *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto"),
     *("ge", "greaterthan", "gt", "in", "le", "lessthan", "lt", "ne"),
@@ -99,6 +104,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         now = meter()
+        if operator == "+" and type(left) is str and type(right) is str:
+            now.charge(STEP + len(left) + len(right))
+            return left + right
         now.charge(STEP)
         check_value(left)
         check_value(right)
@@ -122,12 +130,28 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = isinstance(obj, (types.BuiltinMethodType, types.MethodType))
         if method and not isinstance(obj.__self__, _OWNERS):
             args = check_method(obj, args, kwargs)
+            if type(obj.__self__) in METHODS:
+                return obj(*args, **{name: value for name, value in kwargs.items() if name not in _SCOPES})
         elif method or id(obj) in self._callable_globals:
             now.size(args)
             now.size(kwargs)
         elif not isinstance(obj, _CALLABLE):
             raise SecurityError(f"a value of type {type(obj).__name__} cannot be called")
         return super().call(context, obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # What nearly all templates ask for, by jinja2's own rules and without its exceptions and abstract classes: keys
+        # of objects, the methods that `check_method` lets be called, where a loop is, plain values of a namespace.
+        kind = type(obj)
+        if kind is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        if kind in METHODS and attribute in METHODS[kind]:
+            return getattr(obj, attribute)
+        if kind is jinja2.runtime.LoopContext and attribute in _LOOP_NAMES:
+            return getattr(obj, attribute)
+        if kind is _Namespace and type(value := getattr(obj, attribute, ())) in _PLAIN and attribute[:1] != "_":
+            return value
+        return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if not isinstance(argument, (str, int)):
@@ -305,8 +329,11 @@ def _weighed(value: Any) -> Any:
 @jinja2.pass_context  # else the compiler would write out what is constant
 def _written(_context: jinja2.runtime.Context, value: Any) -> Any:
     now = meter()
-    now.charge(STEP)
-    now.size(value, written=True)
+    if type(value) is str:
+        now.charge(STEP + len(value) + 1)
+    else:
+        now.charge(STEP)
+        now.size(value, written=True)
     return value
 
 

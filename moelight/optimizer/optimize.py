@@ -230,7 +230,7 @@ def memory_of(
         purposes = [(arena.purpose, arena.bytes) for arena in taken.arenas if arena.tier == tier and arena.bytes]
         if tier == "disk":
             purposes = disk_purposes(problem, policy)
-        if whole > capacity:
+        if whole > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, and keeps nothing back
             purposes.append(("system", whole - capacity))
         if whole:
             uses.append(TierUse(tier=tier, capacity_bytes=whole, by_purpose=tuple(purposes)))

@@ -18,6 +18,7 @@ from moelight.serve.batches import Batches
 from moelight.serve.data import DataDirectory
 from moelight.serve.errors import ApiError, on_fault, on_refusal, on_storage
 from moelight.serve.files import Files
+from moelight.serve.store import Fault
 
 MOST_REQUESTS = 64  # at once
 
@@ -30,13 +31,14 @@ def make_app(
     wake: Callable[[], None],
     max_file_bytes: int,
     hosts: Collection[str] | None,
+    waits: Callable[[str], Fault | None] = lambda _: None,
 ) -> Starlette:
     """The application over ``data``.
 
-    ``wake`` is called when a batch came or is to end; ``hosts``: see `Guard`.
+    ``wake`` is called when a batch came or is to end; ``hosts``: see `Guard`; ``waits`` says what a batch waits for.
     """
     files = Files(data, max_bytes=max_file_bytes)
-    batches = Batches(data.store, model=model, wake=wake)
+    batches = Batches(data.store, model=model, wake=wake, waits=waits)
     guard = Middleware(Guard, token=token, hosts=hosts, most_requests=MOST_REQUESTS)
     app = Starlette(
         routes=[*files.routes(), *batches.routes(), *_model_routes(model), Route("/health", _health, methods=["GET"])],

@@ -24,6 +24,7 @@ from moelight.serve.errors import error_response
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
+BROUGHT_TOKEN = "brought_token"  # in the state of a request that did
 OPEN_PATHS = frozenset({"/health"})
 _MOST_TOKEN_BYTES = 4096
 
@@ -79,6 +80,10 @@ class Guard:
         if refusal is not None:
             await refusal(scope, body.receive, body.send)
             return
+        if scope["path"] in OPEN_PATHS:  # not counted: without a token nobody makes the server busy
+            await self._app(scope, body.receive, body.send)
+            return
+        scope.setdefault("state", {})[BROUGHT_TOKEN] = True
         self._running += 1
         try:
             await self._app(scope, body.receive, body.send)
@@ -88,12 +93,13 @@ class Guard:
     def _refusal(self, path: str, headers: Headers) -> Response | None:
         if self._hosts is not None and _host_name(headers) not in self._hosts:
             return error_response(403, "this server is not called by that name", param="Host", code="invalid_host")
-        if path not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode("latin-1", "replace")
-            if not hmac.compare_digest(given, self._expected):
-                message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
-                challenge = {"WWW-Authenticate": "Bearer"}
-                return error_response(401, message, code="invalid_api_key", headers=challenge)
+        if path in OPEN_PATHS:
+            return None
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, self._expected):
+            message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            return error_response(401, message, code="invalid_api_key", headers=challenge)
         if self._running >= self._most:
             again = {"Retry-After": "1"}
             return error_response(503, "too many requests at once", code="server_busy", headers=again)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from moelight.serve.bodies import page_of, read_json
 from moelight.serve.errors import ApiError
 from moelight.serve.files import page_object
-from moelight.serve.store import MOVES, Batch, Store
+from moelight.serve.store import MOVES, OPEN, Batch, Fault, Store
 from moelight.serve.validate import ENDPOINTS
 
 _HOUR_S = 3600
@@ -33,9 +33,10 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     output_expires_after: Literal[None] = None
 
 
-def batch_object(batch: Batch, model: str) -> dict[str, Any]:
-    """The batch as OpenAI's object."""
-    faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in batch.errors]
+def batch_object(batch: Batch, model: str, waits: Fault | None = None) -> dict[str, Any]:
+    """The batch as OpenAI's object; what an open one ``waits`` for is among its errors as long as it does."""
+    told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
+    faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in told]
     return {
         "id": batch.id,
         "object": "batch",
@@ -62,8 +63,10 @@ def batch_object(batch: Batch, model: str) -> dict[str, Any]:
 class Batches:
     """The routes below ``/v1/batches``."""
 
-    def __init__(self, store: Store, *, model: str, wake: Callable[[], None]) -> None:
-        self._store, self._model, self._wake = store, model, wake
+    def __init__(
+        self, store: Store, *, model: str, wake: Callable[[], None], waits: Callable[[str], Fault | None]
+    ) -> None:
+        self._store, self._model, self._wake, self._waits = store, model, wake, waits
 
     def routes(self) -> list[Route]:
         return [
@@ -99,7 +102,7 @@ class Batches:
         found = self._store.page_of_batches(after=after, limit=limit)
         if found is None:
             raise ApiError(400, f"there is no batch {str(after)[:80]!r}", param="after", code="invalid_request")
-        return JSONResponse(page_object([batch_object(batch, self._model) for batch in found[0]], found[1]))
+        return JSONResponse(page_object([self._object(batch) for batch in found[0]], found[1]))
 
     def retrieve(self, request: Request) -> Response:
         return self._answer(self._find(request))
@@ -122,4 +125,7 @@ class Batches:
         return batch
 
     def _answer(self, batch: Batch) -> Response:
-        return JSONResponse(batch_object(batch, self._model))
+        return JSONResponse(self._object(batch))
+
+    def _object(self, batch: Batch) -> dict[str, Any]:
+        return batch_object(batch, self._model, self._waits(batch.id))

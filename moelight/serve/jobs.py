@@ -25,9 +25,11 @@ from moelight.core.errors import InputError
 from moelight.serve import tied
 from moelight.serve.store import Counts
 
-REFUSED = 2
+REFUSED, STORAGE = 2, 74
 MOST_CRASHES = 3  # in a row, without a row done in between
 _MAX_STATUS_BYTES = 1 << 20
+_ROOM_BYTES = 1 << 20  # that can be written where a job is begun again
+_LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
@@ -104,6 +106,8 @@ class Ending:
         """What a job that did not end well says of itself."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
+        if self.code == STORAGE:
+            return self.said.partition(";")[0] or "the disk is full or fails"
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
         if self.code in (0, 1):  # as if it were done, which it is not
             how += f" and {self.rows.completed + self.rows.failed} rows"
@@ -141,18 +145,20 @@ def finish(
     say: Callable[[str], None],
     news: threading.Event,
     pace: Pace,
+    waits: Callable[[str], None] = lambda _: None,
 ) -> Ending | None:
     """Run the job, again after a crash, until it has an ending that means something; None if it is ``unwanted`` first.
 
-    ``seen`` hears of every change of the counts, ``say`` of every crash. ``news`` is set by others when ``unwanted``
-    should be asked at once. The job's files say what was done, in any case; the same job run again goes on from there.
+    ``seen`` hears of every change of the counts, ``say`` of every crash; ``waits`` hears why a job whose disk is full
+    or fails does not go on, and an empty text when it does. ``news`` is set by others when ``unwanted`` should be asked
+    at once. The job's files say what was done, in any case; the same job run again goes on from there.
     """
-    crashes, rows = 0, 0
+    crashes, refusals, rows = 0, 0, 0
 
     def look(counts: Counts) -> None:
-        nonlocal crashes, rows
+        nonlocal crashes, refusals, rows
         if counts.completed + counts.failed > rows:
-            crashes, rows = 0, counts.completed + counts.failed
+            crashes, refusals, rows = 0, 0, counts.completed + counts.failed
         seen(counts)
 
     while not unwanted():
@@ -162,6 +168,13 @@ def finish(
         look(ending.rows)
         if unwanted():
             return None
+        if ending.code == STORAGE:
+            say(f"{ending.why()}; goes on once there is room")
+            waits(f"{ending.why()}; the batch goes on once there is room")
+            wait_for_room(job.directory, pace.retry_s * min(1 << refusals, _LONGEST_WAIT), unwanted, news)
+            waits("")
+            refusals += 1
+            continue
         crashes += 1
         if ending.code == REFUSED or crashes == MOST_CRASHES:
             return ending
@@ -242,6 +255,23 @@ def _last_line(log: Path, begin: int) -> str:
         lines = file.read().decode("utf-8", "replace").splitlines()
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return said.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
+
+
+def wait_for_room(directory: Path, every_s: float, unwanted: Callable[[], bool], news: threading.Event) -> None:
+    """Return when something can be written in ``directory`` again, looking every so often; or when it is unwanted."""
+    probe, room = directory / "room", False
+    while not room and not unwanted():
+        news.wait(every_s)
+        news.clear()
+        with contextlib.suppress(OSError):
+            try:
+                with probe.open("wb") as file:
+                    file.write(bytes(_ROOM_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+                room = True
+            finally:
+                probe.unlink()
 
 
 def wait_until_free(job: Job, *, within_s: float) -> None:

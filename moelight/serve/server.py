@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import os
@@ -15,17 +14,15 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from moelight.core.errors import ConfigError
 from moelight.serve.app import make_app
 from moelight.serve.auth import make_token, read_token
+from moelight.serve.connections import Connection
 from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Pace, WorkThread
 from moelight.serve.worker import Worker
 
-MOST_CONNECTIONS = 512
-HEADERS_S = 10.0  # the longest a request line and its headers may take
 _CLOSE_S = 5  # for answers under way when the server stops
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -63,6 +60,7 @@ def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None
             model=options.model,
             token=token,
             wake=worker.wake,
+            waits=worker.waits,
             max_file_bytes=options.max_file_bytes,
             hosts=None if options.allow_remote else _LOOPBACK_NAMES | {options.host},
         )
@@ -119,7 +117,7 @@ def base_url(listening: socket.socket) -> str:
 def _configuration(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_Protocol,
+        http=Connection,
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -127,40 +125,9 @@ def _configuration(app: Any) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=_CLOSE_S,
     )
-
-
-class _Protocol(H11Protocol):
-    """Closes a connection whose next request does not come whole, up to its headers, in time."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            self._stop()
-        elif self._late is None:
-            self._late = self.loop.call_later(HEADERS_S, self.transport.abort)
-
-    def _stop(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
 
 
 class _Server(uvicorn.Server):

@@ -5,6 +5,7 @@ Knows what a job's ending means for its batch. Refuses to know HTTP and how a jo
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 import time
@@ -36,6 +37,7 @@ class Worker:
         self._data, self._store, self._command = data, data.store, command
         self._say, self._pace, self._expire = say, pace or Pace(), expire
         self._news, self._stopping = threading.Event(), threading.Event()
+        self._waits: tuple[str, Fault] | None = None
 
     def wake(self) -> None:
         """Look at the batches again: one has come, or is to be cancelled."""
@@ -45,6 +47,11 @@ class Worker:
         """Let `run` return soon: the job that runs is interrupted, and a later start goes on with it."""
         self._stopping.set()
         self._news.set()
+
+    def waits(self, batch_id: str) -> Fault | None:
+        """What the batch waits for, if it is the one at work and cannot go on."""
+        waits = self._waits
+        return waits[1] if waits is not None and waits[0] == batch_id else None
 
     def run(self) -> None:
         """Work until stopped."""
@@ -58,10 +65,12 @@ class Worker:
                 self._advance(batches[0])
             except (OSError, sqlite3.OperationalError) as error:  # the disk is full, most likely
                 self._say(f"{batches[0].id}: {error}; tried again in {self._pace.retry_s:g} s")
+                self._wait_for(batches[0].id, f"{error}; tried again every {self._pace.retry_s:g} s")
                 self._stopping.wait(self._pace.retry_s)
 
     def _advance(self, batch: Batch) -> None:
         """One step of the batch. Each step can be done again: what it leaves behind is one transaction."""
+        self._waits = None
         if batch.status == "finalizing":
             self._end(batch, "completed")
         elif batch.status == "cancelling":
@@ -97,7 +106,8 @@ class Worker:
             nonlocal latest
             if counts.total:  # else the job is still reading, and knows nothing yet of what an earlier one did
                 latest = replace(counts, total=max(counts.total, latest.total))
-                self._store.count(batch.id, latest)
+                with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job finds that out by itself
+                    self._store.count(batch.id, latest)
 
         ending = jobs.finish(
             self._data.job(batch.id, source),
@@ -107,6 +117,7 @@ class Worker:
             say=lambda text: self._say(f"{batch.id}: {text}"),
             news=self._news,
             pace=self._pace,
+            waits=lambda what: self._wait_for(batch.id, what),
         )
         if ending is None:
             return
@@ -115,6 +126,9 @@ class Worker:
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
             self._end(replace(batch, counts=latest), "failed", Fault(code=code, message=ending.why()))
+
+    def _wait_for(self, batch_id: str, what: str) -> None:
+        self._waits = (batch_id, Fault(code="insufficient_storage", message=what)) if what else None
 
     def _unwanted(self, batch: Batch) -> bool:
         if self._stopping.is_set() or self._late(batch):

@@ -141,7 +141,7 @@ class Machine:
         if way in _FAULTS:
             points, action = _FAULTS[way]
             code = self.run(fault=f"{self.draw.choice(points)}:{count}:{action}")
-            return code == (-signal.SIGKILL if action == "kill" else 2)
+            return code == (-signal.SIGKILL if action == "kill" else 74)
         if way == "ctrl-c":
             return self.run(after_s=some_time_s, sends=signal.SIGINT) == 130
         killed = self.run(after_s=some_time_s) == -signal.SIGKILL
@@ -187,8 +187,8 @@ def fill_a_small_disk(prompts: Path, scratch: Path, shape: Shape, expected: list
         return False
     try:
         machine = Machine(prompts, folder, shape, 0.0, random.Random(0))
-        if (code := machine.run()) != 2:
-            raise SystemExit(f"a full disk ended with {code}, not 2")
+        if (code := machine.run()) != 74:
+            raise SystemExit(f"a full disk ended with {code}, not 74")
         subprocess.run(["mount", "-o", "remount,size=4m", folder], check=True)
         if (code := machine.run()) != 1 or result_of(folder, shape) != expected:
             raise SystemExit(f"after a full disk: exit code {code}, or other rows ({shape.name})")

@@ -80,8 +80,9 @@ def test_a_bad_record_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
         ("invalid_request", "g"),
         (None, "h"),
         ("invalid_csv", "i"),
+        (None, "j"),
     ]
-    assert [row.line for row in found] == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert [row.line for row in found] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(

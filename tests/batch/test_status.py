@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from moelight.batch.eta import Eta
+from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, JobStart
 from moelight.batch.snapshot import Snapshot
 from moelight.batch.status import BatchFacts, StatusFile, without_extra
+from moelight.batch.telling import files_that_tell
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding
@@ -107,3 +110,14 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "real" / "there.json")
     Snapshot(link, what="status").begin("text")
     assert link.is_symlink() and (tmp_path / "real" / "there.json").read_text() == "text"
+
+
+def test_names_that_are_no_utf8_have_an_id(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"odd \xff")
+    (tmp_path / odd).mkdir()
+    status = tmp_path / odd / "status.json"
+    for output in (None, tmp_path / odd / "out.jsonl"):
+        options = JobOptions(prompts=tmp_path / odd / "p.jsonl", output=output, status=status)
+        assert not any(each.trouble for each in files_that_tell(options, Eta()))
+        found = json.loads(status.read_text())
+        assert found["id"].startswith("batch_") and Path(found["input_file_id"]) == options.prompts

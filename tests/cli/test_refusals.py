@@ -153,7 +153,7 @@ def test_unknown_command() -> None:
 
 def test_a_full_disk_is_one_line(there: Path) -> None:
     done = moelight("generate", there / "good.jsonl", "-o", "/dev/full")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (74, "")
     assert "no space left" in done.stderr.splitlines()[-1] and done.stderr.count("moelight: error: ") == 1
 
 

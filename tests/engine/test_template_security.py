@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import jinja2.sandbox
 import pytest
 
 from moelight.core.errors import InputError
 from moelight.engine.chat import ChatTemplate, Conversation
+from moelight.engine.sandbox import Sandbox, _Format
+from tests.engine.test_templates import TEMPLATES
 
 MESSAGES = [{"role": "user", "content": "x"}]
 ESCAPES = {
@@ -265,6 +269,47 @@ def test_a_bomb_is_refused_in_bounded_time(kind: str, burst: dict[str, Any]) -> 
     assert told.startswith("chat_template: the chat template fails: ")
     assert "\n" not in told and len(told) < 400 and "MemoryError" not in told
     assert seconds < 5
+
+
+def test_short_ways_lead_where_long_ones_do() -> None:
+    """The sandbox answers what templates ask most without jinja2's own lookups; the answer is theirs."""
+    sandbox = Sandbox({})
+    namespace = sandbox.globals["namespace"](first=True, text="t", call=len, upper="".upper)
+    (loop,) = [loop for _, loop in jinja2.runtime.LoopContext([1], jinja2.Undefined)]
+    values = [{"role": "u", "items": 1, "__class__": 2, "_x": 3}, "text", [1], (1,), range(2), 3, 2.5, namespace, loop]
+    names = {name for value in values for name in dir(value)} | {"role", "_x", "first", "text", "call", "none", "upper"}
+    for value in values:
+        for name in sorted(names):
+            found = sandbox.getattr(value, name)
+            usual = jinja2.sandbox.ImmutableSandboxedEnvironment.getattr(sandbox, value, name)
+            assert type(found) is type(usual), (value, name)
+            assert found == usual or isinstance(found, (jinja2.Undefined, _Format)), (value, name)
+
+
+def test_a_rendering_takes_few_steps() -> None:
+    """Every row is rendered, twice: calls of functions, against jinja2's sandbox without a budget."""
+
+    def calls(render: Callable[[], object]) -> int:
+        count = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        render()
+        sys.setprofile(note)
+        try:
+            render()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    talk = [{"role": "system", "content": "You are a calculator."}, {"role": "user", "content": "add 1 and 2 ="}]
+    template, ours = TEMPLATES["qwen"], ChatTemplate(TEMPLATES["qwen"], special_tokens={})
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).from_string(template)
+    conversation = Conversation(messages=talk)
+    usual = calls(lambda: plain.render(messages=talk, tools=None, add_generation_prompt=True))
+    assert calls(lambda: ours.render(conversation)) < 2 * usual
 
 
 def test_all_bombs_together_take_little_memory(burst: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 Rows that are there already are kept, torn ones cut off, and at the end a journal says how many there are, as the real
 job does. What a line asks for in its ``user`` field, it does: ``refuse`` makes an error row, ``slow`` takes its time,
 ``crash`` ends the process as a full memory would, ``panic`` as an exception that nobody catches, ``reject`` refuses the
-job, ``skip`` leaves the row out and goes on, ``mule`` ignores interrupts from there on.
+job, ``skip`` leaves the row out and goes on, ``mule`` ignores interrupts from there on, ``full`` finds the disk full as
+long as there is a file ``full`` beside ``began.log``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def write_journal(path: Path, total: int, files: dict[str, Path], rows: dict[str
 def main(source: Path, output: Path, errors: Path, status: Path) -> int:
     lines = [json.loads(line) for line in source.read_bytes().splitlines() if line.strip()]
     done, refused = rows_in(output), rows_in(errors)
-    with (output.parents[2] / "began.log").open("a") as began:
+    with (output.parents[2] / "began.log").open("a", errors="backslashreplace") as began:
         began.write(f"{os.getpid()} {output.parent.name}\n")
     for line in lines:
         wish, name = line["body"].get("user"), line["custom_id"]
@@ -72,6 +73,9 @@ def main(source: Path, output: Path, errors: Path, status: Path) -> int:
             raise BaseException("retry-limit-in-match over")
         if wish == "skip":
             continue
+        if wish == "full" and (output.parents[2] / "full").exists():
+            print("moelight: error: output x: cannot be written (no space left on device); mend", file=sys.stderr)
+            return 74
         if wish == "mule":
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             time.sleep(60)

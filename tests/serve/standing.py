@@ -41,12 +41,15 @@ def lines(count: int, wish: str | None = None, url: str = "/v1/chat/completions"
 class Standing:
     """The server's process; ``client`` is OpenAI's, ``http`` speaks plainly, with the token."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, slow_s: float = SLOW_SENDER_S) -> None:
         import openai
 
         self.data = data
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve.standing", str(data)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.serve.standing", str(data), str(slow_s)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stderr is not None
         self.greeting = self.process.stderr.readline()
@@ -90,8 +93,8 @@ def until(ask: Callable[[], Any], holds: Callable[[Any], bool], within_s: float 
 
 
 @contextlib.contextmanager
-def standing(data: Path) -> Iterator[Standing]:
-    server = Standing(data)
+def standing(data: Path, slow_s: float = SLOW_SENDER_S) -> Iterator[Standing]:
+    server = Standing(data, slow_s)
     try:
         yield server
     finally:
@@ -99,15 +102,15 @@ def standing(data: Path) -> Iterator[Standing]:
             server.end(signal.SIGKILL)
 
 
-def serve_standing(data: Path, command: Command = stand_in) -> int:
-    from moelight.serve import auth, bodies, server
+def serve_standing(data: Path, command: Command = stand_in, *, slow_s: float = SLOW_SENDER_S) -> int:
+    from moelight.serve import auth, bodies, connections
     from moelight.serve.server import ServerOptions, serve
 
-    server.HEADERS_S, bodies.STALL_S, auth.LINGER_S = SLOW_SENDER_S, SLOW_SENDER_S, 0.2
+    connections.HEADERS_S, bodies.STALL_S, auth.LINGER_S = slow_s, slow_s, 0.3 * slow_s
     options = ServerOptions(model="org/demo", data=data, port=0, max_file_bytes=MAX_FILE_BYTES)
     return serve(options, command, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for a program in the background
-    sys.exit(128 + serve_standing(Path(sys.argv[1])))
+    sys.exit(128 + serve_standing(Path(sys.argv[1]), slow_s=float(sys.argv[2])))

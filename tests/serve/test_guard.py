@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve.auth import make_token, read_token
 from moelight.serve.server import base_url, listen
-from tests.serve.standing import MAX_FILE_BYTES, SLOW_SENDER_S, Standing, line, lines
+from tests.serve.standing import MAX_FILE_BYTES, SLOW_SENDER_S, Standing, line, lines, standing
 
 
 def error_of(answer: httpx.Response) -> dict[str, object]:
@@ -218,6 +219,38 @@ def test_slow_senders_are_not_waited_for(server: Standing) -> None:
     assert b"" not in said[3:] and said[3].startswith(b"HTTP/1.1 408")
     assert b"".join(said[:3]).rpartition(b"\r\n")[2] in (b"", b'{"status":"ok"}')
     assert stored(server) == before
+
+
+STRANGERS = {
+    "silent": b"",
+    "half a head": b"GET /v1/files HTT",
+    "refused": b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+    "health": b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_keep_nobody_out(kind: str, tmp_path: Path) -> None:
+    """More connections than there may be, none of which the server would let go of by itself while the test runs."""
+    with standing(tmp_path / "data", slow_s=600.0) as server, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", httpx.URL(server.url).port or 0)
+        assert server.http.get("/files").status_code == 200  # one that is kept, and has brought the token
+        for _ in range(700):
+            stranger = stack.enter_context(socket.create_connection(address, timeout=20))
+            stranger.sendall(STRANGERS[kind])
+        for _ in range(3):
+            assert server.http.get("/files").status_code == 200
+            assert httpx.get(f"{server.url}/files", headers=dict(server.http.headers)).status_code == 200
+        assert httpx.get(f"{server.url}/files").status_code == 401
+        server.end(signal.SIGKILL)
+
+
+def test_what_is_no_http_is_told_so(server: Standing) -> None:
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=20) as raw:
+        raw.sendall(b"no HTTP at all\r\n\r\n")
+        head, _, body = all_of(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: application/json" in head.lower()
+    assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
 def all_of(connection: socket.socket) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve import tied
 from moelight.serve.data import DataDirectory
-from moelight.serve.jobs import Command, Job, WorkThread, mend_tail, wait_until_free
+from moelight.serve.jobs import Command, Job, WorkThread, generate_command, mend_tail, wait_until_free
 from moelight.serve.store import MOVES, Batch, Counts, File, Store
 from moelight.serve.validate import check_lines
 from moelight.serve.worker import Worker
@@ -179,6 +180,50 @@ def test_a_disk_that_is_full_for_a_while_fails_no_batch(tmp_path: Path) -> None:
     assert sum("tried again" in each for each in said) == 2
     done = data.store.batch("batch_1")
     assert done is not None and done.status == "completed"
+    data.close()
+
+
+def test_a_job_whose_disk_is_full_waits_for_room(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "full").touch()
+    with standing(data) as server:
+        batch = server.begin(lines(2) + lines(1, "full").replace(b"r0", b"r2"))
+        waiting = server.until(batch, lambda now: now.errors is not None)
+        (fault,) = waiting.errors.data
+        assert (waiting.status, fault.code) == ("in_progress", "insufficient_storage")
+        assert fault.message == (
+            "output x: cannot be written (no space left on device); the batch goes on once there is room"
+        )
+        until(lambda: workers(data), lambda began: len(began) > 4)  # more often than a crash is tried again
+        assert server.client.batches.retrieve(batch.id).status == "in_progress"
+        (data / "full").unlink()
+        done = server.finished(batch)
+        assert (done.status, done.errors) == ("completed", None)
+        assert [row["custom_id"] for row in server.rows(done.output_file_id)] == ["r0", "r1", "r2"]
+        (data / "full").touch()
+        given_up = server.begin(lines(1, "full"))
+        server.until(given_up, lambda now: now.errors is not None)
+        server.client.batches.cancel(given_up.id)
+        assert server.finished(given_up).status == "cancelled"
+        server.end()
+
+
+def test_rows_of_a_real_job_survive_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process finds the disk full at its second write, in the middle of its rows."""
+    monkeypatch.setenv("MOELIGHT_FAULT", "before_write:2:ENOSPC")
+    data = DataDirectory(tmp_path / "data")
+    prompts = [{**line(f"r{n}"), "body": {**line("")["body"], "max_tokens": 1}} for n in range(3)]
+    (data.files / "file-1").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    data.store.add_file(file_of("file-1"))
+    data.store.add_batch(batch_of("batch_1", endpoint="/v1/chat/completions"))
+    real = generate_command("demo", ("--sync-interval", "0", "--batch-size", "1"), line_format="openai")
+    said = work(data, command=real, within_s=600)
+    done = data.store.batch("batch_1")
+    assert done is not None and (done.status, done.counts) == ("completed", Counts(total=3, completed=3)), said
+    assert any("no space left on device); goes on once there is room" in each for each in said)
+    rows = (data.batches / "batch_1" / "output.jsonl").read_text().splitlines()
+    assert sorted(json.loads(each)["custom_id"] for each in rows) == [f"r{n}" for n in range(3)]
     data.close()
 
 

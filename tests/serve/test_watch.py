@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -115,6 +116,56 @@ def test_a_kill_between_two_moves_loses_nothing(tmp_path: Path, moved: tuple[str
         until(lambda: taken.exists() or (tmp_path / ".moelight" / "b.jsonl").exists(), lambda there: not there)
     assert {"done/a.jsonl", "done/a.output.jsonl"} <= set(names(tmp_path))
     assert (done / "a.jsonl").read_bytes() == (done / "a.output.jsonl").read_bytes() == lines(1)
+
+
+LONG = "\u00e4" * 120 + "b" * 9 + ".jsonl"  # 255 bytes; what is cut off at 242 ends within a character
+ODD = os.fsdecode(b"not utf-8 \xff\xfe\x1b[2J.jsonl")
+
+
+def test_no_name_holds_up_those_behind_it(tmp_path: Path) -> None:
+    for name in (LONG, LONG.replace("b.", "c."), "a" * 238 + ".jsonl", ODD):
+        (tmp_path / name).write_bytes(lines(2) + lines(1, "refuse").replace(b"r0", b"r2"))
+    (tmp_path / LONG.replace("b.", "d.")).write_bytes(lines(1, "reject"))
+    stuck = tmp_path / ".moelight" / ("s" * 249 + ".jsonl")  # where an earlier version left it
+    stuck.mkdir(parents=True)
+    for name in ("input.jsonl", "output.jsonl"):
+        (stuck / name).write_bytes(lines(3))
+    (stuck / "ending.json").write_text(json.dumps({"to": "done", "stem": "s" * 249, "why": None}))
+    (tmp_path / "last.jsonl").write_bytes(lines(1))
+    with watching(tmp_path):
+        until(lambda: len(names(tmp_path / "done")) == 16, bool)
+        until(lambda: len(names(tmp_path / "failed")) == 2, bool)
+    cut = "\u00e4" * 120 + "bb"
+    again = "\u00e4" * 120 + "-2"
+    done = {name: (tmp_path / "done" / name).read_bytes().count(b"\n") for name in names(tmp_path / "done")}
+    made = {(".jsonl", 3), (".output.jsonl", 2), (".errors.jsonl", 1)}
+    stems = (cut, again, "a" * 238, ODD.removesuffix(".jsonl"))
+    assert done == {
+        **{f"{stem}{end}": count for stem in stems for end, count in made},
+        **{"s" * 242 + end: 3 for end in (".jsonl", ".output.jsonl")},
+        **{f"last{end}": 1 for end in (".jsonl", ".output.jsonl")},
+    }
+    assert (tmp_path / "failed" / f"{cut}.error.txt").read_text() == "this job is refused\n"
+    assert names(tmp_path / ".moelight") == ["lock"]
+
+
+def test_a_file_that_cannot_be_moved_holds_up_nobody(tmp_path: Path) -> None:
+    """A directory stands where the rows should be that one job made."""
+    (tmp_path / ".moelight").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(lines(1))
+    taken = tmp_path / ".moelight" / "b.jsonl"
+    (taken / "output.jsonl").mkdir(parents=True)
+    (taken / "input.jsonl").write_bytes(lines(1))
+    (taken / "ending.json").write_text('{"to": "done", "stem": "b", "why": null}')
+    with watching(tmp_path):
+        until((tmp_path / "done" / "c.jsonl").exists, bool)
+        assert (taken / "input.jsonl").exists() and (tmp_path / "b.jsonl").exists()
+        (taken / "output.jsonl").rmdir()
+        until((tmp_path / "done" / "b.jsonl").exists, bool)
+        until((tmp_path / "done" / "b-2.jsonl").exists, bool)
+    rows = [f"{stem}.output.jsonl" for stem in ("a", "b-2", "c")]
+    assert names(tmp_path / "done") == sorted([*(f"{stem}.jsonl" for stem in ("a", "b", "b-2", "c")), *rows])
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:

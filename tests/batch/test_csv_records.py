@@ -1,0 +1,127 @@
+"""CSV whose quotes are damaged: which record is an error, and that nothing behind its first line is lost."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from moelight.batch import csv_records
+from moelight.batch.csv_records import MOST_LINES, CsvRecords, Record
+from moelight.batch.input import open_input
+from moelight.batch.source import LONGEST_LINE, open_source
+from tests.cli.program import moelight
+
+
+def records(path: Path, content: str | bytes) -> list[Record]:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return list(CsvRecords(open_source(path), ","))
+
+
+UNCLOSED = b'id,prompt\n1,add 1 and 2 =\n2,"add 3 and 4 =\n3,add 5 and 6 =\n4,add 7 and 8 =\n'
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_an_unclosed_quote_costs_its_own_row(name: str, tmp_path: Path) -> None:
+    """To the end, and the same rows and numbers when the job goes on after its death."""
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(UNCLOSED) if name.endswith(".gz") else UNCLOSED)
+    with open_input(path) as read:
+        found = list(read.rows())
+        assert [(row.number, row.line, row.custom_id) for row in found] == [(n, n + 2, f"{n + 1}") for n in range(4)]
+        assert [getattr(row, "code", None) for row in found] == [None, "invalid_csv", None, None]
+        assert "by the end of the file" in getattr(found[1], "message", "")
+        assert list(read.rows(skip={0, 2}.__contains__)) == [found[1], found[3]]
+    out = tmp_path / "out.jsonl"
+    command = ("generate", path, "-o", out, "--max-tokens", "2", "--sync-interval", "0")
+    assert moelight(*command, env_extra={"MOELIGHT_FAULT": "after_journal_fsync:2:kill"}).returncode == -9
+    assert moelight(*command).returncode == 1
+    rows = [json.loads(each) for each in out.read_text().splitlines()]
+    assert [(row["custom_id"], "error" in row) for row in rows] == [
+        ("1", False),
+        ("2", True),
+        ("3", False),
+        ("4", False),
+    ]
+    assert rows[1]["line"] == 3 and rows[1]["error"]["code"] == "invalid_csv"
+
+
+def test_a_record_may_have_many_lines_but_not_any_number(tmp_path: Path) -> None:
+    long = "\n" * (MOST_LINES - 1)
+    path = tmp_path / "a.csv"
+    assert records(path, f'a\n"{long}",b\nc\n') == [
+        Record(1, ["a"]),
+        Record(2, [long, "b"]),
+        Record(MOST_LINES + 2, ["c"]),
+    ]
+    first, damaged, *rest = records(path, f'a\nx,"y\n{long}z",b\nc\n')
+    assert (first, damaged.line, damaged.values) == (Record(1, ["a"]), 2, ["x"])
+    assert f"not closed within {MOST_LINES:,} lines" in damaged.error
+    assert rest == [Record(MOST_LINES + 2, ['z"', "b"]), Record(MOST_LINES + 3, ["c"])]
+
+
+def test_a_record_is_not_held_beyond_its_bytes(tmp_path: Path) -> None:
+    line = b"x" * (1 << 20) + b"\n"
+    found = records(tmp_path / "a.csv", b'a,"' + line * (LONGEST_LINE // len(line) + 2) + b"b\n")
+    assert "not closed within 64 MiB" in found[0].error and found[0].values == ["a"]
+    assert [each.error for each in found[1:]] == [""] * (len(found) - 1) and found[-1].values == ["b"]
+    long = b"y" * (LONGEST_LINE + 1)
+    found = records(tmp_path / "b.csv", b'a\n"b\n' + long + b'\nc"\n')
+    assert [(each.line, bool(each.error)) for each in found] == [(1, False), (2, True), (3, True), (4, False)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        # A stray quote, and quotes that are in order behind it: the next one does not close the first.
+        ('1,"a\n2,b\n3,"c, d"\n4,e\n', [(1, None), (2, ["2", "b"]), (3, ["3", "c, d"]), (4, ["4", "e"])]),
+        ('1,"a\n2,"b\nc"\n3,d\n', [(1, None), (2, ["2", "b\nc"]), (4, ["3", "d"])]),
+        # On one line text around quotes is what it always was.
+        ('1,say "hi"\n2,"say" hi\n3,a"b\n', [(1, ["1", 'say "hi"']), (2, ["2", "say hi"]), (3, ["3", 'a"b'])]),
+        ('1,"a"b,"c\n2,d\n', [(1, None), (2, ["2", "d"])]),
+        ('1,"a\n\n"\n2,b', [(1, ["1", "a\n\n"]), (4, ["2", "b"])]),
+        ('1,"', [(1, None)]),
+        ("1,a\rb\n2,c\n", [(1, None), (2, ["2", "c"])]),
+    ],
+)
+def test_where_quotes_stand(content: str, expected: list[tuple[int, list[str] | None]], tmp_path: Path) -> None:
+    found = records(tmp_path / "a.csv", content)
+    assert [(each.line, None if each.error else each.values) for each in found] == expected
+
+
+def test_what_a_writer_wrote_is_read(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    table = [["x" + "".join(draw.choices('ab",\n;\r', k=draw.randrange(12))) for _ in range(3)] for _ in range(2000)]
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(table)
+    found = records(tmp_path / "a.csv", text.getvalue())
+    assert [each.values for each in found] == table and not any(each.error for each in found)
+    # Whatever a damaged file holds, no line is lost: each is in a record, or the first of an error.
+    damaged = "".join(draw.choices('ab",\n', weights=(4, 4, 3, 2, 2), k=40_000))
+    found = records(tmp_path / "b.csv", damaged)
+    covered = sum(1 if each.error else 1 + sum(value.count("\n") for value in each.values) for each in found)
+    blank = sum(not each.strip(",") for each in damaged.split("\n"))
+    assert any(each.error for each in found) and len(damaged.split("\n")) - blank <= covered
+
+
+def test_lines_are_not_read_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of the file begins a quote that nothing closes, wherever the reader stands."""
+    read = 0
+    inner = csv_records._Lines.__next__
+
+    def counting(self: csv_records._Lines) -> str:
+        nonlocal read
+        text = inner(self)
+        read += 1
+        return text
+
+    monkeypatch.setattr(csv_records._Lines, "__next__", counting)
+    count = 5000
+    found = records(tmp_path / "a.csv", 'x",",\n' * count)
+    assert len(found) == count and all(each.error for each in found)
+    assert read <= 3 * count
