@@ -61,6 +61,7 @@ class Policy:
         residents: whether the experts that are near stay so (``static``), or make way in small passes for those that
             are asked for more (``learned``: any of a layer may be missing, so the ring holds a layer, and a device's
             have copies in host memory); ``auto``: planned as static, and learned where there is room for that.
+        gpus: how many GPUs share each layer. What runs here uses one; more are planned for, and refused by name.
     """
 
     model: str
@@ -82,9 +83,10 @@ class Policy:
     admission: str = "refill"
     host_pages: str = "auto"
     residents: str = "auto"
+    gpus: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches"):
+        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "gpus"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.kv_tokens < 0:

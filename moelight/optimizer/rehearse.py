@@ -19,7 +19,7 @@ from moelight.hrm.placement import Placement, place
 from moelight.hrm.seconds import Load, pass_costs
 from moelight.hrm.speeds import speeds_of
 from moelight.optimizer.optimize import compute_dtype
-from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES, routed
@@ -94,6 +94,7 @@ class Stage:
     """One policy, resolved or not, of one model on one machine for one workload; ``estimate`` is in its own order."""
 
     def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
+        hardware = with_gpus(hardware, policy.gpus)
         self.policy, self.model, self.hardware, self.workload = policy, model, hardware, workload
         self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
         self.estimate: Estimate = self.estimate_of(policy.schedule)
