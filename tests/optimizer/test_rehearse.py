@@ -75,7 +75,7 @@ def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
 def test_what_would_take_too_long_is_refused_before_it_is_built(batch_size: int, passes: int) -> None:
     chosen = policy(batch_size=batch_size, micro_batch_size=1, kv_tokens=10**15)
     stage = Stage(chosen, OLMOE, T4, replace(WORK, num_requests=10**15))
-    with pytest.raises(ConfigError, match="some .* tasks, and 2,000,000 can be simulated; ask for fewer passes"):
+    with pytest.raises(ConfigError, match=r"some .* tasks, and 2,000,000 can be simulated; ask for fewer passes"):
         stage.rehearse("cgopipe", passes=passes)
 
 
