@@ -7,6 +7,8 @@ import fcntl
 import itertools
 import mmap
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -271,6 +273,39 @@ def test_others_are_what_keeps_processors_busy_beside_this_process(tmp_path: Pat
     seconds = 60 / os.sysconf("SC_CLK_TCK")
     assert 0.5 * seconds / 0.06 < others.cores() < seconds / 0.05
     assert Others(proc=tmp_path / "none").cores() == 0.0
+
+
+def test_another_program_on_a_core_is_seen_where_every_thread_has_a_core_of_its_own() -> None:
+    """As benchmarks bind them: the thread that asks to the first core, workers to the others. The other program spins
+    on a worker's core."""
+    usable = sorted(os.sched_getaffinity(0))
+    mine, theirs = usable[0], usable[-1]
+    over, bound = threading.Event(), threading.Event()
+
+    def worker() -> None:
+        os.sched_setaffinity(0, {theirs})
+        bound.set()
+        over.wait()
+
+    thread = threading.Thread(target=worker)
+    spinning = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(spinning.pid, {theirs})
+        assert spinning.stdout is not None and spinning.stdout.readline()
+        thread.start()
+        bound.wait()
+        os.sched_setaffinity(0, {mine})
+        others = Others()
+        until = time.process_time() + 0.5
+        while time.process_time() < until:
+            pass
+        assert others.cores() > 0.3
+    finally:
+        over.set()
+        os.sched_setaffinity(0, set(usable))
+        spinning.kill()
+        spinning.communicate()
+        thread.join()
 
 
 def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
@@ -19,6 +19,7 @@ from moelight.weights.names import locate
 from moelight.weights.safetensors import read_header
 from moelight.weights.source import Checkpoint
 from tests.hostile.checkpoints import HOSTILE, SINGLE, Hostile, read_raw
+from tests.shapes import examples
 from tests.tiny import save_tiny
 
 
@@ -55,7 +56,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (directory / SINGLE).read_bytes()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150)
 @given(data=st.data())
 def test_no_damage_to_the_header_escapes(data: st.DataObject, good: bytes, tmp_path: Path) -> None:
     end = 8 + int.from_bytes(good[:8], "little")
@@ -80,7 +81,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150)
 @given(header=JSON, body=st.binary(max_size=32))
 def test_no_header_made_of_json_escapes(header: object, body: bytes, tmp_path: Path) -> None:
     text = json.dumps(header).encode()
