@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", [75, 80, 86, 90])
+@pytest.mark.parametrize("card", [80, *(pytest.param(card, marks=pytest.mark.cards) for card in (75, 86, 90))])
 def test_compiles(card: int, tmp_path: Path) -> None:
     if not serving.available():
         pytest.skip(serving.reason())

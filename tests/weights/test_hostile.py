@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
@@ -19,7 +19,6 @@ from moelight.weights.names import locate
 from moelight.weights.safetensors import read_header
 from moelight.weights.source import Checkpoint
 from tests.hostile.checkpoints import HOSTILE, SINGLE, Hostile, read_raw
-from tests.shapes import examples
 from tests.tiny import save_tiny
 
 
@@ -56,7 +55,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (directory / SINGLE).read_bytes()
 
 
-@examples(150)
+# No deadline: on a busy machine a write to the disk takes as long as it takes.
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FUZZ
 @given(data=st.data())
 def test_no_damage_to_the_header_escapes(data: st.DataObject, good: bytes, tmp_path: Path) -> None:
     end = 8 + int.from_bytes(good[:8], "little")
@@ -81,7 +84,7 @@ JSON = st.recursive(
 )
 
 
-@examples(150)
+@FUZZ
 @given(header=JSON, body=st.binary(max_size=32))
 def test_no_header_made_of_json_escapes(header: object, body: bytes, tmp_path: Path) -> None:
     text = json.dumps(header).encode()
