@@ -8,7 +8,7 @@ CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
 INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-crash sanitize check format size clean
+.PHONY: help demo test test-crash sanitize docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -41,6 +41,9 @@ sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of th
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so $(or $(ARGS),tests/kernels)
+
+docs: $(STAMP)  ## run what README and docs show, and write what came out into them; ARGS: some of the files
+	$(BIN)/python -m tests.docs.shown --update $(ARGS)
 
 check: $(STAMP)  ## lint, format and types, of Python and C++; changes nothing
 	$(BIN)/ruff check .

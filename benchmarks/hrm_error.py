@@ -211,11 +211,12 @@ def machine_facts(path: Path, *, kept: bool) -> Mapping[str, Any]:
 
 
 def _line(row: Row) -> str:
-    read = f"  read {_share(row['predicted_disk_bytes'], row['measured_disk_bytes'])} of predicted"
+    predicted, measured = row["predicted_disk_bytes"], row["measured_disk_bytes"]
+    read = f"  read {measured / predicted:.0%} of predicted" if predicted else ""
     return (
         f"{row['label']:58s} resident {row['resident']:4.0%}  predicted {row['predicted_tokens_per_s']:8.1f}  "
         f"measured {row['measured_tokens_per_s']:8.1f} tok/s  {row['error']:+6.1%}  ({row['binding']} binds)"
-        f"{read if row['predicted_disk_bytes'] else ''}"
+        f"{read}"
     )
 
 

@@ -6,12 +6,16 @@ import gc
 import os
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
 # Tensors are tiny here. Two threads a product would wait for each other far longer than they work (50 times slower
 # where the cores are busy). Set before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a card Triton's kernels are interpreted, which it decides when it is imported: transformers does that too.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,18 @@ class Forecast:
         """Seconds of all passes if every answer is as long as it may be; None without a plan."""
         return None if self.plan is None else predicted_s(self.plan)
 
+    @property
+    def given(self) -> str:
+        """What the plan was not free to choose, and who is; nothing without a plan."""
+        if self.plan is None:
+            return ""
+        policy = self.plan.policy
+        experts = {"cpu": "on the CPU", "gpu": "on the GPU", "split": "on both"}[policy.ffn_device]
+        return (
+            f"given, not searched: {policy.schedule}, attention on the {policy.attention_device.upper()}, experts "
+            f"{experts}; moelight optimize searches these too, and --policy runs what it finds"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for ``--json``: bytes, seconds and tokens, unrounded."""
         return {
@@ -54,6 +66,7 @@ class Forecast:
             "detected": self.detected,
             "model": self.model,
             "summary": self.summary.as_dict(),
+            "given": self.given,
             "predicted_s": self.predicted_s,
             "phases": [
                 {"name": each.name, "passes": each.passes, "seconds": each.seconds, "binding": each.binding}

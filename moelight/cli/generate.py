@@ -120,7 +120,7 @@ def read_options(given: Mapping[str, Any], *, as_table: bool) -> JobOptions:
     if given["schedule"] is not None:
         SCHEDULES.get(given["schedule"])
     planned = [given[option.removeprefix("--").replace("-", "_")] for option in _PLANNED]
-    policy = None if given["policy"] is None else read_policy(given["policy"], planned)
+    policy = None if given["policy"] is None else read_policy(given["policy"], planned, model=given["model"])
     model, output = given["model"], given["output"]
     sizes: dict[str, Any] = {
         name: None if given[name] is None else parse_bytes(given[name], what=f"--{name.replace('_', '-')}")
@@ -191,15 +191,25 @@ def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -
     return ExpertOptions(policy=found, learn=policy != "static", profile=profile, trace=trace)
 
 
-def read_policy(path: Path, planned: Sequence[object]) -> Policy:
-    """The policy in the file ``path``, beside which none of the options `_PLANNED` may be given.
+def read_policy(path: Path, planned: Sequence[object], *, model: str | None) -> Policy:
+    """The policy in the file ``path``, beside which none of the options `_PLANNED` may be given; it will run ``model``,
+    or the one that it names.
 
     Raises:
-        ConfigError: one of them is given, or the file is no policy.
+        ConfigError: one of them is given, the file is no policy, or a policy that can be planned and not run.
     """
+    from moelight.optimizer.runs import policy_faults, why_not
+    from moelight.profiles.files import profile_names
+    from moelight.profiles.model_files import ALIASES, load_model_profile
     from moelight.profiles.policy_files import load_policy
 
     for option, value in zip(_PLANNED, planned, strict=True):
         if value is not None:
             raise ConfigError(f"--policy {path} and {option} {value} contradict each other: the policy says how to run")
-    return load_policy(path)
+    policy = load_policy(path)
+    faults = policy_faults(policy)
+    if model is None and policy.model in (*profile_names("model"), *ALIASES) and not Path(policy.model).is_dir():
+        faults = why_not(policy, load_model_profile(policy.model))
+    if faults:
+        raise ConfigError(f"--policy {path} cannot be run: {'; '.join(faults)}")
+    return policy

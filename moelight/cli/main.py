@@ -17,20 +17,7 @@ import typer
 import typer.main
 
 from moelight import __version__
-from moelight.cli.doctor import doctor
-from moelight.cli.generate import generate
-from moelight.cli.inspect import inspect
-from moelight.cli.lm_eval import lm_eval
-from moelight.cli.optimize import optimize
-from moelight.cli.policy import policy
-from moelight.cli.policy_auto import auto
-from moelight.cli.policy_replay import replay
-from moelight.cli.policy_tune import tune
-from moelight.cli.profile import profile
-from moelight.cli.report import report
-from moelight.cli.roofline import roofline
-from moelight.cli.serve_batch import serve_batch
-from moelight.cli.simulate import simulate
+from moelight.cli.commands import Commands
 from moelight.cli.streams import shield_streams
 from moelight.core.errors import StorageError, UserError
 
@@ -38,24 +25,9 @@ REFUSED, INTERNAL, STORAGE, INTERRUPTED, PIPE_CLOSED = 2, 70, 74, 130, 141
 # What typer raises for a wrong command line; older typers take it from click, newer ones carry their own.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
-app = typer.Typer(name="moelight", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command()(generate)
-app.command(name="serve-batch")(serve_batch)
-app.command()(optimize)
-app.command()(simulate)
-app.command()(roofline)
-app.command()(report)
-app.command()(inspect)
-app.command()(profile)
-app.command()(doctor)
-# Unknown options are the harness's, and so is all that follows the first word.
-app.command(
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-)(lm_eval)
-policy.command()(replay)
-policy.command()(tune)
-policy.command()(auto)
-app.add_typer(policy)
+app = typer.Typer(
+    name="moelight", cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 
 @app.callback(invoke_without_command=True)

@@ -106,4 +106,7 @@ def _comments(plan: Plan) -> Iterator[str]:
     used = (f"{use.tier} {format_bytes(use.total_bytes)} of {format_bytes(use.capacity_bytes)}" for use in plan.memory)
     yield f"Memory: {', '.join(used)}."
     yield f"Why: {plan.why}"
-    yield "Run it: moelight generate PROMPTS.jsonl --policy THIS_FILE --model DIRECTORY_OF_THE_CHECKPOINT"
+    if plan.runs:
+        yield "Run it: moelight generate PROMPTS.jsonl --policy THIS_FILE --model DIRECTORY_OF_THE_CHECKPOINT"
+    else:
+        yield f"It cannot be run yet: {'; '.join(plan.why_not)}."

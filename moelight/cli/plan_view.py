@@ -48,9 +48,9 @@ def _head(plan: Plan, workload_name: str) -> RenderableType:
         f" end to end, {rate_or_count(estimate.decode_tokens_per_s)} while decoding; ",
         f"a decode pass takes {seconds_text(estimate.pass_s)}",
     )
-    return Group(
-        title(policy.model, plan.hardware), Text(printable(work_line), style="dim"), Text(), speed, _proof(plan)
-    )
+    cannot = [Text(f"cannot be run yet: {'; '.join(plan.why_not)}", style="bold yellow")] if plan.why_not else []
+    head = title(policy.model, plan.hardware)
+    return Group(head, Text(printable(work_line), style="dim"), Text(), speed, _proof(plan), *cannot)
 
 
 def _proof(plan: Plan) -> Text:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moelight.cli import question as ask
+from moelight.cli.policy_auto import auto
+from moelight.cli.policy_replay import replay
+from moelight.cli.policy_tune import tune
 from moelight.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -237,3 +240,7 @@ def _memory(each: ExpertPolicy, experts: Experts, machine: HardwareProfile) -> A
             tier, f"{count:,}", format_bytes(size), format_bytes(there), bar(size / there if there else 0.0, 20), words
         )
     return table
+
+
+for _more in (replay, tune, auto):
+    policy.command()(_more)

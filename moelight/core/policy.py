@@ -25,6 +25,7 @@ MOST_COUNTS = {
     "prompt_micro_batches": 1 << 16,
     "kv_tokens": 1 << 40,
     "look_ahead": MOST_LOOK_AHEAD,
+    "gpus": 1 << 10,
 }
 
 
@@ -71,6 +72,7 @@ class Policy:
         residents: whether the experts that are near stay so (``static``), or make way in small passes for those that
             are asked for more (``learned``: any of a layer may be missing, so the ring holds a layer, and a device's
             have copies in host memory); ``auto``: planned as static, and learned where there is room for that.
+        gpus: how many GPUs share each layer. What runs here uses one; more are planned for, and refused by name.
     """
 
     model: str
@@ -92,9 +94,11 @@ class Policy:
     admission: str = "refill"
     host_pages: str = "auto"
     residents: str = "auto"
+    gpus: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead"):
+        counts = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead", "gpus")
+        for name in counts:
             check_count(name, getattr(self, name), least=1)
         check_count("kv_tokens", self.kv_tokens, least=0)
         if self.micro_batch_tokens < self.micro_batch_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moelight.core.dtypes import FLOAT32, DType, dtype_named
+from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
@@ -22,7 +22,8 @@ from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Fixed, Problem
-from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile
+from moelight.optimizer.runs import policy_faults
+from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import pages
 from moelight.profiles.workload import Workload
@@ -135,8 +136,8 @@ def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
 
 
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
-    """The hardware profile ``hw``, with a disk in any case. ``auto`` is this machine where somebody has measured it
-    (`moelight profile`), else a typical one of its kind.
+    """The hardware profile ``hw``, with a disk in any case, and of its GPUs the one that is used. ``auto`` is this
+    machine where somebody has measured it (`moelight profile`), else a typical one of its kind.
 
     Raises:
         ConfigError: no such profile, or one of a machine of the other kind.
@@ -151,7 +152,7 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
         raise ConfigError(f"hardware profile {profile.name!r} does not describe a machine {kind} a GPU")
     if profile.tier("disk") is None:
         profile = replace(profile, tiers=(*profile.tiers, _PLAIN_DISK))
-    return profile
+    return with_gpus(profile, 1)
 
 
 def checkpoint_bytes(source: Source) -> int:
@@ -258,12 +259,8 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
     check_policy(policy, discrete=discrete)
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
-    if policy.kv_dtype not in ("auto", policy.weight_dtype):
-        raise ConfigError(f"kv_dtype {policy.kv_dtype!r} must be the weights' dtype; leave it at auto")
-    if policy.weight_dtype != "auto" and dtype_named(policy.weight_dtype).group:
-        raise ConfigError(
-            f"this engine does not compute with {policy.weight_dtype} weights; leave weight_dtype at auto"
-        )
+    for fault in policy_faults(policy):
+        raise ConfigError(f"this policy cannot be run: {fault}")
     if policy.kv_tokens:
         return policy
     return replace(policy, kv_tokens=policy.batch_size * min(model.max_positions, _DEFAULT_CONTEXT))

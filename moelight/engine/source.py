@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moelight.models.features import require_computable
 from moelight.profiles.families import profile_from_dir
+from moelight.profiles.features import require_computable
 from moelight.profiles.model import ModelProfile
 from moelight.weights.names import WeightMap, locate
 from moelight.weights.source import Checkpoint, resolve_model

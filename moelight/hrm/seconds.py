@@ -68,13 +68,23 @@ def pass_costs(
         TaskKind.CARRIED_PAGE: lambda _: Cost(seconds=0.0),
     }
 
-    def cost(task: Task) -> Cost:
+    def priced(task: Task) -> Cost:
         if task.kind in by_kind:
             return by_kind[task.kind](task)
         found = _moved(acts, task)
         if task.kind not in CHOSEN_KINDS:
             return found
         return Cost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
+
+    # All that a price depends on. Micro-batches of a pass carry few different loads.
+    known: dict[tuple[TaskKind, Lane, int, bool, Load, int], Cost] = {}
+
+    def cost(task: Task) -> Cost:
+        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, table.load(task), task.bytes)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = priced(task)
+        return found
 
     return cost
 

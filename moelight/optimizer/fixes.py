@@ -39,6 +39,7 @@ _COUNTS = (
     "kv_tokens",
     "kv_block_size",
     "look_ahead",
+    "gpus",
 )
 _SHARES = ("weights.device", "weights.host", "weights.disk", "cpu_experts", "kv.device", "kv.host")
 _WORDS = {

@@ -23,9 +23,10 @@ from moelight.optimizer.fixes import check_extent, check_fixes
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.refusal import refusal
+from moelight.optimizer.runs import why_not
 from moelight.optimizer.search import AS_GOOD, Found, search
 from moelight.optimizer.why import helps, why
-from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
@@ -66,6 +67,8 @@ def optimize(
         )
     limits, fix = dict(limits or {}), dict(fix or {})
     check_fixes(fix, has_gpu=hardware.tier("device") is not None)
+    if "gpus" in fix:
+        hardware = with_gpus(hardware, int(fix.pop("gpus")))
     key = kept.key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
     found = kept.load(key) if cache else None
     if found is None:
@@ -86,7 +89,14 @@ def optimize(
             found = best_plan(problem, hardware, limits)
         if cache:
             kept.store(key, found)
-    return found if estimator == "paper" else replace(found, speeds=speeds_of(hardware))
+    gpu = hardware.processor("gpu")
+    policy = replace(found.policy, gpus=gpu.count if gpu is not None and found.policy.discrete else 1)
+    return replace(
+        found,
+        policy=policy,
+        why_not=why_not(policy, model),
+        speeds=None if estimator == "paper" else speeds_of(hardware),
+    )
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:

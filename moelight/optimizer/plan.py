@@ -50,6 +50,7 @@ class Plan:
         solve_s: seconds the solving took, when it was solved.
         speeds: of the machine, as they were planned with; None where a plan comes from elsewhere.
         fixed: keys of the policy whose values the user chose.
+        why_not: what of the policy or its model the engine does not carry out; empty where the plan runs.
     """
 
     policy: Policy
@@ -64,6 +65,12 @@ class Plan:
     solve_s: float = 0.0
     speeds: Speeds | None = None
     fixed: tuple[str, ...] = ()
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine carries it out on such a machine."""
+        return not self.why_not
 
     def use_of(self, tier: str) -> TierUse:
         """What is taken of ``tier``; nothing of nothing where the machine has no such tier."""
@@ -95,6 +102,8 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
             for use in plan.memory
         },
         "why": plan.why,
+        "runs": plan.runs,
+        "why_not": list(plan.why_not),
         "helps": [{"change": found.change, "gain": found.gain} for found in plan.helps],
         "solve_s": plan.solve_s,
         "estimator": plan.estimator,
@@ -131,4 +140,5 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "admission": policy.admission,
         "host_pages": policy.host_pages,
         "residents": policy.residents,
+        "gpus": policy.gpus,
     }

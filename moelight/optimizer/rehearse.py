@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
@@ -19,7 +20,7 @@ from moelight.hrm.placement import Placement, place
 from moelight.hrm.seconds import Load, pass_costs
 from moelight.hrm.speeds import speeds_of
 from moelight.optimizer.optimize import compute_dtype
-from moelight.profiles.hardware import HardwareProfile
+from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES, routed
@@ -28,6 +29,7 @@ from moelight.scheduler.needs import misfit
 from moelight.scheduler.simulate import Price, simulate_passes
 
 STEADY_PASSES = 3
+MOST_TASKS = 2_000_000  # of the passes that are simulated together: about a minute, and 1.5 GiB of spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,7 @@ class Stage:
     """One policy, resolved or not, of one model on one machine for one workload; ``estimate`` is in its own order."""
 
     def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
+        hardware = with_gpus(hardware, policy.gpus)
         self.policy, self.model, self.hardware, self.workload = policy, model, hardware, workload
         self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
         self.estimate: Estimate = self.estimate_of(policy.schedule)
@@ -123,8 +126,10 @@ class Stage:
         """One pass with prompts, where the job has one, and ``passes`` that decode.
 
         Raises:
-            ConfigError: the order of work does not exist, or not on these devices.
+            ConfigError: the order of work does not exist, or not on these devices; or the passes have more than
+                `MOST_TASKS` tasks.
         """
+        self._check_size(passes + 1)
         loads = [found for found in (self._prompt_loads(), *[self._decode_loads()] * passes) if found]
         steps = list(self._steps(schedule, loads))
         timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram)
@@ -146,16 +151,31 @@ class Stage:
         """What crosses each lane in a steady decode pass."""
         return self._built(schedule, self._decode_loads(), self._carried(schedule)).lane_bytes()
 
+    def _check_size(self, passes: int) -> None:
+        """Refuse what would take too long before any of it is built: each layer of each micro-batch is some five tasks,
+        each part of a page that moves is two."""
+        policy, alive = self.policy, min(self.policy.batch_size, self.workload.num_requests)
+        count = -(-alive // policy.micro_batch_size) + policy.prompt_micro_batches
+        tasks = passes * (5 * count * self.model.num_layers + 2 * len(self._layout.streamed))
+        if tasks > MOST_TASKS:
+            raise ConfigError(
+                f"simulate: {passes:,} passes of up to {count:,} micro-batches in {self.model.num_layers:,} layers are "
+                f"some {tasks:,} tasks, and {MOST_TASKS:,} can be simulated; ask for fewer passes, or for a larger "
+                "micro_batch_size"
+            )
+
     def _steps(self, schedule: str, loads: Sequence[Sequence[Load]]) -> Iterator[tuple[Schedule, Price]]:
         carried = self._carried(schedule)
+        before: tuple[Sequence[Load], int] | None = None
         for each in loads:
-            built = self._built(schedule, each, carried)
-            carried = len(built.carried_out)
-            routed_only = self._routed_only(schedule, each)
-            yield (
-                built,
-                pass_costs(self._acts, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only),
-            )
+            if before != (each, carried):
+                built = self._built(schedule, each, carried)
+                routed_only = self._routed_only(schedule, each)
+                priced = pass_costs(
+                    self._acts, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
+                )
+            before, carried = (each, carried), len(built.carried_out)
+            yield built, priced
 
     def _carried(self, schedule: str) -> int:
         """Pages that a decode pass hands on."""

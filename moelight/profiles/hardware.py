@@ -157,6 +157,22 @@ class HardwareProfile:
         )
 
 
+def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
+    """``hardware`` for a program that uses ``count`` of its GPUs; capacities, links and peaks are stated for one.
+
+    Raises:
+        ConfigError: it has not so many. (One is no demand: a policy may leave the GPU alone.)
+    """
+    gpu = hardware.processor("gpu")
+    there = 0 if gpu is None else gpu.count
+    if count > max(1, there):
+        raise ConfigError(f"gpus={count}: the machine {hardware.name} has {there:,}")
+    if gpu is None or there == count:
+        return hardware
+    units = (replace(unit, count=count) if unit is gpu else unit for unit in hardware.processors)
+    return replace(hardware, processors=tuple(units))
+
+
 def load_hardware_profile(name_or_path: str) -> HardwareProfile:
     """The machine called so, or described in the YAML file at that path.
 

@@ -23,6 +23,7 @@ _COUNTS = (
     "prompt_micro_batches",
     "kv_block_size",
     "look_ahead",
+    "gpus",
 )
 _WORDS = (
     "model",
@@ -55,6 +56,7 @@ _NOTES = {
     "admission": "refill: places are refilled at once; static: batch by batch",
     "host_pages": "auto, pinned (experts cross from their home) or staged (copied first)",
     "residents": "auto, static (experts near stay near) or learned (small passes exchange them)",
+    "gpus": "GPUs that share each layer; generate uses one",
 }
 
 
@@ -130,6 +132,7 @@ def _lines(policy: Policy) -> Iterator[str]:
         "admission": policy.admission,
         "host_pages": policy.host_pages,
         "residents": policy.residents,
+        "gpus": policy.gpus,
     }
     for name, value in values.items():
         line = f"{name}:" if isinstance(value, dict) else f"{name}: {_scalar(value)}"

@@ -58,7 +58,7 @@ class Draft(PageStream):
                 bytes=self.layout.context_bytes(mine),
                 deps=(*present(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
                 reads=tuple(self._cache(layer, i) for i in earlier),
-                writes=(Buffer(space="context", index=step % 2),),
+                writes=(self.buffer("context", step % 2),),
             )
         )
 
@@ -163,8 +163,8 @@ class Draft(PageStream):
                 layer=layer,
                 micro_batch=ALL,
                 deps=(self._ready[self.count - 1], *self.arrived(layer)),
-                reads=(*(Buffer(space="routed", index=j) for j in everyone), *self.ring(layer)),
-                writes=tuple(Buffer(space="hidden", index=j) for j in everyone),
+                reads=(*(self.buffer("routed", j) for j in everyone), *self.ring(layer)),
+                writes=tuple(self.buffer("hidden", j) for j in everyone),
             )
         )
         self._ready = dict.fromkeys(everyone, task)
@@ -186,7 +186,7 @@ class Draft(PageStream):
         """Over the new keys and values, those on the device, and those that were brought up. The new ones go down."""
         step, layout = layer * self.count + j, self.layout
         loaded = self._context_loaded.get(step)
-        context = (Buffer(space="context", index=step % 2),) if loaded is not None else ()
+        context = (self.buffer("context", step % 2),) if loaded is not None else ()
         deps = (before, *present(loaded))
         attention = self.compute(
             TaskKind.ATTENTION, layer, j, deps, reads=("qkv",), writes=("attn",), also_reads=context
@@ -210,7 +210,7 @@ class Draft(PageStream):
                 layer=layer,
                 micro_batch=j,
                 deps=(sent,),
-                reads=(Buffer(space="qkv_host", index=j),),
+                reads=(self.buffer("qkv_host", j),),
                 writes=(self._cache(layer, j),) if self.layout.context_crosses else (),
             )
         )
@@ -219,7 +219,7 @@ class Draft(PageStream):
 
     def _cache(self, layer: int, j: int) -> Buffer:
         """What micro-batch ``j`` adds to the cache of ``layer`` in host memory."""
-        return Buffer(space="cache", index=layer * self.count + j)
+        return self.buffer("cache", layer * self.count + j)
 
     def _attend_on_host(self, layer: int, j: int, before: int) -> None:
         down = costs.qkv_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)

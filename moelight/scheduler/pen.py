@@ -22,6 +22,14 @@ class Pen:
         self._chained = chained
         self._waits_for: tuple[int, ...] = ()
         self._since: dict[Lane, int] = {}
+        self._buffers: dict[tuple[str, int], Buffer] = {}
+
+    def buffer(self, space: str, index: int) -> Buffer:
+        """Slot ``index`` of ``space``: one object for all tasks that touch it."""
+        found = self._buffers.get((space, index))
+        if found is None:
+            found = self._buffers[space, index] = Buffer(space=space, index=index)
+        return found
 
     def barrier(self) -> None:
         """Everything written from now on waits for everything written so far: a device-wide synchronisation."""
@@ -41,8 +49,8 @@ class Pen:
                 micro_batch=j,
                 bytes=size,
                 deps=tuple(deps),
-                reads=(Buffer(space=source, index=j),),
-                writes=(Buffer(space=target, index=j),),
+                reads=(self.buffer(source, j),),
+                writes=(self.buffer(target, j),),
             )
         )
 
@@ -66,15 +74,15 @@ class Pen:
                 layer=layer,
                 micro_batch=j,
                 deps=tuple(deps),
-                reads=(*(Buffer(space=space, index=j) for space in reads), *also_reads),
-                writes=tuple(Buffer(space=space, index=j) for space in writes),
+                reads=(*[self.buffer(space, j) for space in reads], *also_reads),
+                writes=tuple([self.buffer(space, j) for space in writes]),
             )
         )
 
     def add(self, task: Task) -> int:
         """Any task."""
         position = len(self.tasks)
-        extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane]
+        extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane] if self._waits_for else []
         if self._chained and self.tasks and task.kind is not TaskKind.CARRIED_PAGE:
             extra.append(position - 1)
         if extra:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moelight.core.errors import ScheduleError
@@ -197,15 +197,23 @@ class VirtualClock:
     def _advance(self) -> None:
         """Go on to the next end of a task."""
         running = list(self._running.values())
-        speeds = [1.0] * len(running) if self._dram is None else _fair_speeds([e.share for e in running], self._dram)
+        shares = [errand.share for errand in running] if self._dram is not None else ()
         soonest, ended = math.inf, None
-        for errand, speed in zip(running, speeds, strict=True):
-            if errand.left_s / speed < soonest:
-                soonest, ended = errand.left_s / speed, errand
+        if self._dram is None or sum(shares) <= self._dram:  # as nearly always: everyone at full speed
+            for errand in running:
+                if errand.left_s < soonest:
+                    soonest, ended = errand.left_s, errand
+            for errand in running:
+                errand.left_s -= soonest
+        else:
+            speeds = _fair_speeds(shares, self._dram)
+            for errand, speed in zip(running, speeds, strict=True):
+                if errand.left_s / speed < soonest:
+                    soonest, ended = errand.left_s / speed, errand
+            for errand, speed in zip(running, speeds, strict=True):
+                errand.left_s = max(0.0, errand.left_s - soonest * speed)
         if ended is None:
             raise ScheduleError("tasks wait for each other for ever")
-        for errand, speed in zip(running, speeds, strict=True):
-            errand.left_s = max(0.0, errand.left_s - soonest * speed)
         self.now_s += soonest
         ended.ends_s = self.now_s
         ended.done = True
@@ -219,10 +227,8 @@ class VirtualClock:
         ended.waiters = []
 
 
-def _fair_speeds(shares: list[float], whole: float) -> list[float]:
+def _fair_speeds(shares: Sequence[float], whole: float) -> list[float]:
     """The fraction of its full speed that each of those who want ``shares`` of ``whole`` gets (max-min fairness)."""
-    if sum(shares) <= whole:
-        return [1.0] * len(shares)
     speeds, left = [1.0] * len(shares), whole
     waiting = sorted((share, index) for index, share in enumerate(shares) if share > 0)
     for served, (share, index) in enumerate(waiting):

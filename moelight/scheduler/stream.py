@@ -25,12 +25,13 @@ class PageStream(Pen):
         self._waiting: deque[int] = deque()
         self._routed: dict[int, int] = {}
         self._brought: dict[int, int] = {}
+        self._rings: dict[int, tuple[Buffer, ...]] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
         for k in range(shape.carried):
             page, slot = self._page_slot(k)
-            taken = [Buffer(space="ring", index=slot)]
+            taken = [self.buffer("ring", slot)]
             if layout.stops(k):  # it may still be on its way out of there
-                taken.append(Buffer(space="pinned", index=k % layout.pinned_slots))
+                taken.append(self.buffer("pinned", k % layout.pinned_slots))
             kind = TaskKind.CARRIED_PAGE
             self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
 
@@ -65,7 +66,7 @@ class PageStream(Pen):
                 slot=slot,
                 bytes=self.layout.bytes_at(k),
                 deps=present(self._delivered.get(former_k)),
-                writes=(Buffer(space="pinned", index=slot),),
+                writes=(self.buffer("pinned", slot),),
             )
         )
 
@@ -90,8 +91,8 @@ class PageStream(Pen):
                 slot=slot,
                 bytes=self.layout.bytes_at(k),
                 deps=present(self._fetched.get(k) if stops else None, former),
-                reads=(Buffer(space="pinned", index=k % self.layout.pinned_slots),) if stops else (),
-                writes=(Buffer(space="ring", index=slot),),
+                reads=(self.buffer("pinned", k % self.layout.pinned_slots),) if stops else (),
+                writes=(self.buffer("ring", slot),),
             )
         )
 
@@ -113,7 +114,7 @@ class PageStream(Pen):
                     layer=layer,
                     bytes=self.layout.most_chosen_bytes(layer, lane),
                     deps=(routed, *carried) if first else (self._brought[layer],),
-                    reads=() if first else (Buffer(space="chosen_pinned", index=layer),),
+                    reads=() if first else (self.buffer("chosen_pinned", layer),),
                     writes=(self._chosen_buffer(layer, lane),),
                 )
             )
@@ -134,8 +135,11 @@ class PageStream(Pen):
     def ring(self, layer: int) -> tuple[Buffer, ...]:
         """What the experts of ``layer`` read of pages that moved: their slots."""
         if self.shape.routed_only:
-            return (Buffer(space="chosen", index=layer),) if layer in self._brought else ()
-        return tuple(Buffer(space="ring", index=self._page_slot(k)[1]) for k in self.layer_pages(layer))
+            return (self.buffer("chosen", layer),) if layer in self._brought else ()
+        if layer not in self._rings:  # every micro-batch reads them all
+            slots = self.layout.ring_slots
+            self._rings[layer] = tuple([self.buffer("ring", k % slots) for k in self.layer_pages(layer)])
+        return self._rings[layer]
 
     def arrived(self, layer: int) -> tuple[int, ...]:
         """What experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last one's arrival is

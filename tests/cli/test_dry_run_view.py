@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -112,6 +113,24 @@ def test_a_forecast_says_rows_problems_lengths_memory_and_time(width: int) -> No
     assert "overlap" not in text
 
 
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Policy(model="m"), "cgopipe, attention on the CPU, experts on the CPU"),
+        (
+            Policy(model="m", schedule="flexgen", attention_device="gpu", ffn_device="gpu"),
+            "flexgen, attention on the GPU",
+        ),
+    ],
+)
+def test_what_the_plan_did_not_search_is_said(policy: Policy, words: str) -> None:
+    forecast = replace(FORECAST, plan=replace(PLAN, policy=policy))
+    said = " ".join(drawn(forecast, 80).split())
+    assert f"given, not searched: {words}" in said
+    assert "moelight optimize searches these too, and --policy runs what it finds" in said
+    assert forecast.as_dict()["given"] == forecast.given != ""
+
+
 def test_as_values_it_is_json() -> None:
     values = json.loads(json.dumps(FORECAST.as_dict(), allow_nan=False))
     assert values["predicted_s"] == 6036.0
@@ -126,4 +145,4 @@ def test_where_nothing_can_run_it_says_so() -> None:
     only_bad = ScanSummary(rows=1, problems={"bad_json": Problem(count=1, first_line=1, message="no JSON")})
     forecast = Forecast(input="in", detected="lines", model="m", summary=only_bad)
     assert "no row can be served" in drawn(forecast, 80)
-    assert forecast.as_dict()["plan"] is None
+    assert (forecast.as_dict()["plan"], forecast.as_dict()["given"]) == (None, "")

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from moelight.cli.commands import COMMANDS
+from moelight.cli.main import app
 from tests.cli.program import ROOT, moelight
 from tests.observe.traces import write_passes
 
-START_S = 0.3
-
-
-COMMANDS = (
-    "generate",
-    "optimize",
-    "simulate",
-    "roofline",
-    "report",
-    "inspect",
-    "profile",
-    "doctor",
-    "lm-eval",
-    "policy",
-)
 PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in (*COMMANDS, "serve-batch")), ["--version"], []]
-)
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS), ["--version"], []])
 def test_torch_is_not_imported(arguments: list[str]) -> None:
     code = (
         "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
@@ -46,19 +31,41 @@ def test_torch_is_not_imported(arguments: list[str]) -> None:
     assert done.stdout
 
 
-def test_help_takes_less_than_a_third_of_a_second() -> None:
-    """Processor time, which other work on the machine does not lengthen; the best of three."""
+def imported(*arguments: str) -> set[str]:
+    """The modules of ours that a command line loads."""
+    code = (
+        "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
+        "print(code, *[name for name in sys.modules if name.startswith('moelight.')], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    code, *names = done.stderr.split()
+    assert code == "0"
+    return {name.removeprefix("moelight.") for name in names}
 
-    def used() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
 
-    spent = []
-    for _ in range(3):
-        before = used()
-        assert moelight("--help").returncode == 0
-        spent.append(used() - before)
-    assert min(spent) < START_S
+PROGRAM = {"cli", "cli.main", "cli.commands", "core", "core.errors"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
+def test_help_imports_no_command(arguments: list[str]) -> None:
+    """What help costs is the interpreter and typer: of ours it loads two files and the tree of errors."""
+    assert imported(*arguments) == PROGRAM
+
+
+def test_a_command_imports_its_own_files() -> None:
+    found = imported("roofline", "--help")
+    assert found - PROGRAM == {"cli.roofline", "cli.question", "core.units"}
+
+
+def test_help_says_what_the_commands_say() -> None:
+    program = typer.main.get_command(app)
+    assert list(program.commands) == list(COMMANDS)
+    for name, entry in COMMANDS.items():
+        help_ = " ".join(program.commands[name].help.split("\n\n")[0].split())
+        assert help_ == entry.says or help_.startswith(f"{entry.says} "), name
+        assert program.commands[name].name == name
 
 
 def test_version() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moelight.core.adaptation import Adaptation
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
@@ -147,16 +148,23 @@ def test_a_plan_adapts_as_far_as_nobody_fixed_it_and_a_policy_does_not(tiny: Tin
             assert engine._adapting is None
 
 
-def test_watching_keeps_to_its_share_of_the_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of a millisecond leave no time for looks that take as long."""
-    monkeypatch.setattr(adaptation, "LEAST_S", 0.0)
-    looks: list[Adaptation | None] = []
+@pytest.mark.parametrize(("pass_s", "looked"), [(1e-3, False), (10.0, True)])
+def test_watching_keeps_to_its_share_of_the_time(
+    pass_s: float, looked: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of a millisecond leave no time for looks that take as long. The clock is the test's own: watching a pass
+    takes a tenth of a millisecond by it, and passes take what the test says."""
+    ticks = itertools.count()
+    monkeypatch.setattr(adaptation, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-4))
+    looks: list[object] = []
     model = tiny("mixtral", **MODELS["mixtral"])
     with Engine(Policy(model=str(model), batch_size=4), device="cpu", adapt=True) as engine:
         watching = engine._adapting
         assert watching is not None
-        monkeypatch.setattr(watching, "_look", lambda: looks.append(None))
+        after = watching.after
+        monkeypatch.setattr(watching, "after", lambda loads, _, busy_s: after(loads, pass_s, busy_s))
+        monkeypatch.setattr(watching, "_look", lambda *lengths: looks.append(lengths))
         engine.generate(PROMPTS * 6, SAMPLING * 6)
-        longest = 2e-3  # of one pass more than the share allows
-        assert watching._spent_s <= adaptation.SHARE * watching._all_s + longest
-        assert looks == []
+        assert watching._passed > 10
+        assert watching._spent_s <= adaptation.SHARE * watching._all_s + 1.0001e-4
+        assert bool(looks) is looked

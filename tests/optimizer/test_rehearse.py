@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +46,37 @@ def test_the_passes_carry_the_jobs_tokens() -> None:
     tasks = [span.task for span in found.steady.timeline.spans]
     assert sum(task.kind is TaskKind.SAMPLE for task in tasks) == 8
     assert {task.layer for task in tasks if task.kind is TaskKind.POST_ATTENTION} == set(range(16))
+
+
+def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
+    """Counted in calls of the interpreter, which no other program slows down: what every micro-batch shares, such as
+    the ring slots of a layer, is not written down for each of them, and equal tasks are priced once."""
+
+    def work(micro_batches: int) -> tuple[int, int]:
+        stage = Stage(policy(batch_size=4 * micro_batches, micro_batch_size=4), OLMOE, T4, WORK)
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            found = stage.rehearse("cgopipe", passes=1)
+        finally:
+            sys.setprofile(None)
+        return calls, sum(len(timeline.spans) for timeline in found.timelines)
+
+    (few, tasks), (many, more) = work(8), work(40)
+    assert (many - few) / (more - tasks) < 180
+
+
+@pytest.mark.parametrize(("batch_size", "passes"), [(8, 10_000), (10_000, 3), (10**15, 3)])
+def test_what_would_take_too_long_is_refused_before_it_is_built(batch_size: int, passes: int) -> None:
+    chosen = policy(batch_size=batch_size, micro_batch_size=1, kv_tokens=10**15)
+    stage = Stage(chosen, OLMOE, T4, replace(WORK, num_requests=10**15))
+    with pytest.raises(ConfigError, match=r"some .* tasks, and 2,000,000 can be simulated; ask for fewer passes"):
+        stage.rehearse("cgopipe", passes=passes)
 
 
 def test_passes_follow_one_another_on_one_clock() -> None:

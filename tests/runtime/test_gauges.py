@@ -7,8 +7,11 @@ import fcntl
 import itertools
 import mmap
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +308,65 @@ def test_others_are_what_keeps_processors_busy_beside_this_process(tmp_path: Pat
     seconds = 60 / os.sysconf("SC_CLK_TCK")
     assert 0.5 * seconds / 0.06 < others.cores() < seconds / 0.05
     assert Others(proc=tmp_path / "none").cores() == 0.0
+
+
+@pytest.fixture
+def bound_apart() -> Iterator[tuple[int, int]]:
+    """The first and the last processor that this process may use: this thread is bound to the one, a worker to the
+    other, as benchmarks bind them."""
+    usable = sorted(os.sched_getaffinity(0))
+    mine, theirs = usable[0], usable[-1]
+    over, bound = threading.Event(), threading.Event()
+
+    def worker() -> None:
+        os.sched_setaffinity(0, {theirs})
+        bound.set()
+        over.wait()
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    try:
+        bound.wait()
+        os.sched_setaffinity(0, {mine})
+        yield mine, theirs
+    finally:
+        over.set()
+        os.sched_setaffinity(0, set(usable))
+        thread.join()
+
+
+def test_others_are_seen_on_every_core_that_a_thread_is_bound_to(
+    bound_apart: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own work on both cores, 0.2 s in all, in a second in which the worker's core was busy throughout."""
+    mine, theirs = bound_apart
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, process_time=lambda: 0.0)
+    monkeypatch.setattr("moelight.runtime.gauges.others.time", clock)
+    stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    names = [f"cpu{number}" for number in dict.fromkeys((mine, theirs))]
+    stat.write_text("".join(f"{name} 0 0 0 0 0 0 0 0 0 0\n" for name in names))
+    others = Others(proc=tmp_path)
+    busy = {f"cpu{mine}": ticks // 10, f"cpu{theirs}": ticks}
+    stat.write_text("".join(f"{name} {busy[name]} 0 0 0 0 0 0 0 0 0\n" for name in names))
+    clock.perf_counter, clock.process_time = lambda: 1.0, lambda: 0.2
+    assert others.cores() == pytest.approx(sum(busy.values()) / ticks - 0.2)
+
+
+def test_another_program_on_a_core_is_seen_where_every_thread_has_a_core_of_its_own(
+    bound_apart: tuple[int, int],
+) -> None:
+    _, theirs = bound_apart
+    spinning = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(spinning.pid, {theirs})
+        assert spinning.stdout is not None and spinning.stdout.readline()
+        others, until = Others(), time.process_time() + 0.5
+        while time.process_time() < until:
+            pass
+        assert others.cores() > 0.3
+    finally:
+        spinning.kill()
+        spinning.communicate()
 
 
 @pytest.mark.usefixtures("one_round")

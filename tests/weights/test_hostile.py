@@ -55,7 +55,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (directory / SINGLE).read_bytes()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# No deadline: on a busy machine a write to the disk takes as long as it takes.
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FUZZ
 @given(data=st.data())
 def test_no_damage_to_the_header_escapes(data: st.DataObject, good: bytes, tmp_path: Path) -> None:
     end = 8 + int.from_bytes(good[:8], "little")
@@ -80,7 +84,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@FUZZ
 @given(header=JSON, body=st.binary(max_size=32))
 def test_no_header_made_of_json_escapes(header: object, body: bytes, tmp_path: Path) -> None:
     text = json.dumps(header).encode()

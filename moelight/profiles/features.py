@@ -1,6 +1,7 @@
-"""What a profile may ask for that this decoder does not compute: such a model can be planned for, not run.
+"""What a profile may ask for that the engine does not compute: such a model can be planned for, not run.
 
-A field of a profile is either computed in this room or named in this table. Refuses to know why a model has it.
+A field of a profile is either computed by ``models/`` or named in this table, which stands here so that a plan can
+say whether it runs without torch. Refuses to know why a model has it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 }
 
 
+def not_computed(model: ModelProfile) -> tuple[str, ...]:
+    """The features of ``model`` that the engine does not compute; none where it runs."""
+    return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
+
+
 def require_computable(model: ModelProfile, *, where: str) -> None:
     """Refuse a model that needs what is not computed here. ``where`` is the file that asks for it.
 
     Raises:
         ConfigError: names everything that is missing.
     """
-    missing = [feature for feature, asked in NOT_COMPUTED.items() if asked(model)]
+    missing = not_computed(model)
     if missing:
         raise ConfigError(
             f"{where}: {model.model_type} can be planned for but not run yet: "

@@ -11,7 +11,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.engine.source import open_source
-from moelight.models.features import NOT_COMPUTED, require_computable
+from moelight.profiles.features import NOT_COMPUTED, require_computable
 from moelight.profiles.files import profile_names
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec
 from moelight.profiles.model_files import load_model_profile, model_config

@@ -1,0 +1,127 @@
+"""Which commands there are, and where each is found: a command is imported when it is asked for, help lists them all.
+
+Knows typer and names. Refuses to know what commands do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+import typer.core
+import typer.main
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """``attribute`` of ``moelight.cli.module`` is the command; ``says`` is the first sentence of its help."""
+
+    module: str
+    attribute: str
+    says: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+COMMANDS = {
+    "generate": Entry(module="generate", attribute="generate", says="Answer every row of PROMPTS."),
+    "serve-batch": Entry(
+        module="serve_batch",
+        attribute="serve_batch",
+        says="Serve OpenAI's Files and Batches on this machine, or watch a folder.",
+    ),
+    "optimize": Entry(
+        module="optimize", attribute="optimize", says="Find the fastest policy that fits the memory, and say why."
+    ),
+    "simulate": Entry(module="simulate", attribute="simulate", says="Run a policy's passes on a virtual clock."),
+    "roofline": Entry(
+        module="roofline", attribute="roofline", says="Show roofs, turning points, and what binds a policy."
+    ),
+    "report": Entry(
+        module="report",
+        attribute="report",
+        says="Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.",
+    ),
+    "inspect": Entry(
+        module="inspect", attribute="inspect", says="Count a model's parameters and bytes, from its config alone."
+    ),
+    "profile": Entry(
+        module="profile",
+        attribute="profile",
+        says="Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
+    ),
+    "doctor": Entry(
+        module="doctor",
+        attribute="doctor",
+        says="Say what torch, the processors, the memory and the kernels are on this machine.",
+    ),
+    "lm-eval": Entry(
+        module="lm_eval",
+        attribute="lm_eval",
+        says="Evaluate a model with lm-evaluation-harness, whose own options follow.",
+        # Unknown options are the harness's, and so is all that follows the first word.
+        settings={
+            "context_settings": {
+                "ignore_unknown_options": True,
+                "allow_extra_args": True,
+                "allow_interspersed_args": False,
+            }
+        },
+    ),
+    "policy": Entry(
+        module="policy", attribute="policy", says="Check, format and explain policies of which experts stay."
+    ),
+}
+
+
+class _Imported(MutableMapping[str, Any]):
+    """Commands by name, each made when it is first looked at."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _command(name, COMMANDS[name])
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _command(name: str, entry: Entry) -> Any:
+    found = getattr(importlib.import_module(f"moelight.cli.{entry.module}"), entry.attribute)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name=name, **entry.settings)(found)
+    return typer.main.get_command(alone)
+
+
+class Commands(typer.core.TyperGroup):
+    """The program: help names every command and imports none."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Imported()
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 (typer's signature)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 (typer's signature)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.says) for name, entry in COMMANDS.items()])
