@@ -36,35 +36,37 @@ def work(prompt_len: int, gen_len: int) -> Workload:
 
 def solver_link_s(x: Setting, cell: Limits, g: int, nb: int) -> float | None:
     """The artifact's programme as it is written there, by HiGHS: the least link time of one cell; None: infeasible."""
-    import cvxpy as cp
+    from scipy.optimize import linprog
 
-    wg, wc, cg, cc, peak = (cp.Variable(nonneg=True) for _ in range(5))
     a_g, bls, layers, h1, tp = cell.gpu_attention, g * nb, x.num_layers, x.hidden_size, x.gpus
     w_i, w_oth = paper.expert_layer_bytes(x), paper.projection_layers_bytes(x)
     s, length, h_kv = x.prompt_len, x.context, x.kv_size
     inter = 2.4 * (g * x.top_k * h1 * tp * s + 3 * g * x.top_k * x.expert_size * s)
-    home_d = w_oth + w_i * layers * wg + 4 * h1 * bls * tp + 4 * length * h_kv * bls * layers * (cg + cc * a_g)
-    home_p = w_oth + w_i * layers * wg + 4 * s * h_kv * bls * cg + tp * (4 * h1 * g * s + 2 * h1 * bls * s)
-    home_p = home_p + 8 * s * h_kv * g * cc
-    cpu = w_i * layers * wc + 4 * length * h_kv * bls * layers * cc + 2 * h1 * bls * s * tp + 2 * w_i * (1 - wg)
-    link = (w_i * wc + 4 * (s + x.gen_len / 2) * h_kv * bls * cc * a_g) / x.link_bandwidth
-    scale = x.device_bytes  # programmes in bytes are badly scaled
-    rules = [
-        wg + wc == 1,
-        cg + cc == 1,
-        peak >= home_d / scale,
-        peak >= home_p / scale,
-        peak + (2 * w_i * (1 - wg) + inter) / scale <= 0.86,
-        cpu / x.host_bytes <= 0.8,
-        wc >= cell.weights_host[0],
-        wc <= cell.weights_host[1],
-        cc >= cell.kv_host[0],
-        cc <= cell.kv_host[1],
-    ]
-    unit = w_i / x.link_bandwidth
-    problem = cp.Problem(cp.Minimize(link / unit), rules)
-    problem.solve(solver=cp.HIGHS)
-    return float(problem.value) * unit if problem.status == "optimal" else None
+    unit, scale = w_i / x.link_bandwidth, x.device_bytes  # programmes in bytes are badly scaled
+
+    def sides(v: np.ndarray) -> np.ndarray:
+        """Seconds on the link, and what may be at most 0."""
+        wg, wc, cg, cc, peak = v
+        home_d = w_oth + w_i * layers * wg + 4 * h1 * bls * tp + 4 * length * h_kv * bls * layers * (cg + cc * a_g)
+        home_p = w_oth + w_i * layers * wg + 4 * s * h_kv * bls * cg + tp * (4 * h1 * g * s + 2 * h1 * bls * s)
+        home_p = home_p + 8 * s * h_kv * g * cc
+        cpu = w_i * layers * wc + 4 * length * h_kv * bls * layers * cc + 2 * h1 * bls * s * tp + 2 * w_i * (1 - wg)
+        link = (w_i * wc + 4 * (s + x.gen_len / 2) * h_kv * bls * cc * a_g) / x.link_bandwidth
+        device = peak + (2 * w_i * (1 - wg) + inter) / scale - 0.86
+        return np.array([link / unit, home_d / scale - peak, home_p / scale - peak, device, cpu / x.host_bytes - 0.8])
+
+    base = sides(np.zeros(5))
+    slopes = np.stack([sides(one) - base for one in np.eye(5)], axis=1)  # every side is affine
+    found = linprog(
+        slopes[0],
+        A_ub=slopes[1:],
+        b_ub=-base[1:],
+        A_eq=[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0]],
+        b_eq=[1, 1],
+        bounds=[(0, None), cell.weights_host, (0, None), cell.kv_host, (0, None)],
+        method="highs",
+    )
+    return float(found.fun + base[0]) * unit if found.status == 0 else None
 
 
 def random_setting(rng: np.random.Generator) -> Setting:
