@@ -39,7 +39,7 @@ class Wanted:
     """What memory leaves open, for each candidate.
 
     Attributes:
-        computed: pages that the CPU computes beside a GPU.
+        computed: pages that the CPU computes beside a GPU; more where the others would not pass through the ring.
         device_kv: the share of the cache on the device; not a number: what pages leave.
         resident: in that case, the most pages that stay on the device.
         spilled: pages that come from disk at least, whether host memory had room for them or not: it spares copies.
@@ -102,6 +102,8 @@ def fill(
     room = room_of(problem, cells) if room is None else room
     held = computed if in_host is None else in_host
     cache = _cache_blocks(cells, room, held, device_kv)
+    if cells.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
+        held = computed = np.maximum(computed, _least_computed(room, room.device - cache * room.kv_block_bytes))
     device, pages = room.device - cache * room.kv_block_bytes, room.pages - computed
     if cells.ffn_device == "cpu":
         spared = cache if off_host is None else np.ceil(room.kv_blocks * off_host)
@@ -131,6 +133,12 @@ def fill(
     device_kv = on_device / np.maximum(room.kv_blocks, 1)
     homes = Homes(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
     return Filled(homes=homes, resident=resident, feasible=fits)
+
+
+def _least_computed(room: Room, device: Any) -> Any:
+    """Pages that the CPU computes at least: the others must pass through two slots for each page of a layer."""
+    slots = np.floor(np.maximum(device, 0) / room.slot_bytes)
+    return np.maximum(room.pages - room.layers * np.floor(slots / 2), 0)
 
 
 def _beside_a_layer(

@@ -17,6 +17,8 @@ from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, ce
 WHOLE_UP_TO = 12  # requests: up to there the first look has every N and every number of micro-batches
 SAMPLED = 1600  # candidates of a first look
 ANEW = 0.1  # of random neighbours have other prompt micro-batches altogether
+MOST_PASSES = 64  # in which the prompts of all places come: up to there each number is a valley of its own
+_PASSES = np.array([1, 2, 3, 4, 5, 6, 8, 12], dtype=float)
 _PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
 _PARTS = (1, 2, 3, 4, 6, 8)
@@ -70,6 +72,14 @@ def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[An
     return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
 
 
+def _riding(problem: Problem, setting: Setting, sequences: Any, passes: Any) -> Any:
+    """Tokens that ride in a pass where the prompts of so many sequences come in so many passes (`hrm.job`)."""
+    prompt = problem.workload.prompt_len
+    if setting.admission == "static":
+        return sequences * prompt / passes - sequences
+    return sequences / passes * (prompt - 1)
+
+
 def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
     """Neighbours of some candidates of one setting: sizes up to the factor ``1 + step`` away, shares up to ``step`` of
     a whole, and always those one whole step away."""
@@ -86,6 +96,7 @@ def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
     wanted = _columns(leaders.wanted)
     near, alone = _near_shares(problem, cell, wanted, step)
     moves = [(size, batches, t, p, wanted), (n, parts, tokens, riding, wanted)]
+    moves += [(n, parts, t, np.ceil(_riding(problem, cell.setting, n, _PASSES) / t), wanted)]
     moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
     columns: list[list[Any]] = [[] for _ in range(8)]
     for *sizes, shares in moves:
@@ -125,6 +136,8 @@ def scattered(
     tokens = np.where(some(ANEW), anew, tokens)
     riding = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
     riding = np.where(some(ANEW), riding_anew, riding)
+    passes = np.maximum(1, np.round(np.exp(draw.uniform(0, np.log(MOST_PASSES), count))))
+    riding = np.where(some(ANEW), _riding(problem, cell.setting, size, passes), riding)
     prompts = np.where(some(0.3), p, np.round(riding / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
     if cache_is_open(problem, cell.setting):
         resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))

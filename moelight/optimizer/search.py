@@ -41,7 +41,7 @@ MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
 # Settings that are rarely the fastest: first tried with sizes that were good for the usual ones.
 STAND_INS = ("flexgen", "flexgen-c", "serial", "static", "learned")
-POOLED_AFTER = 2  # rounds
+POOLED_AFTER = (2, 5)  # rounds
 POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05  # of each setting; random neighbours; how far behind a setting may lie
 
 
@@ -86,15 +86,16 @@ def search(problem: Problem) -> Found | None:
     for number, (widest, count, worth) in enumerate(ROUNDS):
         best = min(found.least for found in leaders)
         leaders = [found for found in leaders if found.least <= best * worth]
-        if number == POOLED_AFTER:
+        if number in POOLED_AFTER:
             leaders = _pooled(problem, leaders, every, draw)
+            every = _beside(every, leaders)
         leaders = [
             _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
         ]
-    for work in (_to_the_end, _shaken):
+    for work in (_to_the_end, _shaken, _reordered):
         leaders = sorted(leaders, key=lambda found: found.least)
         worth = leaders[0].least * WORTH_FINISHING
-        first = [work(problem, found) for found in leaders[:MOST_FINISHED] if found.least <= worth]
+        first = [work(problem, found, every) for found in leaders[:MOST_FINISHED] if found.least <= worth]
         leaders = first + leaders[len(first) :]
     best = _settled(problem, sorted(leaders, key=lambda found: found.least))
     if best is not None and problem.programme and _is_small(problem):
@@ -195,7 +196,23 @@ def _joined(*parts: Choices) -> Choices:
     return Choices(cells=replace(parts[0].cells, **arrays), wanted=Wanted(**wanted))
 
 
-def _to_the_end(problem: Problem, leaders: _Leaders) -> _Leaders:
+def _beside(every: list[Setting], leaders: list[_Leaders]) -> list[Setting]:
+    """The settings whose devices are those of ``leaders``."""
+    devices = {(found.setting.attention_device, found.setting.ffn_device) for found in leaders}
+    return [setting for setting in every if (setting.attention_device, setting.ffn_device) in devices]
+
+
+def _reordered(problem: Problem, leaders: _Leaders, every: list[Setting]) -> _Leaders:
+    """The best of ``leaders`` in another order or admission, if that is faster, to the end."""
+    own, best = leaders.setting, leaders
+    for setting in every:
+        if setting is not own and setting.attention_device == own.attention_device:
+            found = _few(problem, None, as_of(problem, leaders.first(POOLED).choices, setting))
+            best = found if found is not None and found.least < best.least * (1 - GAINED) else best
+    return leaders if best is leaders else _to_the_end(problem, best, every)
+
+
+def _to_the_end(problem: Problem, leaders: _Leaders, _every: list[Setting]) -> _Leaders:
     """``leaders`` from the first of which, each in its own region, no small or single step leads on."""
     for _ in range(MOST_ROUNDS):
         before = leaders.seconds[:FIRST]
@@ -212,13 +229,13 @@ def _is_better(seconds: Any, before: Any) -> bool:
     return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
-def _shaken(problem: Problem, leaders: _Leaders) -> _Leaders:
+def _shaken(problem: Problem, leaders: _Leaders, every: list[Setting]) -> _Leaders:
     """``leaders`` near which none of many random candidates is better: what no step along an axis finds."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
         near = scattered(problem, leaders.choices, draw, SCATTERED, widest=-0.3)
         found = _few(problem, leaders, near, by_waves=True)
-        leaders = _to_the_end(problem, found) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
+        leaders = _to_the_end(problem, found, every) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
     return leaders
 
 
@@ -307,7 +324,7 @@ def _filled(problem: Problem, choice: Choices) -> Solved | None:
         resident=int(filled.resident),
         from_host=int(filled.homes.from_host),
         from_disk=int(filled.homes.from_disk),
-        computed=int(choice.wanted.computed),
+        computed=int(filled.homes.computed),
         device_blocks=blocks,
         seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, filled.homes)),
     )
