@@ -54,7 +54,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Leaders:
+class Leaders:
     """A few good candidates of one setting, best first, and their seconds in closed form."""
 
     choices: Choices
@@ -68,8 +68,8 @@ class _Leaders:
     def least(self) -> float:
         return float(self.seconds[0])
 
-    def first(self, count: int) -> _Leaders:
-        return _Leaders(choices=self.choices.at(slice(count)), seconds=self.seconds[:count])
+    def first(self, count: int) -> Leaders:
+        return Leaders(choices=self.choices.at(slice(count)), seconds=self.seconds[:count])
 
 
 def search(problem: Problem) -> Found | None:
@@ -78,7 +78,7 @@ def search(problem: Problem) -> Found | None:
         return None
     every = list(settings(problem))
     usual = [setting for setting in every if not _stands_in(setting)] or every
-    looks = [_few(problem, None, first_look(problem, setting)) for setting in usual]
+    looks = [few(problem, None, first_look(problem, setting)) for setting in usual]
     leaders = [found for found in looks if found is not None]
     if not leaders:
         return None
@@ -90,7 +90,7 @@ def search(problem: Problem) -> Found | None:
             leaders = _pooled(problem, leaders, every, draw)
             every = _beside(every, leaders)
         leaders = [
-            _few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
+            few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
         ]
     for work in (_to_the_end, _shaken, _reordered):
         leaders = sorted(leaders, key=lambda found: found.least)
@@ -109,9 +109,7 @@ def _is_small(problem: Problem) -> bool:
     return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
 
 
-def _pooled(
-    problem: Problem, leaders: list[_Leaders], every: list[Setting], draw: np.random.Generator
-) -> list[_Leaders]:
+def _pooled(problem: Problem, leaders: list[Leaders], every: list[Setting], draw: np.random.Generator) -> list[Leaders]:
     """Every setting at the sizes that are best in any of them, as far as that makes it one of the best."""
     pool = _joined(*(found.first(POOLED).choices for found in leaders))
     known = {id(found.setting): found for found in leaders}
@@ -119,7 +117,7 @@ def _pooled(
     for setting in every:
         here = as_of(problem, pool, setting)
         near = _joined(here, scattered(problem, here, draw, NEAR_POOLED))
-        found = _few(problem, known.get(id(setting)), near)
+        found = few(problem, known.get(id(setting)), near)
         if found is not None and found.least <= best * WORTH_POOLING:
             kept.append(found)
     return kept
@@ -140,7 +138,7 @@ def closed_form_s(problem: Problem, choices: Choices) -> Any:
     return seconds
 
 
-def _few(problem: Problem, leaders: _Leaders | None, look: Choices, *, by_waves: bool = False) -> Any:
+def few(problem: Problem, leaders: Leaders | None, look: Choices, *, by_waves: bool = False) -> Any:
     """The best of ``leaders`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
     micro-batches. None where there are none.
 
@@ -158,7 +156,7 @@ def _few(problem: Problem, leaders: _Leaders | None, look: Choices, *, by_waves:
     order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, np.round(np.log(seconds) / EQUAL)))
     _, first = np.unique(_region(problem, cell, by_waves=by_waves)[order], return_index=True)
     index = order[np.sort(first)[:FEW]]
-    return _Leaders(choices=choices.at(index), seconds=seconds[index])
+    return Leaders(choices=choices.at(index), seconds=seconds[index])
 
 
 def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
@@ -196,29 +194,29 @@ def _joined(*parts: Choices) -> Choices:
     return Choices(cells=replace(parts[0].cells, **arrays), wanted=Wanted(**wanted))
 
 
-def _beside(every: list[Setting], leaders: list[_Leaders]) -> list[Setting]:
+def _beside(every: list[Setting], leaders: list[Leaders]) -> list[Setting]:
     """The settings whose devices are those of ``leaders``."""
     devices = {(found.setting.attention_device, found.setting.ffn_device) for found in leaders}
     return [setting for setting in every if (setting.attention_device, setting.ffn_device) in devices]
 
 
-def _reordered(problem: Problem, leaders: _Leaders, every: list[Setting]) -> _Leaders:
+def _reordered(problem: Problem, leaders: Leaders, every: list[Setting]) -> Leaders:
     """The best of ``leaders`` in another order or admission, if that is faster, to the end."""
     own, best = leaders.setting, leaders
     for setting in every:
         if setting is not own and setting.attention_device == own.attention_device:
-            found = _few(problem, None, as_of(problem, leaders.first(POOLED).choices, setting))
+            found = few(problem, None, as_of(problem, leaders.first(POOLED).choices, setting))
             best = found if found is not None and found.least < best.least * (1 - GAINED) else best
     return leaders if best is leaders else _to_the_end(problem, best, every)
 
 
-def _to_the_end(problem: Problem, leaders: _Leaders, _every: list[Setting]) -> _Leaders:
+def _to_the_end(problem: Problem, leaders: Leaders, _every: list[Setting]) -> Leaders:
     """``leaders`` from the first of which, each in its own region, no small or single step leads on."""
     for _ in range(MOST_ROUNDS):
         before = leaders.seconds[:FIRST]
         for step in LAST_STEPS:
             near = around(problem, leaders.first(FIRST).choices, step=step)
-            leaders = _few(problem, leaders, near, by_waves=True)
+            leaders = few(problem, leaders, near, by_waves=True)
         if not _is_better(leaders.seconds[:FIRST], before):
             break
     return leaders
@@ -229,17 +227,17 @@ def _is_better(seconds: Any, before: Any) -> bool:
     return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
-def _shaken(problem: Problem, leaders: _Leaders, every: list[Setting]) -> _Leaders:
+def _shaken(problem: Problem, leaders: Leaders, every: list[Setting]) -> Leaders:
     """``leaders`` near which none of many random candidates is better: what no step along an axis finds."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
         near = scattered(problem, leaders.choices, draw, SCATTERED, widest=-0.3)
-        found = _few(problem, leaders, near, by_waves=True)
+        found = few(problem, leaders, near, by_waves=True)
         leaders = _to_the_end(problem, found, every) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
     return leaders
 
 
-def _settled(problem: Problem, leaders: list[_Leaders]) -> Found | None:
+def _settled(problem: Problem, leaders: list[Leaders]) -> Found | None:
     """The best of ``leaders``, best first in closed form, once the programme has placed every page."""
     best: Found | None = None
     for found in leaders[:MOST_SOLVED]:

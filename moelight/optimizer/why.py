@@ -10,15 +10,15 @@ from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.hrm.speeds import Speeds, Unit
 from moelight.optimizer.homes import Wanted
-from moelight.optimizer.lattice import Choices, around
+from moelight.optimizer.lattice import Choices, around, scattered
 from moelight.optimizer.plan import Help, Plan
 from moelight.optimizer.problem import Problem
-from moelight.optimizer.search import Found, closed_form_s
+from moelight.optimizer.search import Found, few
 from moelight.profiles.efficiency import Surface
 from moelight.profiles.model import ModelProfile
 
 WORTH_SAYING = 0.01
-STEPS = (1.5, 0.5, 0.1)
+STEP, ROUNDS, DRAWN = 0.5, 3, 250
 _LANES = {
     "h2d": "the link to the device",
     "d2h": "the link from the device",
@@ -58,8 +58,11 @@ def _seconds(problem: Problem, found: Found) -> float:
     cells = replace(found.cell, setting=setting)
     cache = found.homes.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)
     wanted = Wanted(computed=np.asarray(found.homes.computed), device_kv=np.asarray(cache or np.nan))
-    choice = Choices(cells=cells, wanted=wanted)
-    return min(float(closed_form_s(problem, around(problem, choice, step=step)).min()) for step in STEPS)
+    best = few(problem, None, around(problem, Choices(cells=cells, wanted=wanted), step=STEP))
+    draw = np.random.default_rng(0)
+    for _ in range(ROUNDS if best is not None else 0):
+        best = few(problem, best, scattered(problem, best.choices, draw, DRAWN))
+    return np.inf if best is None else float(best.least)
 
 
 def _better(problem: Problem) -> dict[str, Problem]:
