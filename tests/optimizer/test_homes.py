@@ -51,7 +51,8 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
     """Against the footprint itself, for candidates of every setting, with whatever is wanted, homes pinned or not."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=12)
     problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
-    for setting in settings(problem):
+    every = list(settings(problem))
+    for setting in draw.sample(every, min(5, len(every))):
         look = first_look(problem, setting)
         index = np.array([draw.randrange(len(look.wanted.computed)) for _ in range(6)])
         some = look.at(index)
@@ -111,12 +112,12 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
         cache = cache if near_device else room.kv_blocks - np.round(filled.homes.device_kv * room.kv_blocks)
         left = room.device if near_device else room.host
         more = filled.resident + 1
-        streamed = room.pages - look.wanted.computed - more
+        streamed = room.pages - filled.homes.computed - more
         slots = more + 2 * np.ceil(streamed / room.layers)
         bare = 0 if near_device else cache  # cache gives way to pages on the device, never in host memory
         fits_more = (streamed >= 0) & (slots * room.slot_bytes + bare * room.kv_block_bytes <= left)
         must = np.maximum(room.kv_blocks - np.floor(room.host / room.kv_block_bytes), 0) if near_device else 0
-        assert not np.any(open_here & fits_more & (must == 0) & (look.wanted.computed == 0))
+        assert not np.any(open_here & fits_more & (must == 0) & (filled.homes.computed == 0))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
