@@ -25,7 +25,7 @@ MOST_COUNTS = {
     "prompt_micro_batches": 1 << 16,
     "kv_tokens": 1 << 40,
     "look_ahead": MOST_LOOK_AHEAD,
-    "gpus": 1 << 10,
+    "gpus": 1 << 12,
 }
 
 

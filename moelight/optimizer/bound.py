@@ -38,7 +38,7 @@ EXACT = 1e-7
 SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
-MOST_BOXES = 14_000
+MOST_BOXES = {True: 14_000, False: 40_000}  # with a GPU, whose passes take longer to price, and without
 MOST_CUTS, WORTH_A_CALL = 3, 300
 FORGET, LEAST_RAISED = 0.7, 1e-3
 # By how much a cut along each of `_SIDES` raises a bound, as a share of it for the side's length: a first guess.
@@ -83,7 +83,7 @@ _FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side", "len
 def least_seconds(problem: Problem, known_s: float) -> float:
     """No policy does the job in less; ``known_s`` is what the best known one takes. Within `GAP` of it where the boxes
     suffice; they go to the settings that hold the bound down."""
-    goal_s, left = known_s * (1 - GAP), MOST_BOXES
+    goal_s, left = known_s * (1 - GAP), MOST_BOXES[problem.has_gpu]
     fronts = [_Front.of(problem, setting, goal_s) for setting in _bounding(problem)]
     while left > 0:
         front = min(fronts, key=lambda front: front.least_s)

@@ -110,7 +110,7 @@ def test_cutting_a_box_loses_no_candidate(seed: int) -> None:
 @pytest.mark.parametrize("requests", [7, 90])
 def test_the_bound_is_within_its_gap_where_boxes_suffice(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in host memory, which is all that is slow: nothing is left to chance."""
-    monkeypatch.setattr(bound, "MOST_BOXES", 90_000)
+    monkeypatch.setattr(bound, "MOST_BOXES", {False: 90_000})
     problem = drawn_problem(4, gpu=False)
     work = Workload(num_requests=requests, prompt_len=4, max_prompt_len=4, gen_len=8)
     fixed = {**problem.fixed, "micro_batch_tokens": 512}
