@@ -31,12 +31,11 @@ MEASURED_SHARE = 0.06
 LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, where no policy says (algorithm 1)
 
 
-def routed_only(
-    model: ModelProfile, order: str, tokens: Any, most_tokens: Any, *, least: float = ROUTED_ONLY_SHARE
-) -> Any:
+def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any, *, least: float | None = None) -> Any:
     """Whether a pass of ``tokens`` in ``order`` brings only those streamed pages that its tokens are routed to; never
     one of more tokens than ``most_tokens``, what one micro-batch may carry: all keep what experts need. ``least``: the
-    share that nobody is routed to from which on it does."""
+    share that nobody is routed to from which on it does, `ROUTED_ONLY_SHARE` if None."""
+    least = ROUTED_ONLY_SHARE if least is None else least
     missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
     small = (missed >= least) & (np.asarray(tokens) <= most_tokens)
     return small & (order in ROUTED_ORDERS)

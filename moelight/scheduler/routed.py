@@ -20,7 +20,7 @@ def pays(
     most_tokens: int,
     missing: float | None = None,
     *,
-    least: float = orders.ROUTED_ONLY_SHARE,
+    least: float | None = None,
 ) -> bool:
     """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
 
@@ -31,7 +31,7 @@ def pays(
             orders.routed_only(layout.model, schedule, tokens, most_tokens, least=least)
         )
     small = schedule in orders.ROUTED_ORDERS and tokens <= most_tokens
-    return bool(layout.streamed) and small and missing <= 1.0 - orders.MEASURED_SHARE
+    return bool(layout.streamed) and small and missing <= 1.0 - min(orders.ROUTED_ONLY_SHARE, orders.MEASURED_SHARE)
 
 
 def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:

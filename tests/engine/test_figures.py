@@ -229,7 +229,8 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     model: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is spared for small passes."""
-    monkeypatch.setattr(orders, "ROUTED_ORDERS", ())
+    monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 1.1)
+    monkeypatch.setattr(orders, "MEASURED_SHARE", 1.1)
     work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
     least = least_memory(model, device, work)
     with Engine.from_pretrained(model, device=device, workload=work, **least) as engine:  # type: ignore[arg-type]
