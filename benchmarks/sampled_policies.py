@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, Policy, Shares
+from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.hrm import costs
 from moelight.hrm.acts import Acts
 from moelight.hrm.estimate import job_s
@@ -161,6 +161,7 @@ def _drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, ne
     close = near is not None and rng.random() < 0.7
     block = near.kv_block_size if close else int(rng.choice(KV_BLOCK_SIZES))
     n, b, tokens, prompts = _sizes(problem, rng, count) if near is None else _sizes_near(problem, rng, count, near)
+    prompts = np.minimum(prompts, MOST_COUNTS["prompt_micro_batches"])
     mu = np.where(rng.random(count) < 0.8, -(-n // b), np.minimum(n, -(-n // b) + rng.integers(0, 3, count)))
     tokens = np.maximum(tokens, mu)
     needed = cache_tokens(problem.workload, n, block, problem.model.max_positions)

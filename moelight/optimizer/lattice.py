@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from moelight.core.policy import MOST_COUNTS
 from moelight.optimizer.homes import Wanted
 from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells
 
@@ -249,9 +250,11 @@ def _choices(
     b = np.clip(b, 1, n).astype(np.int64) if number is None else np.full_like(n, number)
     mu = -(-n // b) if size is None else np.full_like(n, size)
     most_tokens = max(problem.prompt_tokens, LEAST_TOKENS)
-    t = np.maximum(np.clip(t, LEAST_TOKENS, most_tokens), mu).astype(np.int64)
+    in_one = min(most_tokens, MOST_COUNTS["micro_batch_tokens"])
+    t = np.maximum(np.clip(t, LEAST_TOKENS, in_one), mu).astype(np.int64)
     t = t if tokens is None else np.full_like(n, tokens)
-    p = np.clip(p, 1, -(-most_tokens // t)).astype(np.int64) if riding is None else np.full_like(n, riding)
+    most_riding = np.minimum(-(-most_tokens // t), MOST_COUNTS["prompt_micro_batches"])
+    p = np.clip(p, 1, most_riding).astype(np.int64) if riding is None else np.full_like(n, riding)
     share = problem.share("cpu_experts") if setting.ffn_device == "split" else None
     c = np.round(np.clip(c, 0, problem.pages)) if share is None else np.full_like(c, round(share * problem.pages))
     k = np.clip(k, 0.0, 1.0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
-from moelight.core.policy import ADMISSIONS, FFN_DEVICES, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, PROCESSORS
+from moelight.core.policy import ADMISSIONS, FFN_DEVICES, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, PROCESSORS
 from moelight.hrm.acts import Acts
 from moelight.hrm.job import cache_tokens, cached_sequences
 from moelight.hrm.speeds import Speeds
@@ -112,7 +112,7 @@ class Problem:
             least = most = fixed
         else:
             least = size or number or 1 if number is None or size is None else (number - 1) * size + 1
-            most = max(least, self.workload.num_requests)
+            most = max(least, min(self.workload.num_requests, MOST_COUNTS["batch_size"]))
             most = most if number is None or size is None else min(most, number * size)
         tokens = self.count("kv_tokens")
         if tokens is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from moelight.core.policy import MOST_COUNTS
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.homes import Wanted, fill
@@ -285,6 +286,7 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
         (t, p)
         for t in cut
         for p in ([rides] if fixed[1] else sorted({-(-r // t) for r in (tokens * rides, *_powers(t, tokens * rides))}))
+        if p <= MOST_COUNTS["prompt_micro_batches"]
     ]
     t, p = np.array(pairs, dtype=np.int64).T
     same: dict[str, Any] = {name: np.full_like(t, getattr(cell, name)) for name in CELL_ARRAYS}

@@ -233,16 +233,19 @@ def _watch(
     pace: Pace,
 ) -> None:
     last, deadline = None, None
-    while process.poll() is None:
+    while True:
+        ended = process.poll() is not None  # asked first, so that what it wrote last is seen
+        counts = job.counts()
+        if counts is not None and counts != last:
+            seen(counts)
+            last = counts
+        if ended:
+            return
         if deadline is None and unwanted():
             process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + pace.grace_s
         elif deadline is not None and time.monotonic() > deadline:
             return
-        counts = job.counts()
-        if counts is not None and counts != last:
-            seen(counts)
-            last = counts
         news.wait(pace.poll_s)
         news.clear()
 

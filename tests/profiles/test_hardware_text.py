@@ -14,8 +14,11 @@ from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import (
     BY_WEIGHT_BYTES,
+    BYTES_PER_S,
     EFFICIENCY,
     MEASURED,
+    PROCESSORS_BUSY,
+    SECONDS,
     SHARE,
     HardwareProfile,
     Link,
@@ -31,6 +34,12 @@ texts = st.text(max_size=30).filter(lambda text: text == "" or text.strip() != "
 names = st.text(min_size=1, max_size=12).filter(lambda text: text.strip() != "")
 sizes = st.integers(1, 1 << 50)
 rates = st.floats(1e3, 1e18) | st.integers(1, 10**6).map(lambda n: n * 1e6)
+MEASURED_VALUES = {
+    BYTES_PER_S: rates,
+    SECONDS: st.floats(1e-12, 1e6),
+    SHARE: st.floats(0.01, 1.0),
+    PROCESSORS_BUSY: st.floats(1e-9, 4096.0),
+}
 
 
 @st.composite
@@ -69,10 +78,7 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
             Processor(name=name, count=draw(st.integers(1, 8)), peak_flops=draw(rates))
             for name in (("gpu", "cpu") if gpu else ("cpu",))
         ),
-        measured=tuple(
-            (name, draw(st.floats(0.01, 1.0) if MEASURED[name].unit == SHARE else st.floats(1e-9, 1e15)))
-            for name in sorted(figures)
-        ),
+        measured=tuple((name, draw(MEASURED_VALUES[MEASURED[name].unit])) for name in sorted(figures)),
         efficiency=tuple({surface.name: surface for surface in draw(st.lists(surfaces(), max_size=3))}.values()),
     )
     return with_words(draw, profile)
