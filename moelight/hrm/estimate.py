@@ -77,7 +77,7 @@ def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | 
 
 def homes_of(placement: Placement, policy: Policy) -> Homes:
     """The counts of a placement, page by page."""
-    from_disk = sum(placement.homes[page] == "disk" for page in placement.streamed)
+    from_disk = list(placement.homes.values()).count("disk")
     return Homes(
         from_host=len(placement.streamed) - from_disk,
         from_disk=from_disk,

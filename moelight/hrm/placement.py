@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -56,10 +58,7 @@ class Placement:
     @property
     def most_streamed_per_layer(self) -> int:
         """The largest number of streamed pages in one layer."""
-        counts: dict[int, int] = {}
-        for page in self.streamed:
-            counts[page.layer] = counts.get(page.layer, 0) + 1
-        return max(counts.values(), default=0)
+        return max(Counter(map(attrgetter("layer"), self.streamed)).values(), default=0)
 
 
 def with_near(policy: Policy, share: float) -> Policy:
@@ -111,24 +110,26 @@ def near_tier(policy: Policy) -> str:
 
 def place(model: ModelProfile, policy: Policy) -> Placement:
     """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
-    pinned_homes = policy.host_pages == "pinned" and near_tier(policy) == "device"
-    placement = _place(model, policy.weights, policy.cpu_experts, near_tier(policy), pinned_homes)
-    return replace(placement, learned=True) if policy.residents == "learned" else placement
+    near = near_tier(policy)
+    placement = _place(model, policy.weights, policy.cpu_experts, near)
+    pinned_homes, learned = policy.host_pages == "pinned" and near == "device", policy.residents == "learned"
+    return replace(placement, pinned_homes=pinned_homes, learned=learned) if pinned_homes or learned else placement
 
 
 @lru_cache(maxsize=256)
-def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str, pinned_homes: bool) -> Placement:
-    spread = sorted(pages(model), key=lambda page: (page.expert, page.layer * GOLDEN % 1.0))
-    on_device = round(weights.device * len(spread))
-    on_host = round((weights.device + weights.host) * len(spread)) - on_device
-    on_disk = len(spread) - on_device - on_host
-    tiers = ["device"] * on_device + ["host"] * on_host + ["disk"] * on_disk
-    homes = dict(sorted(zip(spread, tiers, strict=True)))
-    in_place = set(spread[on_device : on_device + min(round(cpu_experts * len(spread)), on_host)])
-    return Placement(
-        near=near,
-        homes=homes,
-        streamed=tuple(page for page, home in homes.items() if home != near and page not in in_place),
-        computed=tuple(page for page in homes if page in in_place),
-        pinned_homes=pinned_homes,
-    )
+def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str) -> Placement:
+    every = pages(model)
+    layers = sorted({page.layer for page in every}, key=lambda layer: layer * GOLDEN % 1.0)
+    turn = {layer: index for index, layer in enumerate(layers)}
+    on_device = round(weights.device * len(every))
+    on_host = round((weights.device + weights.host) * len(every)) - on_device
+    in_place = min(round(cpu_experts * len(every)), on_host)
+    homes, streamed, computed = {}, [], []
+    for page in every:
+        rank = page.expert * len(layers) + turn[page.layer]  # expert by expert, each in all layers
+        homes[page] = home = "device" if rank < on_device else "host" if rank < on_device + on_host else "disk"
+        if on_device <= rank < on_device + in_place:
+            computed.append(page)
+        elif home != near:
+            streamed.append(page)
+    return Placement(near=near, homes=homes, streamed=tuple(streamed), computed=tuple(computed))

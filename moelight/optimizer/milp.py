@@ -1,6 +1,6 @@
 """The integer programme: homes of every page and cache block for one candidate, so that its job ends soonest.
 
-Solved by HiGHS through scipy. Time is a sum over the kinds of passes, each as long as its longest term; every term is
+Solved by HiGHS. Time is a sum over the kinds of passes, each as long as its longest term; every term is
 affine in the homes (``hrm.lanes``), so its coefficients are read off by pricing unit steps.
 """
 
@@ -39,18 +39,19 @@ class Solved:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Rows:
-    """Linear limits on the variables: coefficients by name, and the least and the most of their sum."""
+class _Programme:
+    """Whole numbers `_NAMES`, none below 0, and ``seconds`` of so many kinds of passes, within linear limits."""
 
     seconds: int
     matrix: list[Any] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
+    most_of: dict[str, float] = field(default_factory=dict)
 
     def add(
         self, coefficients: Mapping[str, float], *, least: float = -np.inf, most: float = np.inf, kind: int = -1
     ) -> None:
-        """``kind``: the kind of pass whose seconds are taken off the sum."""
+        """Limit a sum of variables. ``kind``: the kind of pass whose seconds are taken off the sum."""
         row = np.zeros(len(_NAMES) + self.seconds)
         for name, value in coefficients.items():
             row[_NAMES.index(name)] = value
@@ -60,73 +61,89 @@ class _Rows:
         self.least.append(least)
         self.most.append(most)
 
+    def solved(self) -> list[float] | None:
+        """The values of all variables where the sum of seconds is least; None where nothing is within the limits."""
+        import highspy
+
+        lp, matrix, whole = highspy.HighsLp(), np.array(self.matrix), len(_NAMES)
+        lp.num_row_, lp.num_col_ = matrix.shape
+        lp.col_cost_ = np.repeat([0.0, 1.0], [whole, self.seconds])
+        lp.col_lower_ = np.zeros(lp.num_col_)
+        lp.col_upper_ = np.array([*(self.most_of.get(name, np.inf) for name in _NAMES), *[np.inf] * self.seconds])
+        lp.row_lower_, lp.row_upper_ = np.array(self.least), np.array(self.most)
+        integer, continuous = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+        lp.integrality_ = [integer] * whole + [continuous] * self.seconds
+        row, column = np.nonzero(matrix)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.searchsorted(row, np.arange(lp.num_row_ + 1))
+        lp.a_matrix_.index_, lp.a_matrix_.value_ = column, matrix[row, column]
+        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.silent()
+        solver.setOptionValue("mip_rel_gap", 1e-9)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(lp)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return list(solver.getSolution().col_value)
+
 
 def solve(problem: Problem, cell: Cells) -> Solved | None:
     """The best homes for one candidate (a `Cells` of scalars); None where none fit."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
     room, terms = room_of(problem, cell), _terms(problem, cell)
-    rows = _Rows(seconds=len(terms))
-    _memory(cell, room, rows)
-    _fixed(problem, cell, room, rows)
+    programme = _Programme(seconds=len(terms))
+    _memory(cell, room, programme)
+    _fixed(problem, cell, room, programme)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
     blocks = max(int(room.kv_blocks), 1)
     for kind, (count, slopes, base) in enumerate(terms):
         for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
             per = dict(zip(("from_host", "from_disk", "computed", "device_blocks"), slope, strict=True))
-            rows.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
-    size = len(_NAMES) + len(terms)
-    most = np.full(size, np.inf)
-    most[_NAMES.index("device_blocks")], most[_NAMES.index("reads")] = int(room.kv_blocks), 1
-    found = milp(
-        c=np.repeat([0.0, 1.0], [len(_NAMES), len(terms)]),
-        integrality=np.repeat([1, 0], [len(_NAMES), len(terms)]),
-        bounds=Bounds(lb=np.zeros(size), ub=most),
-        constraints=LinearConstraint(np.array(rows.matrix), np.array(rows.least), np.array(rows.most)),
-        options={"mip_rel_gap": 1e-9},
-    )
-    if found.x is None:
+            programme.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
+    programme.most_of = {"device_blocks": int(room.kv_blocks), "reads": 1}
+    found = programme.solved()
+    if found is None:
         return None
-    whole = dict(zip(_NAMES, (round(float(value)) for value in found.x), strict=False))
+    whole = dict(zip(_NAMES, (round(value) for value in found), strict=False))
     counts = {name: whole[name] for name in ("resident", "from_host", "from_disk", "computed", "device_blocks")}
     homes = Homes(**{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks)
     setting = cell.setting
     return Solved(**counts, seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, homes)))
 
 
-def _memory(cell: Cells, room: Room, rows: _Rows) -> None:
+def _memory(cell: Cells, room: Room, programme: _Programme) -> None:
     """Every page has a home, and every tier holds what is at home on it. In slots, to keep numbers small."""
     block, pinned_homes = room.kv_block_bytes / room.slot_bytes, cell.setting.acts.pinned_homes
     device, host = float(room.device) / room.slot_bytes, float(room.host) / room.slot_bytes
     kv = int(room.kv_blocks) * block
-    rows.add({"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=room.pages, most=room.pages)
-    rows.add({"per_layer": room.layers, "from_host": -1, "from_disk": -1}, least=0)
-    rows.add({"from_disk": 1, "reads": -room.pages}, most=0)
+    programme.add({"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=room.pages, most=room.pages)
+    programme.add({"per_layer": room.layers, "from_host": -1, "from_disk": -1}, least=0)
+    programme.add({"from_disk": 1, "reads": -room.pages}, most=0)
     if not pinned_homes:
-        rows.add({"pinned": 1, "per_layer": -1}, least=0)
-    rows.add({"pinned": 1, "per_layer": -2, "reads": -2 * room.pages}, least=-2 * room.pages)
-    rows.add({"from_disk": 1}, most=room.disk // room.page_bytes)
+        programme.add({"pinned": 1, "per_layer": -1}, least=0)
+    programme.add({"pinned": 1, "per_layer": -2, "reads": -2 * room.pages}, least=-2 * room.pages)
+    programme.add({"from_disk": 1}, most=room.disk // room.page_bytes)
     if cell.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
-        rows.add({"device_blocks": 1}, most=0)
+        programme.add({"device_blocks": 1}, most=0)
         block = 0.0
         device, host = float(math.floor(device)), float(math.floor(host - kv))
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
     if cell.ffn_device == "cpu":
-        rows.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
+        programme.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
         if cell.residents == "learned" and not cell.discrete:  # the ring holds a layer
-            rows.add({"resident": 1, "reads": room.pages // room.layers, "device_blocks": -block}, most=host)
-        rows.add({"from_host": 1, "computed": 1}, most=0)
+            programme.add({"resident": 1, "reads": room.pages // room.layers, "device_blocks": -block}, most=host)
+        programme.add({"from_host": 1, "computed": 1}, most=0)
         if cell.discrete:
-            rows.add({"device_blocks": block}, most=device)
+            programme.add({"device_blocks": block}, most=device)
         return
-    rows.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
-    rows.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
+    programme.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
+    programme.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
     if cell.ffn_device != "split":
-        rows.add({"computed": 1}, most=0)
+        programme.add({"computed": 1}, most=0)
 
 
-def _fixed(problem: Problem, cell: Cells, room: Room, rows: _Rows) -> None:
+def _fixed(problem: Problem, cell: Cells, room: Room, programme: _Programme) -> None:
     """Fixed shares are met to the page and to the block."""
     near_device = cell.ffn_device != "cpu"
     counts: Mapping[str, Mapping[str, float]] = {
@@ -138,11 +155,11 @@ def _fixed(problem: Problem, cell: Cells, room: Room, rows: _Rows) -> None:
     for key, coefficients in counts.items():
         share = problem.share(key)
         if share is not None:
-            rows.add(coefficients, least=round(share * room.pages), most=round(share * room.pages))
+            programme.add(coefficients, least=round(share * room.pages), most=round(share * room.pages))
     device_kv = fixed_device_kv(problem, cell)
     if device_kv is not None:
         wanted = round(device_kv * int(room.kv_blocks))
-        rows.add({"device_blocks": 1}, least=wanted, most=wanted)
+        programme.add({"device_blocks": 1}, least=wanted, most=wanted)
 
 
 def _terms(problem: Problem, cell: Cells) -> list[tuple[float, Any, Any]]:

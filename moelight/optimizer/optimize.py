@@ -108,9 +108,6 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
         BudgetError, ConfigError: see `optimize`.
     """
     check_extent(problem.model, problem.workload, problem.fixed)
-    if problem.programme:
-        import scipy.optimize  # noqa: F401 (loading the solver is not solving)
-
     _check_cache(problem)
     began_s = time.perf_counter()
     found = search(problem)

@@ -69,10 +69,10 @@ def test_experts(device, dtype, tolerance, counts, hidden, width):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("counts", [COUNTS["empty experts"], COUNTS["ragged"]], ids=["empty experts", "ragged"])
 @pytest.mark.parametrize("form", INTEGERS)
-@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (80, 34)])
-def test_experts_in_integers(device, dtype, tolerance, counts, form, hidden, width):
+@pytest.mark.parametrize(("rows", "hidden", "width"), [("empty experts", 128, 64), ("ragged", 80, 34)])
+def test_experts_in_integers(device, dtype, tolerance, rows, form, hidden, width):
+    counts = COUNTS[rows]
     layer = integers(len(counts), hidden, width, *INTEGERS[form], device, torch.float32)
     x, offsets = rows_of(counts, hidden, dtype, device)
     assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= tolerance

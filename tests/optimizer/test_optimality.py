@@ -31,7 +31,7 @@ def with_tokens(problem: Problem, seed: int) -> Problem:
     return replace(problem, fixed={**problem.fixed, "micro_batch_tokens": tokens})
 
 
-@examples(220)
+@examples(70)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_optimizer_equals_enumeration(seed: int) -> None:
     problem = with_tokens(drawn_problem(seed), seed)
@@ -55,7 +55,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     )
 
 
-@examples(60)
+@examples(20)
 @given(seed=st.integers(0, 1 << 30))
 def test_no_enumerated_policy_beats_a_free_choice_or_its_bound(seed: int) -> None:
     """With every key open the optimizer has all that is enumerated to choose from, and more."""
@@ -68,7 +68,7 @@ def test_no_enumerated_policy_beats_a_free_choice_or_its_bound(seed: int) -> Non
         assert least_seconds(replace(problem, fixed={}), found.homes.seconds) <= min(least, found.homes.seconds)
 
 
-@examples(24)
+@examples(8)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) -> None:
     """Of one tier, the other having plenty; a byte less is refused with the same figure."""
@@ -99,7 +99,7 @@ def test_where_no_memory_alone_would_do_both_are_named() -> None:
         assert (search(replace(problem, capacity_bytes=sizes)) is not None) == fits
 
 
-@examples(24)
+@examples(8)
 @given(seed=st.integers(0, 1 << 30), more=st.floats(1, 3))
 def test_more_memory_is_never_slower(seed: int, more: float) -> None:
     problem = with_tokens(drawn_problem(seed), seed)
