@@ -31,8 +31,17 @@ def policy(model: Path, processor: str = "cpu") -> Policy:
     return Policy(model=str(model), batch_size=4, ffn_device=processor, weights=Shares(disk=1.0))
 
 
+OTHERS: set[threading.Thread] = set()  # of engines that other tests of this process left behind
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def moelight_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("moelight-")}
+    return {thread.name for thread in set(threading.enumerate()) - OTHERS if thread.name.startswith("moelight-")}
 
 
 def open_files() -> list[str]:

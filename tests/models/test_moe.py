@@ -69,7 +69,7 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
     torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
 
 
-@examples(40)
+@examples(12)
 @given(tokens=st.integers(1, 40), here=st.lists(st.booleans(), min_size=5, max_size=5))
 def test_the_way_of_a_gpu_gives_the_same_sums(tokens: int, here: list[bool]) -> None:
     """Through the twins of its kernels; workspaces of fewer tokens are used several times."""
