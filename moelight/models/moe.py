@@ -5,9 +5,10 @@ Legend: T tokens, E experts, k experts per token, H hidden, I intermediate, R = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate as accumulated
 from itertools import pairwise
 
 import torch
@@ -192,6 +193,9 @@ def accumulate(
 ) -> None:
     """sums float32 [T, H] += the experts of ``routed``, expert by expert, ``most_rows`` rows at a time: T may be more
     than ``space`` is made for. Sums that were zero become those of `mixture`, number by number."""
+    if routed.x.device.type == "cpu" and native.available():
+        _accumulate_natively(sums, routed, experts, space)
+        return
     top_k, flat = routed.ids.shape[1], routed.weights.flatten()
     order, counts = _by_expert(routed.ids, len(experts))
     first = 0
@@ -205,6 +209,41 @@ def accumulate(
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * flat[part].unsqueeze(1))
+
+
+def _accumulate_natively(
+    sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace
+) -> None:
+    """`accumulate` by kernels: as many rows at once as ``space`` has, of however many experts."""
+    by_expert = cpu_sort_by_expert(routed.ids, len(experts))
+    weights = routed.weights.flatten()[by_expert.order.long()]
+    bounds = enumerate(pairwise(by_expert.offsets.tolist()))
+    spans = [(each, low, high) for each, (low, high) in bounds if experts[each] is not None and low < high]
+    for chunk in _chunks(spans, len(space.rows)):
+        here = torch.cat([torch.arange(low, high) for _, low, high in chunk])
+        token, share = by_expert.token[here], weights[here]
+        gate_up, down = zip(*(experts[each] or _IDLE for each, _, _ in chunk), strict=True)
+        offsets = torch.tensor([0, *accumulated(high - low for _, low, high in chunk)], dtype=torch.int32)
+        rows = cpu_gather_rows(routed.x, token, out=space.rows[: len(token)])
+        cpu_expert_ffn(rows, list(gate_up), list(down), offsets, out=rows)
+        for first in range(0, len(token), EXPERT_ROWS):
+            part = slice(first, first + EXPERT_ROWS)
+            sums.index_add_(0, token[part], rows[part].float().mul_(share[part].unsqueeze(1)))
+
+
+def _chunks(spans: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Spans ``(expert, first row, last row + 1)`` in order, cut so that no chunk has more rows than ``most``."""
+    chunk: list[tuple[int, int, int]] = []
+    room = most
+    for expert, low, high in spans:
+        first = low
+        while high - first > room:
+            chunk.append((expert, first, first + room))
+            yield chunk
+            chunk, first, room = [], first + room, most
+        chunk.append((expert, first, high))
+        room -= high - first
+    yield chunk
 
 
 def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, list[int]]:
