@@ -12,7 +12,8 @@ from moelight.scheduler.layout import Layout, PassShape
 class Pen:
     """A list of tasks that grows. Positions returned by its methods are task positions.
 
-    ``chained``: every task also waits for the one before.
+    ``chained``: every task also waits for the one before; reads from the disk that follow each other wait for what the
+    first of them does, and the task behind them waits for them all.
     """
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
@@ -20,6 +21,7 @@ class Pen:
         self.shape = shape
         self.tasks: list[Task] = []
         self._chained = chained
+        self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before it
         self._waits_for: tuple[int, ...] = ()
         self._since: dict[Lane, int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
@@ -84,7 +86,9 @@ class Pen:
         position = len(self.tasks)
         extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane] if self._waits_for else []
         if self._chained and self.tasks and task.kind is not TaskKind.CARRIED_PAGE:
-            extra.append(position - 1)
+            if not self.tasks[-1].lane is task.lane is Lane.DISK:
+                self._link, self._before_link = position, range(self._link, position)
+            extra.extend(self._before_link)
         if extra:
             task = replace(task, deps=tuple(dict.fromkeys((*task.deps, *extra))))
         self.tasks.append(task)

@@ -1,4 +1,5 @@
-"""The readable truth: one task at a time, each waiting for the one before. Nothing overlaps."""
+"""The readable truth: one task at a time, each waiting for the one before. Nothing overlaps but the disk's own reads,
+of which a disk serves several as fast as one."""
 
 from __future__ import annotations
 

@@ -115,3 +115,19 @@ def test_serial_never_overlaps() -> None:
     shape = PassShape(micro_batches=(MicroBatchShape(tokens=4), MicroBatchShape(tokens=2, fresh=True)))
     schedule = SCHEDULES.get("serial")(small_layout(host=4), shape)
     assert all(position - 1 in task.deps for position, task in enumerate(schedule.tasks) if position)
+
+
+def test_serial_reads_the_pages_of_a_layer_at_once() -> None:
+    """Of which a disk serves several as fast as one; what comes before and behind them overlaps none."""
+    schedule = SCHEDULES.get("serial")(
+        small_layout(discrete=False), PassShape(micro_batches=(MicroBatchShape(tokens=4),))
+    )
+    reads = [position for position, task in enumerate(schedule.tasks) if task.lane is Lane.DISK]
+    assert len(reads) == 8
+    for layer in (reads[:4], reads[4:]):
+        first, behind = layer[0], layer[-1] + 1
+        assert layer == list(range(first, behind))
+        assert {schedule.tasks[position].deps for position in layer} == {(first - 1,) if first else ()}
+        assert set(layer) <= set(schedule.tasks[behind].deps)
+    others = [position for position in range(1, len(schedule.tasks)) if position not in reads]
+    assert all(position - 1 in schedule.tasks[position].deps for position in others)
