@@ -136,9 +136,9 @@ def fill(
 
 
 def _least_computed(room: Room, device: Any) -> Any:
-    """Pages that the CPU computes at least: the others must pass through two slots for each page of a layer."""
+    """Pages that the CPU computes at least: the others must all stay, or pass through two slots for each of a layer."""
     slots = np.floor(np.maximum(device, 0) / room.slot_bytes)
-    return np.maximum(room.pages - room.layers * np.floor(slots / 2), 0)
+    return np.maximum(room.pages - np.maximum(slots, room.layers * np.floor(slots / 2)), 0)
 
 
 def _beside_a_layer(

@@ -127,3 +127,22 @@ def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
     look = first_look(problem, setting)
     wanted = Wanted(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
     assert np.all(fill(problem, look.cells, wanted).homes.device_kv == 0)
+
+
+@examples(60)
+@given(seed=st.integers(0, 1 << 30))
+def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
+    """Where it is asked for none: with one fewer, no number of pages that stay leaves a ring for the others."""
+    problem = replace(drawn_problem(seed, gpu=True), fixed={"attention_device": "cpu"})
+    for setting in settings(problem):
+        if setting.ffn_device != "split":
+            continue
+        look = first_look(problem, setting)
+        some = look.at(np.arange(8))
+        room, none = room_of(problem, some.cells), np.zeros(8)
+        filled = fill(problem, some.cells, Wanted(computed=none, device_kv=none, resident=none + np.inf, spilled=none))
+        slots = np.floor(np.maximum(room.device, 0) / room.slot_bytes)
+        for least, free in zip(filled.homes.computed, slots, strict=True):
+            others = room.pages - int(least) + 1
+            rings = {stays: 2 * -(-(others - stays) // room.layers) for stays in range(others + 1)}
+            assert least == 0 or all(stays + ring > free for stays, ring in rings.items())
