@@ -116,13 +116,13 @@ class Best:
 def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -> Best:
     """The best of at least ``count`` policies that fit, or of what many draws gave."""
     rng = np.random.default_rng(seed)
-    every = list(_settings(problem))
+    every = list(every_setting(problem))
     own = [s for s in every if s[1:] == (near.schedule,) and _devices(s[0]) == (near.attention_device, near.ffn_device)]
     found, least, policy = 0, np.inf, None
     for _ in range(8):
         draws = [(setting, None) for setting in every] + [(setting, near) for setting in (*own * len(every), *every)]
         for (acts, schedule), around in draws:
-            some = _drawn(problem, rng, -(-2 * count // len(draws)), acts, schedule, around)
+            some = drawn(problem, rng, -(-2 * count // len(draws)), acts, schedule, around)
             if not len(some):
                 continue
             seconds = some.seconds(problem)
@@ -139,7 +139,7 @@ def _devices(acts: Acts) -> tuple[str, str]:
     return acts.attention_device, acts.ffn_device
 
 
-def _settings(problem: Problem) -> Iterator[tuple[Acts, str]]:
+def every_setting(problem: Problem) -> Iterator[tuple[Acts, str]]:
     for attention in ("cpu", "gpu") if problem.has_gpu else ("cpu",):
         for ffn in ("cpu", "gpu", "split") if problem.has_gpu else ("cpu",):
             acts = Acts(
@@ -156,7 +156,7 @@ def _settings(problem: Problem) -> Iterator[tuple[Acts, str]]:
                     yield acts, order
 
 
-def _drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, near: Policy | None) -> Sampled:
+def drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, near: Policy | None) -> Sampled:
     """As many of ``count`` draws as fit."""
     close = near is not None and rng.random() < 0.7
     block = near.kv_block_size if close else int(rng.choice(KV_BLOCK_SIZES))

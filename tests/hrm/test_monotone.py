@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from benchmarks.random_questions import question
-from benchmarks.sampled_policies import Sampled, _drawn, _settings
+from benchmarks.sampled_policies import Sampled, drawn, every_setting
 from moelight.hrm.speeds import Speeds, Unit, speeds_of
 from moelight.optimizer.optimize import optimize
 from moelight.optimizer.problem import Problem
@@ -47,8 +47,8 @@ def priced(problem: Problem, some: Sampled, speeds: Speeds) -> np.ndarray:
 def test_no_policy_is_slower_on_a_faster_machine(seed: int, by: float) -> None:
     problem, _ = question(seed)
     rng = np.random.default_rng(seed)
-    for acts, order in random.Random(seed).sample(list(_settings(problem)), 3):
-        some = _drawn(problem, rng, 200, acts, order, None)
+    for acts, order in random.Random(seed).sample(list(every_setting(problem)), 3):
+        some = drawn(problem, rng, 200, acts, order, None)
         if not len(some):
             continue
         before = priced(problem, some, problem.speeds)

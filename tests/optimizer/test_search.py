@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.sampled_policies import _drawn, _settings, best_of_samples
+from benchmarks.sampled_policies import best_of_samples, drawn, every_setting
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import GiB
@@ -146,9 +146,9 @@ def test_samples_are_policies_that_fit_and_are_priced_as_such(names: tuple[str, 
     """The arrays say of each what the footprint and the estimate of one policy say."""
     problem, rng = problem_of(*names), np.random.default_rng(1)
     near = Policy(model="m", batch_size=512, micro_batch_size=64, kv_tokens=1)
-    for acts, schedule in _settings(problem):
+    for acts, schedule in every_setting(problem):
         for around in (None, near):
-            some = _drawn(problem, rng, 200, acts, schedule, around)
+            some = drawn(problem, rng, 200, acts, schedule, around)
             seconds = some.seconds(problem) if len(some) else ()
             for index in range(min(3, len(some))):
                 policy = some.policy(problem, index)
