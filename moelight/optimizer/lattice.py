@@ -97,7 +97,10 @@ def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
     wanted = _columns(leaders.wanted)
     near, alone = _near_shares(problem, cell, wanted, step)
     moves = [(size, batches, t, p, wanted), (n, parts, tokens, riding, wanted)]
-    moves += [(n, parts, t, np.ceil(_riding(problem, cell.setting, n, _PASSES) / t), wanted)]
+    in_passes = _riding(problem, cell.setting, n, _PASSES)
+    moves += [(n, parts, t, np.ceil(in_passes / t), wanted)]
+    for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
+        moves += [(n, parts, np.ceil(in_passes / many), many, wanted)]
     moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
     columns: list[list[Any]] = [[] for _ in range(8)]
     for *sizes, shares in moves:

@@ -143,7 +143,8 @@ def few(problem: Problem, leaders: Leaders | None, look: Choices, *, by_waves: b
     """The best of ``leaders`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
     micro-batches. None where there are none.
 
-    Regions are sizes of about the same logarithm, or ``by_waves``: so many waves for all requests, full ones apart.
+    Regions are sizes of about the same logarithm, or ``by_waves``: so many waves for all requests, full ones apart;
+    those apart where every page stays, between which and the others there is no small step.
     """
     seconds = closed_form_s(problem, look)
     fits = np.flatnonzero(np.isfinite(seconds))
@@ -155,13 +156,14 @@ def few(problem: Problem, leaders: Leaders | None, look: Choices, *, by_waves: b
         choices, seconds = _joined(leaders.choices, choices), np.concatenate([leaders.seconds, seconds])
     cell = choices.cells
     order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, np.round(np.log(seconds) / EQUAL)))
-    _, first = np.unique(_region(problem, cell, by_waves=by_waves)[order], return_index=True)
+    _, first = np.unique(_region(problem, choices, by_waves=by_waves)[order], return_index=True)
     index = order[np.sort(first)[:FEW]]
     return Leaders(choices=choices.at(index), seconds=seconds[index])
 
 
-def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
+def _region(problem: Problem, choices: Choices, *, by_waves: bool) -> Any:
     """A number for each candidate, the same for those of one region."""
+    cell, all_stay = choices.cells, choices.wanted.resident + choices.wanted.computed >= problem.pages
     n, requests = cell.batch_size, problem.workload.num_requests
     b = -(-n // cell.micro_batch_size)
     numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
@@ -170,7 +172,7 @@ def _region(problem: Problem, cell: Cells, *, by_waves: bool) -> Any:
     if by_waves:
         waves = -(-requests // n)
         size = 2 * waves + (n == -(-requests // waves))
-    return ((size * 100 + tokens) * 100 + riding) * 1000 + numbers
+    return (((size * 100 + tokens) * 100 + riding) * 1000 + numbers) * 2 + all_stay
 
 
 def _as_filled(problem: Problem, choices: Choices) -> Choices:
