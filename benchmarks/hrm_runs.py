@@ -53,8 +53,8 @@ FIT = (
     Run(model="qwen", batch_size=64, micro_batch_size=32, host_memory="1GiB"),
     Run(model="olmoe", batch_size=64, prompt_len=256),
     Run(model="olmoe", batch_size=8, requests=16, gen_len=64),
-    Run(model="olmoe", batch_size=20, requests=20, prompt_len=64, gen_len=24, schedule="module"),
-    Run(model="mixtral", batch_size=24, host_memory="1GiB", requests=24, prompt_len=20, gen_len=12, schedule="serial"),
+    Run(model="olmoe", batch_size=20, requests=20, prompt_len=66, gen_len=24, schedule="module"),
+    Run(model="mixtral", batch_size=24, host_memory="1GiB", requests=24, prompt_len=22, gen_len=12, schedule="serial"),
 )
 HELD_OUT = (
     Run(model="wide", batch_size=24, requests=24, prompt_len=56, gen_len=20),

@@ -121,6 +121,13 @@ def alive_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
     return np.minimum(np.minimum(sizes.batch_size, workload.num_requests), np.maximum(held, 1))
 
 
+def _batches_of(workload: Workload, sizes: Sizes, alive: Any) -> Any:
+    """Micro-batches of a pass in which all that are ``alive`` decode. Where a GPU attends, each has buffers for its
+    share of the cache as N has it (`kv_buffer_tokens`): they are as many where the cache holds fewer."""
+    sequences = np.minimum(sizes.batch_size, workload.num_requests) if sizes.attention_device == "gpu" else alive
+    return np.ceil(sequences / sizes.micro_batch_size)
+
+
 def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
     """The kinds of passes that serve ``workload`` under a policy, or under many candidates."""
     of = static_passes_of if sizes.admission == "static" else passes_of
@@ -148,7 +155,7 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
         Homes(**{name: each(getattr(homes, name)) for name in Homes.__dataclass_fields__}),
         order=order,
         alive=each(alive),
-        batches=each(np.ceil(alive / sizes.micro_batch_size)),
+        batches=each(_batches_of(workload, sizes, alive)),
         most=each(np.asarray(sizes.micro_batch_tokens, dtype=float)),
         look_ahead=each(sizes.look_ahead),
         least=least_missed(sizes),
@@ -176,7 +183,7 @@ def cost_of(
         homes,
         order=order,
         alive=alive,
-        batches=np.ceil(alive / sizes.micro_batch_size),
+        batches=_batches_of(workload, sizes, alive),
         most=np.asarray(sizes.micro_batch_tokens, dtype=float),
         look_ahead=sizes.look_ahead,
         least=least_missed(sizes),

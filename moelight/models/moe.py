@@ -243,7 +243,8 @@ def _chunks(spans: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[t
             chunk, first, room = [], first + room, most
         chunk.append((expert, first, high))
         room -= high - first
-    yield chunk
+    if chunk:
+        yield chunk
 
 
 def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, list[int]]:

@@ -13,7 +13,7 @@ from moelight.core.dtypes import BFLOAT16
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm.estimate import acts_of, cost_of, estimate, flops_per_token
-from moelight.hrm.job import decode_pass
+from moelight.hrm.job import cache_tokens, decode_pass
 from moelight.hrm.lanes import Homes
 from moelight.hrm.orders import ORDERS, pass_s
 from moelight.hrm.speeds import speeds_of
@@ -135,3 +135,15 @@ def test_more_of_everything_is_faster() -> None:
 def test_flops_of_a_token_are_twice_its_weights() -> None:
     """12.9 billion parameters are active in Mixtral, 0.26 of them in embedding and head."""
     assert flops_per_token(MIXTRAL) == pytest.approx(2 * 12.62e9, rel=0.01)
+
+
+def test_a_larger_n_than_the_cache_holds_brings_nothing() -> None:
+    """Buffers for the contexts of a micro-batch are for its share of the cache as N has it."""
+    tokens = int(cache_tokens(WORK, 300, Policy(model="m").kv_block_size, MIXTRAL.max_positions))
+    gpu = {"attention_device": "gpu", "kv": Shares(device=1.0), "kv_tokens": tokens}
+    honest = estimate(MIXTRAL, policy(**gpu, batch_size=300, micro_batch_size=50), WORK, T4).tokens_per_s
+    for times in (2, 3, 4):
+        more = policy(**gpu, batch_size=300 * times, micro_batch_size=50)
+        larger = policy(**gpu, batch_size=300 * times, micro_batch_size=50 * times)
+        assert estimate(MIXTRAL, more, WORK, T4).tokens_per_s < honest
+        assert estimate(MIXTRAL, larger, WORK, T4).tokens_per_s == pytest.approx(honest)
