@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate as accumulated
+from itertools import accumulate as running_sums
 from itertools import pairwise
 
 import torch
@@ -191,10 +191,13 @@ def grouped(routed: Routed, experts: Experts, space: Workspace, into: Tensor | N
 def accumulate(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
 ) -> None:
-    """sums float32 [T, H] += the experts of ``routed``, expert by expert, ``most_rows`` rows at a time: T may be more
-    than ``space`` is made for. Sums that were zero become those of `mixture`, number by number."""
+    """sums float32 [T, H] += the experts of ``routed``, expert by expert: T may be more than ``space`` is made for.
+    Sums that were zero become those of `mixture`, number by number.
+
+    ``most_rows``: computed at a time; where the CPU's kernels compute, weighted and added at a time.
+    """
     if routed.x.device.type == "cpu" and native.available():
-        _accumulate_natively(sums, routed, experts, space)
+        _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
     top_k, flat = routed.ids.shape[1], routed.weights.flatten()
     order, counts = _by_expert(routed.ids, len(experts))
@@ -212,7 +215,7 @@ def accumulate(
 
 
 def _accumulate_natively(
-    sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace
+    sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, most_rows: int
 ) -> None:
     """`accumulate` by kernels: as many rows at once as ``space`` has, of however many experts."""
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
@@ -223,11 +226,11 @@ def _accumulate_natively(
         here = torch.cat([torch.arange(low, high) for _, low, high in chunk])
         token, share = by_expert.token[here], weights[here]
         gate_up, down = zip(*(experts[each] or _IDLE for each, _, _ in chunk), strict=True)
-        offsets = torch.tensor([0, *accumulated(high - low for _, low, high in chunk)], dtype=torch.int32)
+        offsets = torch.tensor([0, *running_sums(high - low for _, low, high in chunk)], dtype=torch.int32)
         rows = cpu_gather_rows(routed.x, token, out=space.rows[: len(token)])
         cpu_expert_ffn(rows, list(gate_up), list(down), offsets, out=rows)
-        for first in range(0, len(token), EXPERT_ROWS):
-            part = slice(first, first + EXPERT_ROWS)
+        for first in range(0, len(token), most_rows):
+            part = slice(first, first + most_rows)
             sums.index_add_(0, token[part], rows[part].float().mul_(share[part].unsqueeze(1)))
 
 
