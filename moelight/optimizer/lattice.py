@@ -96,9 +96,10 @@ def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
     tokens, riding = _token_moves(t, p, step)
     wanted = _columns(leaders.wanted)
     near, alone = _near_shares(problem, cell, wanted, step)
-    moves = [(size, batches, t, p, wanted), (n, parts, tokens, riding, wanted)]
+    moves: list[tuple[Any, ...]] = [(size, batches, t, p, wanted)]
     in_passes = _riding(problem, cell.setting, n, _PASSES)
-    moves += [(n, parts, t, np.ceil(in_passes / t), wanted)]
+    for shares in (wanted, wanted[:3] + (0.0,)):
+        moves += [(n, parts, tokens, riding, shares), (n, parts, t, np.ceil(in_passes / t), shares)]
     for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
         moves += [(n, parts, np.ceil(in_passes / many), many, wanted)]
     moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]

@@ -208,7 +208,8 @@ def _reordered(problem: Problem, leaders: Leaders, every: list[Setting]) -> Lead
     own, best = leaders.setting, leaders
     for setting in every:
         if setting is not own and setting.attention_device == own.attention_device:
-            found = few(problem, None, as_of(problem, leaders.first(POOLED).choices, setting))
+            here = as_of(problem, leaders.first(POOLED).choices, setting)
+            found = few(problem, None, _joined(here, around(problem, here, step=0.0)))
             best = found if found is not None and found.least < best.least * (1 - GAINED) else best
     return leaders if best is leaders else _to_the_end(problem, best, every)
 
