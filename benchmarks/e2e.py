@@ -140,7 +140,7 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
     from moelight.profiles.families import profile_from_dir
-    from moelight.profiles.stored import pages
+    from moelight.profiles.tensor_list import pages
 
     alive = alive or batch
     model = profile_from_dir(work.model)

@@ -40,10 +40,10 @@ from moelight.core.errors import UserError
 from moelight.core.schedule import Lane, Page
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
-from moelight.engine import passes
+from moelight.engine import pass_runner
+from moelight.engine.checkpoint import Source, open_source
 from moelight.engine.engine import Engine
 from moelight.engine.planning import Wishes, plan_for
-from moelight.engine.source import Source, open_source
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.memory.locking import page_locked
@@ -85,7 +85,7 @@ class Job:
     whole_tokens_per_s: float
 
 
-class RandomPages(passes.PageReader):
+class RandomPages(pass_runner.PageReader):
     """Pages out of a pool of random weights, wherever the checkpoint has holes."""
 
     pool = torch.empty(0, dtype=torch.uint8)
@@ -364,8 +364,8 @@ def main() -> int:
     args, rows = _arguments(), list[dict[str, Any]]()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(setattr, passes, "PageReader", passes.PageReader)
-        passes.PageReader = RandomPages  # type: ignore[misc]
+        stack.callback(setattr, pass_runner, "PageReader", pass_runner.PageReader)
+        pass_runner.PageReader = RandomPages  # type: ignore[misc]
         try:
             card = Card(args, scratch)
             for cap in (parse_bytes(text, what="--caps") for text in args.caps):

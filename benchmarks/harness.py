@@ -220,7 +220,7 @@ def bound_s(model: Path, tokens: dict[str, int], alive: int, roof: dict[str, flo
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
     from moelight.profiles.families import profile_from_dir
-    from moelight.profiles.stored import pages
+    from moelight.profiles.tensor_list import pages
 
     profile = profile_from_dir(model)
     dtype, flops = dtype_named(profile.dtype), flops_per_token(profile)

@@ -113,9 +113,9 @@ def _measure(model: Path, run: Run, profile: Path, group: Path | None) -> Row:
     from moelight import Engine, SamplingParams, Workload
     from moelight.core.schedule import Lane
     from moelight.hrm.estimate import estimate
-    from moelight.hrm.speeds import speeds_of
+    from moelight.hrm.machine_model import speeds_of
     from moelight.profiles.hardware import load_hardware_profile
-    from moelight.runtime.gauges.others import Others
+    from moelight.runtime.calibration.others import Others
 
     if group is not None:
         enter(group)

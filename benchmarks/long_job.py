@@ -28,9 +28,9 @@ from typing import Any
 import psutil
 
 from moelight.batch import job
+from moelight.batch.job_plan import plan_job
 from moelight.batch.journal import Journal
 from moelight.batch.options import JobOptions
-from moelight.batch.planned import plan_job
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.tokenizer import Tokenizer
 from moelight.profiles.workload import Workload

@@ -37,7 +37,7 @@ from moelight.profiles.features import require_computable
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import model_config
-from moelight.profiles.stored import Part, dense_tensors, page_shapes
+from moelight.profiles.tensor_list import Part, dense_tensors, page_shapes
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>")

@@ -37,7 +37,7 @@ from sampled_policies import best_of_samples
 from moelight.core.errors import BudgetError
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
-from moelight.hrm.speeds import speeds_of
+from moelight.hrm.machine_model import speeds_of
 from moelight.optimizer.optimize import best_plan, capacities, compute_dtype
 from moelight.optimizer.problem import Problem
 from moelight.profiles.hardware import load_hardware_profile

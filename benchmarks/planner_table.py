@@ -17,7 +17,7 @@ import published
 
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.estimate import estimate
-from moelight.hrm.speeds import speeds_of
+from moelight.hrm.machine_model import speeds_of
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload

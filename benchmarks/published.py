@@ -35,7 +35,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.core.units import GiB
 from moelight.hrm import costs
-from moelight.hrm.seconds import Cost
+from moelight.hrm.task_cost import Cost
 from moelight.profiles.model_files import load_model_profile
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.blocks import loop

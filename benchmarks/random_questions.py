@@ -10,7 +10,7 @@ import numpy as np
 from moelight.core.dtypes import dtype_named
 from moelight.core.units import GiB
 from moelight.hrm import costs
-from moelight.hrm.speeds import speeds_of
+from moelight.hrm.machine_model import speeds_of
 from moelight.optimizer.optimize import capacities
 from moelight.optimizer.problem import Problem
 from moelight.profiles.efficiency import Curve, Surface

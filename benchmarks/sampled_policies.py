@@ -15,15 +15,15 @@ import numpy as np
 
 from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.hrm import costs
-from moelight.hrm.acts import Acts
+from moelight.hrm.cost_model import Acts
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes
-from moelight.hrm.job import cache_tokens, cached_sequences
-from moelight.hrm.lanes import Homes
-from moelight.hrm.orders import ORDERS
+from moelight.hrm.pass_cost import Homes
+from moelight.hrm.schedule_time import ORDERS
+from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.problem import Problem
 from moelight.scheduler.layout import EXPERT_HOMES
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moelight.core.request import Completion, SamplingParams
     from moelight.engine.engine import Engine
     from moelight.integrations.transformers import attach, auto_attach
-    from moelight.optimizer.face import optimize, simulate
+    from moelight.optimizer.api import optimize, simulate
     from moelight.optimizer.plan import Plan
     from moelight.profiles.policy_files import load_policy
     from moelight.profiles.workload import Workload
@@ -43,8 +43,8 @@ _HOMES = {
     "attach": "moelight.integrations.transformers",
     "auto_attach": "moelight.integrations.transformers",
     "load_policy": "moelight.profiles.policy_files",
-    "optimize": "moelight.optimizer.face",
-    "simulate": "moelight.optimizer.face",
+    "optimize": "moelight.optimizer.api",
+    "simulate": "moelight.optimizer.api",
 }
 
 

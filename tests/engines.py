@@ -14,9 +14,9 @@ from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, Generation, Piece
-from moelight.engine.passes import PassRunner
+from moelight.engine.checkpoint import open_source
+from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import Wishes, plan_for, resolve
-from moelight.engine.source import open_source
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
 

@@ -14,9 +14,9 @@ from moelight.core.policy import Policy, Shares
 from moelight.hrm.costs import PAGE_ALIGNMENT
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
-from moelight.profiles.stored import pages
+from moelight.profiles.tensor_list import pages
 from moelight.scheduler.layout import Layout, MicroBatchShape, layout_of
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 
 
 def examples(count: int) -> settings:

@@ -18,9 +18,9 @@ from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.units import parse_bytes
+from moelight.engine.checkpoint import open_source
 from moelight.engine.planning import Wishes, plan_for
 from moelight.engine.prompts import requests_from
-from moelight.engine.source import open_source
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
 

@@ -15,25 +15,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moelight.batch.answering import Answering, refuse_struck
-from moelight.batch.direct import Ledger, open_outputs
-from moelight.batch.dry_run import Forecast, predicted_prompt_s, predicted_s
-from moelight.batch.eta import Eta
 from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
+from moelight.batch.forecast import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.input import Input, open_input
 from moelight.batch.interrupt import Interrupt, terminable
+from moelight.batch.job_plan import PlannedJob, plan_job, predicted
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
-from moelight.batch.places import Outputs, journal_of
-from moelight.batch.planned import PlannedJob, plan_job, predicted
+from moelight.batch.paths import Outputs, journal_of
 from moelight.batch.progress import JobCounts, JobStart, Progress, Several, State
+from moelight.batch.row_processor import Answering, refuse_struck
 from moelight.batch.rows import Row
 from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.batch.scan import Scan, scan
+from moelight.batch.stream_output import Ledger, open_outputs
 from moelight.batch.summary import ScanSummary
-from moelight.batch.telling import files_that_tell
-from moelight.batch.watch import Watch
+from moelight.batch.sync import Watch
+from moelight.batch.time_left import Eta
+from moelight.batch.watchers import files_that_tell
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import SamplingParams
 from moelight.engine.constraints import Constraints

@@ -20,13 +20,13 @@ from typing import Any, Literal, NoReturn
 
 from moelight.batch import faults
 from moelight.batch.append import AppendFile, open_private, sync_directory
-from moelight.batch.deaths import Deaths
+from moelight.batch.crash_guard import Deaths
 from moelight.batch.journal_file import Record
 from moelight.batch.lock import hold
-from moelight.batch.numbers import ranges
-from moelight.batch.opening import Opened, open_job, take_names
-from moelight.batch.places import Outputs, failed
-from moelight.batch.waiting import Waiting
+from moelight.batch.paths import Outputs, failed
+from moelight.batch.reorder_buffer import Waiting
+from moelight.batch.resume import Opened, open_job, take_names
+from moelight.batch.row_set import ranges
 from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moelight.batch.eta import Eta
 from moelight.batch.exposition import Family, Histogram, exposition
+from moelight.batch.live_file import Snapshot
 from moelight.batch.progress import JobCounts, JobStart, Progress, State
-from moelight.batch.snapshot import Snapshot
+from moelight.batch.time_left import Eta
 from moelight.core.request import Completion
 from moelight.observe.stats import Stats
 

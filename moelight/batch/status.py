@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelight.batch.eta import Eta
+from moelight.batch.live_file import Snapshot
 from moelight.batch.progress import JobCounts, JobStart, Progress, State
-from moelight.batch.snapshot import Snapshot
+from moelight.batch.time_left import Eta
 from moelight.observe.stats import Binding
 
 EXTRA = ("moelight",)

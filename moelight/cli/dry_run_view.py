@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from moelight.batch.dry_run import Forecast
+from moelight.batch.forecast import Forecast
 from moelight.batch.summary import ScanSummary
-from moelight.cli.job_words import about_text, tokens_text
+from moelight.cli.job_text import about_text, tokens_text
 from moelight.cli.plan_view import memory_view
 from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
-from moelight.observe.figures import rate_or_count, seconds_text
+from moelight.observe.number_format import rate_or_count, seconds_text
 
 _MOST_BUCKETS = 12
 _WIDEST_BAR = 40

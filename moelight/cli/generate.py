@@ -96,7 +96,7 @@ def generate(
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
     with an optional custom_id and its own sampling fields, or a line of text, or a row of a table.
     """
-    from moelight.cli.job_view import forecast_and_report, run_and_report
+    from moelight.cli.job_display import forecast_and_report, run_and_report
 
     if as_json and not dry_run:
         raise ConfigError("--json goes with --dry-run; rows are JSON lines already")
@@ -198,7 +198,7 @@ def read_policy(path: Path, planned: Sequence[object], *, model: str | None) -> 
     Raises:
         ConfigError: one of them is given, the file is no policy, or a policy that can be planned and not run.
     """
-    from moelight.optimizer.runs import policy_faults, why_not
+    from moelight.optimizer.runnable import policy_faults, why_not
     from moelight.profiles.files import profile_names
     from moelight.profiles.model_files import ALIASES, load_model_profile
     from moelight.profiles.policy_files import load_policy

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,7 +122,7 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
 
     from moelight.cli.tables import heading, indented, machine_words, open_console, printable
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import count_text, share_text
+    from moelight.observe.number_format import count_text, share_text
 
     console = open_console()
     console.print(Text.assemble((printable(model.name), "bold"), f"  {model.model_type}, {parts.dtype}"))
@@ -160,7 +160,7 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
 def _kinds(parts: Inventory) -> RenderableType:
     from moelight.cli.tables import bar, plain_table
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import count_text, share_text
+    from moelight.observe.number_format import count_text, share_text
 
     table = plain_table("", "parameters", "bytes", "", "", numbers=("parameters", "bytes"))
     for kind, size in parts.bytes.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 from moelight.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def policy_file(plan: Plan) -> str:
 def _comments(plan: Plan) -> Iterator[str]:
     from moelight import __version__
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import rate_or_count, seconds_text
+    from moelight.observe.number_format import rate_or_count, seconds_text
 
     work, estimate = plan.workload, plan.estimate
     yield (

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
 from moelight.core.units import format_bytes
-from moelight.observe.figures import rate_or_count, seconds_text, share_text
+from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 from moelight.optimizer.plan import Plan, TierUse
 
 _PALETTE = ("blue", "cyan", "green", "magenta", "yellow", "bright_black")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 from moelight.cli.policy_auto import auto
 from moelight.cli.policy_replay import replay
 from moelight.cli.policy_tune import tune
@@ -17,7 +17,7 @@ from moelight.core.errors import ConfigError
 if TYPE_CHECKING:
     from moelight.experts.policy import ExpertPolicy
     from moelight.lang.check import Reading
-    from moelight.lang.words import Experts
+    from moelight.lang.explain import Experts
     from moelight.profiles.hardware import HardwareProfile
 
 policy = typer.Typer(name="policy", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -77,7 +77,7 @@ def _row(file: str, reading: Reading | str) -> dict[str, Any]:
 
 
 def _print_findings(readings: list[tuple[str, Reading | str]]) -> None:
-    from moelight.lang.findings import shown
+    from moelight.lang.diagnostics import shown
 
     errors = warnings = 0
     for file, reading in readings:
@@ -166,7 +166,7 @@ def explain(
             typer.echo()
         _explain(each, experts, model or "", machine)
     if reading.warnings:
-        from moelight.lang.findings import shown
+        from moelight.lang.diagnostics import shown
 
         lines = reading.lines
         for warning in reading.warnings:
@@ -190,7 +190,7 @@ def _sound(file: Path) -> Reading:
 
 def _experts(model: str) -> Experts:
     from moelight.hrm.inventory import inventory
-    from moelight.lang.words import Experts
+    from moelight.lang.explain import Experts
 
     profile = ask.load_model(model)
     layers, per_layer = profile.num_moe_layers, profile.experts.num_experts
@@ -202,7 +202,7 @@ def _explain(each: ExpertPolicy, experts: Experts | None, model: str, machine: H
     from rich.text import Text
 
     from moelight.cli.tables import heading, indented, open_console, printable
-    from moelight.lang.words import meanings, memory_words, pressure_words
+    from moelight.lang.explain import meanings, memory_words, pressure_words
 
     console = open_console()
     console.print(heading(f"policy {each.name}"))
@@ -229,7 +229,7 @@ def _memory(each: ExpertPolicy, experts: Experts, machine: HardwareProfile) -> A
     """Where the experts lie: those with room in the compute device's memory, the others below it."""
     from moelight.cli.tables import bar, plain_table
     from moelight.core.units import format_bytes
-    from moelight.lang.words import spread
+    from moelight.lang.explain import spread
 
     table = plain_table("", "experts", "bytes", "there is", "", "", numbers=("experts", "bytes", "there is"))
     capacities = {tier.name: tier.capacity_bytes for tier in machine.tiers}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 
 _Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.moe", help="Where it goes; else stdout.")]
 _BatchSize = Annotated[int, typer.Option(min=1, help="Sequences in a pass.")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 from moelight.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
 
     from moelight.cli.tables import bar, plain_table, printable
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import rate_or_count, seconds_text, share_text
+    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     known, timed = outcomes[0].bytes is not None, outcomes[0].stall_s is not None
     # Eighty columns hold no more: bytes stand for misses, and seconds for the bar.

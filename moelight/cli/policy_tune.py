@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 from moelight.cli.policy_replay import TraceFile
 from moelight.core.errors import ConfigError
 
@@ -82,7 +82,7 @@ def _file(best: Tuned, trace: Path, model: str, hw: str) -> str:
     from moelight.cli.policy_text import commented
     from moelight.cli.tables import machine_words
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import rate_or_count, seconds_text, share_text
+    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     did = best.outcome
     return commented(
@@ -122,7 +122,7 @@ def _print(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
     from moelight.cli.policy_text import in_words
     from moelight.cli.tables import bar, indented, machine_words, open_console, plain_table, printable
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import rate_or_count, seconds_text, share_text
+    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     console = open_console()
     console.print(Text(f"{printable(model)} on {machine_words(hw)}, {printable(trace.name)}", style="bold"))

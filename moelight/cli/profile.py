@@ -12,7 +12,7 @@ from moelight.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moelight.profiles.hardware import HardwareProfile
-    from moelight.runtime.gauges.effort import Effort
+    from moelight.runtime.calibration.effort import Effort
 
 _Output = Annotated[
     Path | None,
@@ -35,7 +35,7 @@ def profile(output: _Output = None, device: _Device = "auto", quick: _Quick = Fa
     from moelight.cli.profile_view import print_profile
     from moelight.cli.tables import open_console
     from moelight.profiles.hardware_text import write_hardware_profile
-    from moelight.runtime.gauges.effort import FULL, QUICK
+    from moelight.runtime.calibration.effort import FULL, QUICK
     from moelight.runtime.machine_profile import AUTO, COMMENTS, kept_path
 
     _check(output, disk_dir)
@@ -62,7 +62,7 @@ def _measured(effort: Effort, *, device: str, name: str, disk_dir: Path | None) 
     """The measurement itself; what it does next is shown on stderr where that is a terminal."""
     from rich.console import Console
 
-    from moelight.runtime.gauges.machine import measure_machine
+    from moelight.runtime.calibration.machine import measure_machine
     from moelight.runtime.machine import find_machine
 
     console = Console(stderr=True, highlight=False, markup=False)

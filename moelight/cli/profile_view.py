@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moelight.cli.tables import heading, indented, plain_table, printable
 from moelight.core.units import format_bytes
-from moelight.observe.figures import flops_text, rate_or_count, rate_text, scaled_text, seconds_text, share_text
+from moelight.observe.number_format import flops_text, rate_or_count, rate_text, scaled_text, seconds_text, share_text
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import (
     BYTES_PER_S,

@@ -64,7 +64,7 @@ def _parts(found: Report, page: Path) -> list[RenderableType]:
     from rich.text import Text
 
     from moelight.cli.tables import machine_words, printable
-    from moelight.observe.figures import seconds_text, share_text
+    from moelight.observe.number_format import seconds_text, share_text
 
     about = found.about
     name = str(about.policy.get("model", "")) if about is not None else ""
@@ -95,7 +95,7 @@ def _cells(lane: LaneReport) -> list[RenderableType]:
     from rich.text import Text
 
     from moelight.core.units import format_bytes
-    from moelight.observe.figures import rate_text, seconds_text, share_text
+    from moelight.observe.number_format import rate_text, seconds_text, share_text
 
     none = Text("–", style="dim")
     error = lane.error
@@ -117,7 +117,7 @@ def _bubbles(found: Report) -> list[RenderableType]:
     from rich.text import Text
 
     from moelight.cli.tables import plain_table
-    from moelight.observe.figures import seconds_text, share_text
+    from moelight.observe.number_format import seconds_text, share_text
 
     def rest(lane: LaneReport) -> str:
         return f"{seconds_text(lane.idle_s)} ({share_text(1 - lane.busy_share)})"

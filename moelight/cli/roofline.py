@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -130,7 +130,7 @@ def _print(found: Roofline, plot: Path | None) -> None:
 
 def _roofs(found: Roofline) -> RenderableType:
     from moelight.cli.tables import plain_table
-    from moelight.observe.figures import flops_text, rate_text
+    from moelight.observe.number_format import flops_text, rate_text
 
     heads = ("level", "compute", "memory", "link from the next")
     table = plain_table(*heads, numbers=heads[1:])
@@ -143,7 +143,7 @@ def _roofs(found: Roofline) -> RenderableType:
 
 def _work(found: Roofline) -> RenderableType:
     from moelight.cli.tables import plain_table
-    from moelight.observe.figures import flops_text
+    from moelight.observe.number_format import flops_text
 
     heads = ("work", "on", "from", "here", "at home", "attains", "bound by")
     table = plain_table(*heads, numbers=heads[3:6])
@@ -158,7 +158,7 @@ def _work(found: Roofline) -> RenderableType:
 
 def _marks(found: Roofline) -> RenderableType:
     from moelight.cli.tables import plain_table
-    from moelight.observe.figures import flops_text
+    from moelight.observe.number_format import flops_text
 
     table = plain_table("", "flop/byte", "at", "", numbers=("flop/byte", "at"))
     for mark in found.marks:

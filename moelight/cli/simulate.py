@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli import question as ask
+from moelight.cli import planning_options as ask
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from moelight.optimizer.rehearse import PassRun, Rehearsal, Stage
+    from moelight.optimizer.simulation import PassRun, Rehearsal, Stage
 
 ALL = "all"
 _MOST_BARS = 250
@@ -54,7 +54,7 @@ def simulate(
     The policy is the planner's, or that of --policy.
     """
     from moelight.batch.output import check_writable
-    from moelight.optimizer.rehearse import Stage
+    from moelight.optimizer.simulation import Stage
     from moelight.scheduler import SCHEDULES
 
     if schedule not in (None, ALL):
@@ -130,8 +130,8 @@ def _pass_as_dict(run: PassRun) -> dict[str, Any]:
 
 
 def _write_trace(path: Path, stage: Stage, run: Rehearsal) -> None:
-    from moelight.batch.forecast import about
     from moelight.batch.output import whole_file
+    from moelight.batch.trace_header import about
     from moelight.observe.trace import TraceWriter
 
     facts = about(stage, run.schedule, source="simulated")
@@ -146,7 +146,7 @@ def _plot(path: Path, question: ask.Question, found: Sequence[Rehearsal]) -> Non
     """As many layers from the middle of the pass as leave room for bars."""
     from moelight.cli.tables import machine_words
     from moelight.observe.gantt import excerpt, plot_timelines
-    from moelight.optimizer.rehearse import layer_starts
+    from moelight.optimizer.simulation import layer_starts
 
     layers = question.model.num_layers
     crowd = max(len(run.steady.timeline.spans) for run in found) / layers
@@ -191,7 +191,7 @@ def _print(stage: Stage, found: Sequence[Rehearsal], trace: Path | None, plot: P
 
 def _speeds(found: Sequence[Rehearsal]) -> RenderableType:
     from moelight.cli.tables import plain_table
-    from moelight.observe.figures import rate_or_count, seconds_text
+    from moelight.observe.number_format import rate_or_count, seconds_text
 
     heads = ("order", "decode pass", "estimated", "tokens/s", "with prompts", "end to end")
     table = plain_table(*heads, numbers=heads[1:])
@@ -214,7 +214,7 @@ def _lanes(found: Sequence[Rehearsal]) -> RenderableType:
 
     from moelight.cli.tables import plain_table
     from moelight.core.schedule import Lane
-    from moelight.observe.figures import share_text
+    from moelight.observe.number_format import share_text
 
     used = [lane for lane in Lane if any(lane in run.steady.busy_s for run in found)]
     table = plain_table("order", *map(str, used), "binding lane idle", numbers=(*map(str, used), "binding lane idle"))

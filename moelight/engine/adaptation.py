@@ -1,6 +1,6 @@
 """Adapting while running: passes are shown to the adapter, and what it decides is carried out between two of them.
 
-Knows what rode in a pass and what it took. Refuses to know why a policy is better (``optimizer.adapt``).
+Knows what rode in a pass and what it took. Refuses to know why a policy is better (``optimizer.adapter``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import replace
 from moelight.core.adaptation import Adaptation
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
-from moelight.engine.answers import Answers
 from moelight.engine.batcher import Admitted, Batcher, Load
-from moelight.engine.passes import PassRunner
+from moelight.engine.output_processor import Answers
+from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import hardware_for
-from moelight.hrm.speeds import speeds_of
-from moelight.optimizer.adapt import LEAST_PASSES, Adapter, Rest
-from moelight.optimizer.measured import Passed
+from moelight.hrm.machine_model import speeds_of
+from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
+from moelight.optimizer.calibration import Passed
 from moelight.optimizer.plan import Plan
 from moelight.profiles.model import ModelProfile
 

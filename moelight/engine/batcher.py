@@ -14,7 +14,7 @@ from itertools import chain
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request
-from moelight.engine.prefixes import Prefixes
+from moelight.engine.prefix_cache import Prefixes
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 

@@ -20,11 +20,12 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import Adapting, adapting_for
-from moelight.engine.answers import Answers, check_tokens, most_tokens
 from moelight.engine.batcher import Batcher
+from moelight.engine.checkpoint import Source, open_source
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
-from moelight.engine.passes import Launched, Packed, PassRunner, weight_dtype
+from moelight.engine.output_processor import Answers, check_tokens, most_tokens
+from moelight.engine.pass_runner import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
     Wishes,
     choose_residents,
@@ -34,7 +35,6 @@ from moelight.engine.planning import (
     speeds_for,
 )
 from moelight.engine.prompts import Prompt, requests_from
-from moelight.engine.source import Source, open_source
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile_files import save_profile

@@ -14,16 +14,16 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
 from moelight.core.schedule import Page
-from moelight.experts.near import ModelFacts, NearExperts
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile import facts_of_model
 from moelight.experts.profile_files import load_profile
+from moelight.experts.residency_manager import ModelFacts, NearExperts
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
 from moelight.hrm.estimate import acts_of
+from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place, with_near
-from moelight.hrm.speeds import Speeds
 from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
 from moelight.profiles.model import ModelProfile

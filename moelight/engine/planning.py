@@ -9,29 +9,29 @@ from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
+from moelight.engine.checkpoint import Source
 from moelight.engine.experts import near_share, with_room
-from moelight.engine.source import Source
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
-from moelight.hrm.orders import ROUTED_ORDERS, routed_only
+from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_near
-from moelight.hrm.speeds import Speeds, speeds_of
+from moelight.hrm.schedule_time import ROUTED_ORDERS, routed_only
 from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Fixed, Problem
-from moelight.optimizer.runs import policy_faults
+from moelight.optimizer.runnable import policy_faults
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import pages
+from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine
 from moelight.runtime.machine_profile import kept_profile
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.scheduler import SCHEDULES
-from moelight.scheduler.needs import NEEDS, check_policy, misfit
+from moelight.scheduler.requirements import NEEDS, check_policy, misfit
 
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}

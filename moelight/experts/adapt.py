@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from moelight.core.errors import ConfigError, UserError, did_you_mean
-from moelight.experts.monitor import Monitor
 from moelight.experts.policy import ACTION_KEYS, METRICS, OPERATORS, TRIGGERS, Action, AdaptRule
 from moelight.experts.predict import Floats, Ints
+from moelight.experts.windowed_stats import Monitor
 
 KINDS = ("set", "trigger", "rebalance")
 LOG_KEPT = 1000

@@ -6,7 +6,7 @@ from collections.abc import Container
 from heapq import nsmallest
 
 from moelight.experts.eviction import Setting
-from moelight.experts.ranked import Entry, Ranked
+from moelight.experts.scored import Entry, Ranked
 
 _NEVER = 1 << 60
 

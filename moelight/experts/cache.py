@@ -15,10 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from moelight.experts.access import Access, IntArray, Prefetch
 from moelight.experts.batches import flat_ids, mass_of
 from moelight.experts.eviction import Eviction, EvictionRules
+from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import ExpertPolicy
 from moelight.experts.prefetch import Prefetcher
-from moelight.experts.residents import Residents
-from moelight.experts.triggers import MemoryPressure
+from moelight.experts.slots import Residents
 
 _MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.experts.cache import ExpertCache
+from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import ACTION_KEYS, MODES, Action, Capacity, ExpertPolicy, ScheduleRules
-from moelight.experts.triggers import MemoryPressure
 
 Value = tuple[str, ...] | str | float | int
 PRESSURE_THRESHOLD = 0.9  # of the memory budget, where the policy names none: the language's

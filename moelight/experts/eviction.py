@@ -276,9 +276,9 @@ EVICTIONS: Registry[type[Eviction]] = Registry(
     "eviction",
     {
         "lru": "moelight.experts.eviction:Lru",
-        "lfu": "moelight.experts.ranked:Lfu",
+        "lfu": "moelight.experts.scored:Lfu",
         "slru": "moelight.experts.slru:Slru",
-        "score": "moelight.experts.ranked:Score",
+        "score": "moelight.experts.scored:Score",
         "frequency_threshold": "moelight.experts.frequency:FrequencyThreshold",
         "reuse": "moelight.experts.reuse:Reuse",
         "belady": "moelight.experts.belady:Belady",

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from moelight.experts.eviction import EvictionRules, Setting
-from moelight.experts.ranked import Entry, Ranked
+from moelight.experts.scored import Entry, Ranked
 
 
 class FrequencyThreshold(Ranked):

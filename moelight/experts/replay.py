@@ -17,11 +17,11 @@ from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
 from moelight.experts.access import Access, IntArray
 from moelight.experts.cache import ExpertCache
+from moelight.experts.confidence import Trust
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.residency import Residency
 from moelight.experts.timing import Clock, Machine
 from moelight.experts.trace import Row, read_rows
-from moelight.experts.trust import Trust
 from moelight.hrm import costs
 from moelight.profiles.model import ModelProfile
 

@@ -15,7 +15,6 @@ from moelight.experts.access import Access, Prefetch
 from moelight.experts.adapt import Adapting, ExpertAdaptation
 from moelight.experts.cache import ExpertCache
 from moelight.experts.controls import Controls
-from moelight.experts.monitor import Monitor
 from moelight.experts.placement import MissPlacement, place_misses
 from moelight.experts.policy import ExpertPolicy
 from moelight.experts.predict import Floats, Ints, Transitions
@@ -23,6 +22,7 @@ from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, judge_slots
 from moelight.experts.stats import expert_stats
 from moelight.experts.warm import WarmPin
+from moelight.experts.windowed_stats import Monitor
 
 
 class Residency:

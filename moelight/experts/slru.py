@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from moelight.experts.eviction import Setting
-from moelight.experts.ranked import Entry, Ranked
+from moelight.experts.scored import Entry, Ranked
 
 
 class Slru(Ranked):

@@ -13,11 +13,11 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
 from moelight.experts.adapt import Adapting
-from moelight.experts.monitor import Monitor
 from moelight.experts.predict import Ints, likeliest
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.sizing import SlotPlan
 from moelight.experts.warm import WarmPin
+from moelight.experts.windowed_stats import Monitor
 
 FORMAT = "moelight expert stats 1"
 TOP = 3  # experts named for each layer

@@ -16,9 +16,9 @@ from moelight.core.policy import Policy
 from moelight.experts.access import FloatArray, IntArray
 from moelight.experts.policy import ScheduleRules
 from moelight.hrm import costs
-from moelight.hrm.acts import Acts
+from moelight.hrm.cost_model import Acts
 from moelight.hrm.estimate import acts_of
-from moelight.hrm.speeds import Unit, speeds_of
+from moelight.hrm.machine_model import Unit, speeds_of
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 

@@ -18,7 +18,7 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.units import MiB, align_up
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import dense_tensors, page_shapes
+from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096

@@ -1,6 +1,6 @@
 """Seconds of a whole job and of its passes, by lane: what the engine really does, priced by the ledger.
 
-Passes with prompts riding along and slots refilled (``job``), whole pages, both crossings, contention for host memory,
+Passes with prompts riding along and slots refilled (``workload_model``), whole pages, both crossings, contention for host memory,
 the cost of launching (``lanes``, ``acts``). Works on one policy or on arrays of candidates.
 """
 
@@ -15,13 +15,13 @@ import numpy as np
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.hrm import costs
-from moelight.hrm.acts import Acts
+from moelight.hrm.cost_model import Acts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
-from moelight.hrm.job import KINDS, Passes, cached_sequences, decode_pass, passes_of, static_passes_of
-from moelight.hrm.lanes import Homes, PassCost, pass_cost
-from moelight.hrm.orders import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
+from moelight.hrm.machine_model import Speeds
+from moelight.hrm.pass_cost import Homes, PassCost, pass_cost
 from moelight.hrm.placement import Placement, place
-from moelight.hrm.speeds import Speeds
+from moelight.hrm.schedule_time import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
+from moelight.hrm.workload_model import KINDS, Passes, cached_sequences, decode_pass, passes_of, static_passes_of
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moelight.core.dtypes import DType, dtype_named
 from moelight.hrm import costs
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import Stored, dense_tensors
+from moelight.profiles.tensor_list import Stored, dense_tensors
 
 ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
     "embedding and head",

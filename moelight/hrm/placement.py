@@ -14,7 +14,7 @@ import numpy as np
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Page
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import pages
+from moelight.profiles.tensor_list import pages
 
 Table = np.ndarray[Any, np.dtype[np.int32]]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from moelight.integrations.homes import Arriving, Home, Into
+from moelight.integrations.page_stores import Arriving, Home, Into
 from moelight.runtime.lanes import LaneRunner, PendingLane, StreamLane, Ticket
 
 

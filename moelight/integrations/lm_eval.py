@@ -24,7 +24,7 @@ from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
-from moelight.engine.source import open_source
+from moelight.engine.checkpoint import open_source
 from moelight.engine.tokenizer import Tokenizer
 from moelight.optimizer.plan import policy_as_dict
 from moelight.profiles.workload import Workload

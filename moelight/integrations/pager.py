@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.experts.residency import Residency
-from moelight.integrations.homes import Home
 from moelight.integrations.links import Flight, Link
+from moelight.integrations.page_stores import Home
 
 # Pages of experts that got no slot, on their way at once.
 STAGED = 4

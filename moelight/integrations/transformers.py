@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.units import align_up, format_bytes
 from moelight.experts.policy import ExpertPolicy
-from moelight.integrations.homes import DiskHome, Home, MemoryHome
 from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.links import HostLink, Link, StreamLink
-from moelight.integrations.moving import bring_back, put_away, trim
+from moelight.integrations.offload import bring_back, put_away, trim
+from moelight.integrations.page_stores import DiskHome, Home, MemoryHome
+from moelight.integrations.paged_modules import Served, ServedFused, ServedList
 from moelight.integrations.pager import STAGED, ExpertPager
 from moelight.integrations.policies import policy_for, read_policy, residency_of
 from moelight.integrations.routers import ask, chosen, top_k
-from moelight.integrations.serving import Served, ServedFused, ServedList
 from moelight.memory.locking import on_huge_pages
 from moelight.runtime.measure import available_bytes
 

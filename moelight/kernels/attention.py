@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import checks, native, reference
+from moelight.kernels.dlpack import view
 from moelight.kernels.prefill_cpu import cpu_prefill_attention
-from moelight.kernels.views import view
 
 __all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import checks, native
-from moelight.kernels.views import view
+from moelight.kernels.dlpack import view
 
 
 def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:

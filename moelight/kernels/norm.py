@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import checks, native, reference
-from moelight.kernels.views import view
+from moelight.kernels.dlpack import view
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None) -> Tensor:

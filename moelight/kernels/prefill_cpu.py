@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moelight.kernels import checks, native
 from moelight.kernels import reference_prefill as reference
+from moelight.kernels.dlpack import view
 from moelight.kernels.reference_prefill import Cache
-from moelight.kernels.views import view
 
 
 def cpu_prefill_attention(

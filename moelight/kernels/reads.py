@@ -22,8 +22,8 @@ from torch import Tensor
 from moelight.core.units import MiB
 from moelight.hrm.footprint import READ_CHUNK_BYTES, READ_DEPTH
 from moelight.kernels import checks, native
+from moelight.kernels.dlpack import view
 from moelight.kernels.reference_reads import PreadReader
-from moelight.kernels.views import view
 
 MAX_DEPTH = 64
 MAX_CHUNK_BYTES = 64 * MiB

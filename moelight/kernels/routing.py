@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moelight.kernels import checks, native
 from moelight.kernels import reference_routing as reference
-from moelight.kernels.views import view
+from moelight.kernels.dlpack import view
 
 MOST_EXPERTS = 1 << 16
 _MOST_ROWS = (1 << 31) - 1

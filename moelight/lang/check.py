@@ -10,9 +10,9 @@ from typing import Any
 
 from moelight.core.errors import did_you_mean
 from moelight.experts.policy import METRICS, Action, AdaptRule, ExpertPolicy
-from moelight.lang import advice
-from moelight.lang.adapting import read_condition, read_rule
-from moelight.lang.findings import Complaint, Finding, located
+from moelight.lang import lint
+from moelight.lang.adapt_rules import read_condition, read_rule
+from moelight.lang.diagnostics import Complaint, Finding, located
 from moelight.lang.keys import (
     BLOCKS,
     FOREIGN_BLOCKS,
@@ -220,14 +220,14 @@ class _PolicyReading:
         for found in broken:
             if not self.spoiled.intersection(found.places):
                 self._complain(found.code, found.message, self._span(found, name))
-        unread = list(advice.unread_keys(policy))
+        unread = list(lint.unread_keys(policy))
         for rule, span in rules:
             self._judge_rule(policy, rule, span, broken)
             for found in unread:
                 if not rule.conditional and _changes(rule.action, found.places[0]):
                     self._complain(found.code, found.message, span, warning=True)
         written = self.written.keys()
-        for found in (*unread, *advice.pointless(policy)):
+        for found in (*unread, *lint.pointless(policy)):
             if found.places[0] in written and found.places[0] not in self.spoiled:
                 span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
                 self._complain(found.code, found.message, span, warning=True)
@@ -244,7 +244,7 @@ class _PolicyReading:
                 wrong = True
                 self._complain(found.code, f"after this change {found.message}", span)
         if not wrong:
-            for words in filter(None, (advice.never_or_always(rule), advice.pointless_rule(policy, rule))):
+            for words in filter(None, (lint.never_or_always(rule), lint.pointless_rule(policy, rule))):
                 self._complain("pointless", words, span, warning=True)
 
     def _excused(self, found: Broken, action: Action) -> bool:

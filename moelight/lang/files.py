@@ -8,7 +8,7 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.small_files import open_regular, reason
 from moelight.experts.policy import ExpertPolicy
 from moelight.lang.check import Reading, read
-from moelight.lang.findings import Complaint, located
+from moelight.lang.diagnostics import Complaint, located
 from moelight.lang.parse import MOST_CHARACTERS
 
 _MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of a text that is just not too long, and a little to see that it is

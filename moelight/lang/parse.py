@@ -16,8 +16,8 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import parse_bytes
-from moelight.lang.findings import Complaint
-from moelight.lang.mend import Mended, lacks_value, mend, unclosed
+from moelight.lang.diagnostics import Complaint
+from moelight.lang.error_recovery import Mended, lacks_value, mend, unclosed
 from moelight.lang.syntax import (
     Block,
     Command,

@@ -15,7 +15,7 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.figures import seconds_text, share_text
+from moelight.observe.number_format import seconds_text, share_text
 from moelight.observe.report_page import COLOURS
 
 SUFFIXES = (".png", ".svg", ".pdf")

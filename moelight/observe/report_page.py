@@ -14,7 +14,7 @@ from typing import Any
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.units import format_bytes
 from moelight.observe.bubbles import Bubble, cause_of
-from moelight.observe.figures import rate_text, seconds_text, share_text
+from moelight.observe.number_format import rate_text, seconds_text, share_text
 from moelight.observe.report import LaneReport, PassFigures, Report
 from moelight.observe.trace_reading import Recording
 

@@ -12,7 +12,7 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.hrm import roofline as hrm
 from moelight.hrm.roofline import Mark, Point, Roofline
-from moelight.observe.figures import flops_text, rate_or_count, rate_text
+from moelight.observe.number_format import flops_text, rate_or_count, rate_text
 
 SUFFIXES = (".png", ".svg", ".pdf")
 SIZE_INCHES, DPI = (12.0, 7.0), 100  # 1200 px wide

@@ -1,6 +1,6 @@
 """Policies within one allocation: what may change between two passes, and what the regions in memory still hold.
 
-Refuses to know what is fast (``adapt``).
+Refuses to know what is fast (``adapter``).
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ import numpy as np
 from moelight.core.policy import MOST_LOOK_AHEAD
 from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
-from moelight.hrm.job import bounding_passes, bounding_static_passes
-from moelight.hrm.lanes import NO_DISK_BYTES_PER_S, Homes, PassCost, pass_cost
-from moelight.hrm.orders import ROUTED_ORDERS, pass_s
-from moelight.hrm.speeds import at_best
-from moelight.optimizer.homes import Room, Wanted, fill, room_of
+from moelight.hrm.machine_model import at_best
+from moelight.hrm.pass_cost import NO_DISK_BYTES_PER_S, Homes, PassCost, pass_cost
+from moelight.hrm.schedule_time import ROUTED_ORDERS, pass_s
+from moelight.hrm.workload_model import bounding_passes, bounding_static_passes
+from moelight.optimizer.placement import Room, Wanted, fill, room_of
 from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells, kv_tokens, settings
 
 GAP = 0.01

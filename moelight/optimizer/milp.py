@@ -1,7 +1,7 @@
 """The integer programme: homes of every page and cache block for one candidate, so that its job ends soonest.
 
 Solved by HiGHS. Time is a sum over the kinds of passes, each as long as its longest term; every term is
-affine in the homes (``hrm.lanes``), so its coefficients are read off by pricing unit steps.
+affine in the homes (``hrm.pass_cost``), so its coefficients are read off by pricing unit steps.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
-from moelight.hrm.lanes import Homes
-from moelight.hrm.orders import ORDERS
-from moelight.optimizer.homes import Room, fixed_device_kv, room_of
+from moelight.hrm.pass_cost import Homes
+from moelight.hrm.schedule_time import ORDERS
+from moelight.optimizer.placement import Room, fixed_device_kv, room_of
 from moelight.optimizer.problem import Cells, Problem
 
 _TOLERANCE = 2e-6  # of a slot: what the solver may overstep a limit by

@@ -15,17 +15,17 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
-from moelight.hrm.job import cache_tokens, cached_sequences
-from moelight.hrm.speeds import speeds_of
+from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.fixes import check_extent, check_fixes
+from moelight.optimizer.explain import helps, why
+from moelight.optimizer.fixed_values import check_extent, check_fixes
+from moelight.optimizer.infeasible import refusal
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
-from moelight.optimizer.refusal import refusal
-from moelight.optimizer.runs import why_not
+from moelight.optimizer.runnable import why_not
 from moelight.optimizer.search import AS_GOOD, Found, search
-from moelight.optimizer.why import helps, why
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -53,7 +53,7 @@ def optimize(
     Args:
         estimator: ``calibrated``, what the engine really does, or ``paper``, the published formulas.
         limits: bytes that may be used by tier, where not all of it; ``device`` is of one GPU, ``disk`` 0 is none.
-        fix: values by key of the policy (``optimizer.fixes``).
+        fix: values by key of the policy (``optimizer.fixed_values``).
         weight_dtypes, kv_dtypes: what experts and cache may be stored in.
         cache: whether an equal question may be answered from disk.
 

@@ -18,11 +18,11 @@ from moelight.hrm import paper
 from moelight.hrm.estimate import Estimate, Phase
 from moelight.hrm.paper import Choice, LayerTime, Setting
 from moelight.optimizer import paper_grid
-from moelight.optimizer.fixes import check_fixes
+from moelight.optimizer.explain import WORTH_SAYING, why
+from moelight.optimizer.fixed_values import check_fixes
 from moelight.optimizer.paper_grid import Limits
 from moelight.optimizer.paper_refusal import refusal
 from moelight.optimizer.plan import Help, Plan, TierUse
-from moelight.optimizer.why import WORTH_SAYING, why
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload

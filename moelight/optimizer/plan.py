@@ -10,7 +10,7 @@ from typing import Any
 
 from moelight.core.policy import Policy
 from moelight.hrm.estimate import Estimate
-from moelight.hrm.speeds import Speeds
+from moelight.hrm.machine_model import Speeds
 from moelight.profiles.workload import Workload
 
 

@@ -15,13 +15,13 @@ import numpy as np
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import ADMISSIONS, FFN_DEVICES, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, PROCESSORS
-from moelight.hrm.acts import Acts
-from moelight.hrm.job import cache_tokens, cached_sequences
-from moelight.hrm.speeds import Speeds
+from moelight.hrm.cost_model import Acts
+from moelight.hrm.machine_model import Speeds
+from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler.layout import EXPERT_HOMES
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 
 Fixed = str | int | float
 

@@ -1,7 +1,7 @@
 """The outer search: over N, micro-batches, prompts in a pass, and the discrete settings; where homes of pages and cache
 are in doubt, the programme settles them (``milp``).
 
-Every setting is sampled over its whole space, with homes in closed form (``homes``). From the best of it, far enough
+Every setting is sampled over its whole space, with homes in closed form (``placement``). From the best of it, far enough
 apart to lie in different valleys, the search goes on at random and ever nearer; settings that fall behind are left. The
 last steps are of single sequences, micro-batches, pages and blocks. For N sequences in b micro-batches, the smallest μ
 is best: the same work in less memory. How far any policy at all can be from what is found is proven by branch and bound
@@ -18,9 +18,9 @@ import numpy as np
 from moelight.core.policy import MOST_COUNTS
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
-from moelight.optimizer.homes import Wanted, fill
-from moelight.optimizer.lattice import WHOLE_UP_TO, Choices, around, as_of, cache_is_open, first_look, scattered
+from moelight.optimizer.candidates import WHOLE_UP_TO, Choices, around, as_of, cache_is_open, first_look, scattered
 from moelight.optimizer.milp import Solved, solve
+from moelight.optimizer.placement import Wanted, fill
 from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Cells, Problem, Setting, settings
 
 # Rounds at random: how far (powers of ten of a factor), how many candidates, and how far behind a setting may lie.

@@ -61,7 +61,7 @@ MEASURED = {
 # Measured speeds by size of work. linear: flop/s by rows, for weights of some bytes; experts: the same by rows of each
 # expert, everything included that a layer of them does; attention: bytes/s of keys and values read by context;
 # prefill: flop/s by prompt tokens (4 x head_dim flop per head and attended pair); elementwise: bytes/s of norms,
-# rotations, residual sums and routing by the bytes that one act touches (`hrm.acts` counts them).
+# rotations, residual sums and routing by the bytes that one act touches (`hrm.cost_model` counts them).
 WORK = {"linear": FLOPS, "experts": FLOPS, "attention": BYTES_PER_S, "prefill": FLOPS, "elementwise": BYTES_PER_S}
 EFFICIENCY = {f"{unit}_{work}": speed for unit in PROCESSORS for work, speed in WORK.items()}
 BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))

@@ -18,10 +18,10 @@ from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import Gang
 from moelight.memory.arena import allocate
 from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
+from moelight.runtime.emulated_device import TwinEvent, TwinStream
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.numa import place_memory, placing, refusal, settle
 from moelight.runtime.topology import plug_of, read_topology
-from moelight.runtime.twin import TwinEvent, TwinStream
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
 LANE_KINDS = ("auto", "inline", "threads")

@@ -20,7 +20,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory
 from moelight.profiles.hardware import WORK, HardwareProfile, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
-from moelight.runtime.gauges.identity import accelerators, fingerprint
+from moelight.runtime.calibration.identity import accelerators, fingerprint
 from moelight.runtime.measure import available_bytes
 
 Say = Callable[[str], None]
@@ -161,7 +161,7 @@ def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([own] if own else [])])}
     with tempfile.TemporaryDirectory(prefix="moelight-") as scratch:
         file = Path(scratch) / "measured.yaml"
-        command = [sys.executable, "-m", "moelight.runtime.gauges", device, str(directory), str(file)]
+        command = [sys.executable, "-m", "moelight.runtime.calibration", device, str(directory), str(file)]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=MEASURING_S, check=False

@@ -17,7 +17,7 @@ from moelight.core.errors import ScheduleError
 from moelight.models.moe import Begun, Routed
 from moelight.models.rope import Rotation
 from moelight.runtime.context import Added, Chunk, Context, slots_of
-from moelight.runtime.crossing import Crossing
+from moelight.runtime.staging import Crossing
 
 T = TypeVar("T")
 

@@ -15,12 +15,12 @@ from moelight.kernels.copies import copy_pages
 from moelight.memory.pages import PageStore, StartPage
 from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
-from moelight.runtime.attending import Act
+from moelight.runtime.attention_ops import Act
 from moelight.runtime.executor import Perform
 from moelight.runtime.lanes import Work
 from moelight.runtime.microbatch import MicroBatch, present
-from moelight.runtime.mixing import Mixing
-from moelight.runtime.paging import Sweep
+from moelight.runtime.moe_ops import Mixing
+from moelight.runtime.on_demand import Sweep
 
 Sample = Callable[[int, int, Tensor], Tensor]
 Score = Callable[[int, int, Tensor, Tensor], None]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
-from moelight.scheduler.routed import write
+from moelight.scheduler.on_demand import write
 
 LOOK_AHEAD = 2
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
-from moelight.scheduler.pen import present
 from moelight.scheduler.stream import ALL, PageStream
+from moelight.scheduler.writer import present
 
 
 class Draft(PageStream):

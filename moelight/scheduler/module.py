@@ -9,8 +9,8 @@ from __future__ import annotations
 from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
-from moelight.scheduler.needs import check
-from moelight.scheduler.routed import write
+from moelight.scheduler.on_demand import write
+from moelight.scheduler.requirements import check
 
 
 def build(layout: Layout, shape: PassShape) -> Schedule:

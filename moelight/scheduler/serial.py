@@ -6,7 +6,7 @@ from __future__ import annotations
 from moelight.core.schedule import Schedule
 from moelight.scheduler.draft import Draft
 from moelight.scheduler.layout import Layout, PassShape
-from moelight.scheduler.routed import write
+from moelight.scheduler.on_demand import write
 
 
 def build(layout: Layout, shape: PassShape) -> Schedule:

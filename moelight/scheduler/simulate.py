@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moelight.core.errors import ScheduleError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline, last_to_end
-from moelight.hrm.seconds import Cost
+from moelight.hrm.task_cost import Cost
 
 Price = Callable[[Task], Cost]
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
-from moelight.scheduler.pen import Pen, present
+from moelight.scheduler.writer import Pen, present
 
 ALL = -1  # the "micro-batch" of a task that serves all of them
 

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moelight.serve.bodies import page_of, read_json
 from moelight.serve.errors import ApiError
 from moelight.serve.files import page_object
+from moelight.serve.request_body import page_of, read_json
 from moelight.serve.store import MOVES, OPEN, Batch, Fault, Store
 from moelight.serve.validate import ENDPOINTS
 

@@ -12,10 +12,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.core.errors import did_you_mean
-from moelight.serve.bodies import chunks, page_of, refuse_length, too_large
 from moelight.serve.data import DataDirectory
 from moelight.serve.errors import ApiError
 from moelight.serve.multipart import FormError, TooLargeError, Upload
+from moelight.serve.request_body import chunks, page_of, refuse_length, too_large
 from moelight.serve.store import File
 
 _FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moelight.batch.past import Past, read_journal
-from moelight.batch.places import journal_of
+from moelight.batch.paths import journal_of
+from moelight.batch.recovery import Past, read_journal
 from moelight.core.errors import InputError
-from moelight.serve import tied
+from moelight.serve import child_process
 from moelight.serve.store import Counts
 
 REFUSED, STORAGE = 2, 74
@@ -195,7 +195,7 @@ def _run(
 ) -> Ending:
     """One process, to its end; interrupted when it is unwanted, and killed if it takes too long to leave."""
     job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    guard = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(job.lock))
+    guard = (sys.executable, "-I", "-S", child_process.__file__, str(os.getpid()), str(job.lock))
     with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         begin = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(

@@ -20,9 +20,9 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import Stored, dense_tensors, page_shapes
-from moelight.weights.names import Extent, WeightMap
-from moelight.weights.reading import ExtentReader
+from moelight.profiles.tensor_list import Stored, dense_tensors, page_shapes
+from moelight.weights.extent_reader import ExtentReader
+from moelight.weights.tensor_map import Extent, WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
 

@@ -1,7 +1,7 @@
 """Finds a checkpoint and lists its tensors.
 
 Knows directories, the Hugging Face hub and the two layouts of safetensors (one file, or shards under an index).
-Refuses to know what any tensor means (``names``), and never opens a pickle.
+Refuses to know what any tensor means (``tensor_map``), and never opens a pickle.
 """
 
 from __future__ import annotations

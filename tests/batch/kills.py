@@ -14,7 +14,7 @@ from typing import Literal
 
 from moelight.batch import faults
 from moelight.batch.journal import Journal
-from moelight.batch.places import Outputs
+from moelight.batch.paths import Outputs
 
 ROWS = 12
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from moelight.batch import run_trace
-from moelight.batch.answering import LONGEST_SHOWN
 from moelight.batch.job import run_job
+from moelight.batch.job_plan import plan_job
 from moelight.batch.options import JobOptions
 from moelight.batch.output import whole_file
-from moelight.batch.planned import plan_job
 from moelight.batch.progress import Progress
+from moelight.batch.row_processor import LONGEST_SHOWN
 from moelight.core.errors import CheckpointError, ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams

@@ -17,11 +17,11 @@ import pytest
 
 from moelight.batch import append, faults
 from moelight.batch import journal as journal_module
-from moelight.batch.facts import differences
+from moelight.batch.differences import differences
 from moelight.batch.journal import Journal
 from moelight.batch.journal_file import to_line
-from moelight.batch.numbers import Numbers, ranges
-from moelight.batch.places import Outputs
+from moelight.batch.paths import Outputs
+from moelight.batch.row_set import Numbers, ranges
 from moelight.core.errors import InputError, MoelightError
 
 FACTS = {"model": {"path": "m", "digest": "1"}, "sampling": {"temperature": 0.0}, "version": "1"}

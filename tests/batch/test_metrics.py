@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch.eta import Eta
 from moelight.batch.metrics import MetricsFile
 from moelight.batch.progress import JobCounts, JobStart
+from moelight.batch.time_left import Eta
 from moelight.core.request import Completion
 from moelight.core.schedule import Lane
 from moelight.observe.stats import LaneStats, Stats

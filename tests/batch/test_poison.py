@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from moelight.batch.deaths import Deaths
-from moelight.batch.past import read_journal
-from moelight.batch.places import journal_of
+from moelight.batch.crash_guard import Deaths
+from moelight.batch.paths import journal_of
+from moelight.batch.recovery import read_journal
 from moelight.core.errors import InputError
 from moelight.engine.tokenizer import Tokenizer
 from moelight.serve.data import DataDirectory

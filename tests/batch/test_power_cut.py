@@ -14,7 +14,7 @@ import pytest
 
 from moelight.batch import journal as journal_module
 from moelight.batch.journal import Journal
-from moelight.batch.places import Outputs
+from moelight.batch.paths import Outputs
 
 ROWS = 60
 

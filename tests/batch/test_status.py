@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch.eta import Eta
+from moelight.batch.live_file import Snapshot
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, JobStart
-from moelight.batch.snapshot import Snapshot
 from moelight.batch.status import BatchFacts, StatusFile, without_extra
-from moelight.batch.telling import files_that_tell
+from moelight.batch.time_left import Eta
+from moelight.batch.watchers import files_that_tell
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding

@@ -19,8 +19,8 @@ from moelight.core.errors import ConfigError
 from moelight.hrm.costs import page_bytes
 from moelight.profiles.families import profile_from_dir
 from moelight.weights.load import PageReader
-from moelight.weights.names import locate
 from moelight.weights.source import Checkpoint
+from moelight.weights.tensor_map import locate
 from tests.tiny import hf_model
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "make_checkpoint.py"

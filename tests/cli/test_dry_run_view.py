@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from moelight.batch.dry_run import Forecast, predicted_prompt_s
+from moelight.batch.forecast import Forecast, predicted_prompt_s
 from moelight.batch.summary import Problem, ScanSummary
 from moelight.cli.dry_run_view import print_forecast
 from moelight.core.policy import Policy

@@ -136,8 +136,8 @@ def test_explain_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_explain_says_something_of_every_line(path: Path) -> None:
+    from moelight.lang.explain import meanings
     from moelight.lang.files import load_expert_policy
-    from moelight.lang.words import meanings
 
     for meaning in meanings(load_expert_policy(path)):
         assert meaning.line and meaning.words and "{" not in meaning.words

@@ -12,8 +12,8 @@ from moelight.cli.profile import profile
 from moelight.core.errors import ConfigError
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier, read_hardware_profile
-from moelight.runtime.gauges import machine
-from moelight.runtime.gauges.effort import FULL, QUICK
+from moelight.runtime.calibration import machine
+from moelight.runtime.calibration.effort import FULL, QUICK
 from moelight.runtime.machine_profile import kept_path
 
 FOUND = HardwareProfile(

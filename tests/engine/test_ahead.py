@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
-from moelight.engine.answers import Answers
 from moelight.engine.batcher import Piece
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
-from moelight.engine.passes import PassRunner
+from moelight.engine.output_processor import Answers
+from moelight.engine.pass_runner import PassRunner
 from moelight.engine.sampling import next_tokens
 from moelight.engine.tokenizer import Tokenizer
 from moelight.runtime.lanes import HostTicket, StreamTicket

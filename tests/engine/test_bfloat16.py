@@ -17,7 +17,7 @@ from moelight.engine.engine import Engine
 from moelight.hrm.costs import page_slot_bytes
 from moelight.kernels import native
 from moelight.profiles.families import profile_from_dir
-from moelight.profiles.stored import pages
+from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
 from tests.engines import Tiny, least_memory
 

@@ -12,10 +12,10 @@ import pytest
 
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
-from moelight.engine.answers import Answers
 from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
+from moelight.engine.output_processor import Answers
 from moelight.memory.kv import BlockPool
 from tests.engine.test_answers import Words
 from tests.engine.test_invariance import DEVICES

@@ -13,18 +13,18 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
+from moelight.engine.checkpoint import open_source
 from moelight.engine.engine import Engine
-from moelight.engine.passes import weight_dtype
-from moelight.engine.source import open_source
-from moelight.hrm import costs, orders
+from moelight.engine.pass_runner import weight_dtype
+from moelight.hrm import costs, schedule_time
 from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint
-from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.hrm.placement import place
+from moelight.hrm.schedule_time import ROUTED_ORDERS
 from moelight.profiles.workload import Workload
 from moelight.runtime.allocator import device_peak
 from moelight.runtime.machine import find_machine
-from moelight.runtime.paging import Spare
+from moelight.runtime.on_demand import Spare
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
@@ -229,8 +229,8 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     model: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is spared for small passes."""
-    monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 1.1)
-    monkeypatch.setattr(orders, "MEASURED_SHARE", 1.1)
+    monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 1.1)
+    monkeypatch.setattr(schedule_time, "MEASURED_SHARE", 1.1)
     work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
     least = least_memory(model, device, work)
     with Engine.from_pretrained(model, device=device, workload=work, **least) as engine:  # type: ignore[arg-type]

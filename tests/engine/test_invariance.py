@@ -16,16 +16,16 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
-from moelight.hrm import costs, orders
+from moelight.hrm import costs, schedule_time
 from moelight.hrm.costs import page_slot_bytes
-from moelight.hrm.orders import ROUTED_ORDERS
+from moelight.hrm.schedule_time import ROUTED_ORDERS
 from moelight.profiles.families import profile_from_dir
-from moelight.profiles.stored import pages
+from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import LANE_KINDS
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_HOMES
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 from tests.engines import Tiny, least_memory
 from tests.shapes import examples
 
@@ -178,7 +178,7 @@ def test_passes_of_routed_pages_give_the_same_tokens(
     """Every pass that one micro-batch could carry brings only what somebody is routed to; larger ones between them
     bring everything, and hand on what they fetched."""
     model = tiny("olmoe", **MODELS["olmoe"])
-    monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 0.0)
+    monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 0.0)
     sizes = {"micro_batch_size": 2, "micro_batch_tokens": 40, "batch_size": 5, "kv_tokens": 5 * 160}
     policy = Policy(model=str(model), schedule=schedule, **sizes, **DEVICES[devices])
     assert run(policy) == truth(model)
@@ -275,7 +275,7 @@ def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> N
     wanted = truth(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "PART_BYTES", data.draw(st.sampled_from((1, 2, 4096))) * costs.PAGE_ALIGNMENT)
-        patch.setattr(orders, "ROUTED_ONLY_SHARE", data.draw(st.sampled_from((0.0, 0.03, 0.25))))
+        patch.setattr(schedule_time, "ROUTED_ONLY_SHARE", data.draw(st.sampled_from((0.0, 0.03, 0.25))))
         assert run(policy, lanes=lanes) == wanted
 
 

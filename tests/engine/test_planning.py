@@ -12,8 +12,8 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
-from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.hrm.placement import place
+from moelight.hrm.schedule_time import ROUTED_ORDERS
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler import SCHEDULES
 from tests.shapes import examples, small_model, small_policy

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelight.core.errors import ConfigError
-from moelight.engine.source import open_source
+from moelight.engine.checkpoint import open_source
 from tests.engine.test_parity import reference, texts
 from tests.engines import Tiny, forced
 from tests.tiny import FAMILIES, hf_model

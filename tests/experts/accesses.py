@@ -6,8 +6,8 @@ from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.experts.adapt import Adapting
-from moelight.experts.monitor import Monitor
 from moelight.experts.policy import Action, AdaptRule
+from moelight.experts.windowed_stats import Monitor
 
 Accesses = list[tuple[bool, int]]
 

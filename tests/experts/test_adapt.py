@@ -10,8 +10,8 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.adapt import Adapting
-from moelight.experts.monitor import Monitor
 from moelight.experts.policy import Action, AdaptRule, MonitorRules
+from moelight.experts.windowed_stats import Monitor
 from tests.experts.accesses import BUDGET, PRESSURE, Accesses, Panel, adapting, one_by_one, rates
 
 OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}

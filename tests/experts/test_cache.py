@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from moelight.core.errors import ConfigError
 from moelight.experts import ExpertCache
 from moelight.experts.eviction import EvictionRules
+from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.predict import Floats, Ints, Nothing
 from moelight.experts.prefetch import Prefetcher
-from moelight.experts.triggers import MemoryPressure
 
 LAYERS, EXPERTS = 3, 6
 EVICTIONS = (

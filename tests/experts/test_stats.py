@@ -10,12 +10,12 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.adapt import Adapting
-from moelight.experts.monitor import Monitor
 from moelight.experts.policy import MonitorRules, PrefetchRules
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.sizing import plan_slots
 from moelight.experts.stats import expert_stats, save_stats
 from moelight.experts.warm import WarmPin
+from moelight.experts.windowed_stats import Monitor
 from tests.experts.accesses import BUDGET, adapting
 
 HITS = np.array([[6, 0, 1, 0], [0, 0, 0, 0]])

@@ -13,10 +13,10 @@ from moelight.core.dtypes import BFLOAT16
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm.estimate import acts_of, cost_of, estimate, flops_per_token
-from moelight.hrm.job import cache_tokens, decode_pass
-from moelight.hrm.lanes import Homes
-from moelight.hrm.orders import ORDERS, pass_s
-from moelight.hrm.speeds import speeds_of
+from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.pass_cost import Homes
+from moelight.hrm.schedule_time import ORDERS, pass_s
+from moelight.hrm.workload_model import cache_tokens, decode_pass
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload

@@ -14,7 +14,7 @@ from moelight.hrm import costs
 from moelight.hrm.footprint import Footprint, footprint, kv_blocks, pass_tokens, pinned_slots, ring_slots
 from moelight.hrm.placement import place
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import dense_tensors, pages
+from moelight.profiles.tensor_list import dense_tensors, pages
 from tests.shapes import examples, placed, small_model, small_policy
 
 

@@ -9,7 +9,7 @@ from moelight.core.units import GiB
 from moelight.hrm import costs
 from moelight.hrm.inventory import DENSE_LAYERS, EXPERTS, SHARED, inventory
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.stored import dense_tensors
+from moelight.profiles.tensor_list import dense_tensors
 from tests.shapes import small_model
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.random_questions import question
 from benchmarks.sampled_policies import Sampled, drawn, every_setting
-from moelight.hrm.speeds import Speeds, Unit, speeds_of
+from moelight.hrm.machine_model import Speeds, Unit, speeds_of
 from moelight.optimizer.optimize import optimize
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import search

@@ -14,7 +14,7 @@ from moelight.core.schedule import Page
 from moelight.hrm.footprint import far_pages, pinned_slots, ring_slots
 from moelight.hrm.placement import Placement, moved, near_table, place, with_near
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import pages
+from moelight.profiles.tensor_list import pages
 from tests.shapes import examples, models, placed, small_model, small_policy
 
 

@@ -9,11 +9,11 @@ import pytest
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm.estimate import acts_of, cost_of, estimate, least_missed
-from moelight.hrm.job import decode_pass
-from moelight.hrm.lanes import Homes
-from moelight.hrm.orders import ROUTED_ONLY_SHARE, pass_s
-from moelight.hrm.speeds import speeds_of
-from moelight.optimizer.rehearse import Stage
+from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.pass_cost import Homes
+from moelight.hrm.schedule_time import ROUTED_ONLY_SHARE, pass_s
+from moelight.hrm.workload_model import decode_pass
+from moelight.optimizer.simulation import Stage
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload

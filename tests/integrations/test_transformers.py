@@ -35,14 +35,14 @@ from moelight.experts.policy import (
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.profile_files import save_profile
 from moelight.integrations import transformers as attaching
-from moelight.integrations.homes import DiskHome
 from moelight.integrations.layers import moe_layers
 from moelight.integrations.links import StreamLink
+from moelight.integrations.page_stores import DiskHome
 from moelight.integrations.transformers import Attachment
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
+from moelight.runtime.emulated_device import TwinEvent, TwinStream
 from moelight.runtime.lanes import StreamLane
-from moelight.runtime.twin import TwinEvent, TwinStream
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
 
 POLICIES = sorted((Path(__file__).parents[2] / "examples" / "policies").glob("*.moe"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moelight.kernels.gpu import twin
+from moelight.kernels.gpu import reference
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import Pages
 from moelight.kernels.gpu.routing import by_expert, combine, route
@@ -168,7 +168,7 @@ def test_experts_refuse_or_are_right(data):
         assert str(refusal).split(":")[0] in {"x", "offsets", "tokens"}
         return
     rest = {"activation": "silu", "clamp": 7.0, "tokens": tokens}
-    expected = twin.expert_ffn(x, layer.pages, offsets, out=torch.empty_like(found), **rest)
+    expected = reference.expert_ffn(x, layer.pages, offsets, out=torch.empty_like(found), **rest)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 

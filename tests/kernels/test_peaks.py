@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moelight.kernels import native
-from moelight.kernels.views import view
+from moelight.kernels.dlpack import view
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moelight.lang.diagnostics import Finding, shown
 from moelight.lang.files import read_file
-from moelight.lang.findings import Finding, shown
 
 CORPUS = Path(__file__).with_name("corpus")
 GOOD, BAD = (sorted((CORPUS / kind).glob("*.moe")) for kind in ("good", "bad"))

@@ -9,8 +9,8 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.lang.check import read
+from moelight.lang.diagnostics import shown
 from moelight.lang.files import load_expert_policies, load_expert_policy, read_file
-from moelight.lang.findings import shown
 
 SOUND = "policy p { cache { capacity = 4 } }"
 HOSTILE = {

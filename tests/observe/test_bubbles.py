@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
-from moelight.hrm.seconds import Cost
+from moelight.hrm.task_cost import Cost
 from moelight.observe import bubbles as room
 from moelight.observe.bubbles import BETWEEN, DONE, LAUNCH, UNRECORDED, Bubble, Bubbles, cause_of
 from moelight.scheduler import SCHEDULES

@@ -9,7 +9,7 @@ import pytest
 
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.hrm.seconds import Cost
+from moelight.hrm.task_cost import Cost
 from moelight.observe.bubbles import Bubble, Bubbles
 from moelight.observe.report import Report, report_of
 from moelight.observe.trace import About

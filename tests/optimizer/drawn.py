@@ -11,7 +11,7 @@ import numpy as np
 from moelight.core.dtypes import FLOAT32
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
-from moelight.hrm.speeds import Speeds, Unit
+from moelight.hrm.machine_model import Speeds, Unit
 from moelight.optimizer.problem import Fixed, Problem, cells, settings
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile

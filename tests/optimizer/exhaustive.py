@@ -13,15 +13,15 @@ import numpy as np
 
 from moelight.core.policy import Policy, Shares
 from moelight.hrm import costs
-from moelight.hrm.acts import Acts
+from moelight.hrm.cost_model import Acts
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, page_slots
-from moelight.hrm.lanes import Homes
+from moelight.hrm.pass_cost import Homes
 from moelight.hrm.placement import place
 from moelight.optimizer.problem import Problem, kv_tokens
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler.layout import EXPERT_HOMES
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 from tests.optimizer.drawn import TOKENS, USUAL
 
 BLOCK = 32

@@ -16,11 +16,11 @@ from moelight.engine.batcher import Batcher, Generation
 from moelight.engine.batcher import Load as Carried
 from moelight.hrm.estimate import acts_of
 from moelight.hrm.footprint import kv_blocks
+from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place
-from moelight.hrm.seconds import Load, pass_costs
-from moelight.hrm.speeds import Speeds
+from moelight.hrm.task_cost import Load, pass_costs
 from moelight.memory.kv import BlockPool
-from moelight.optimizer.adapt import LEAST_PASSES, Adapter, Rest
+from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of

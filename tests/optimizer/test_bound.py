@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moelight.hrm.orders import ORDERS
-from moelight.hrm.speeds import at_best
+from moelight.hrm.machine_model import at_best
+from moelight.hrm.schedule_time import ORDERS
 from moelight.optimizer import bound
 from moelight.optimizer.problem import Problem, Setting, settings
 from moelight.optimizer.search import search

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelight.hrm.estimate import job_s
-from moelight.hrm.lanes import Homes
+from moelight.hrm.pass_cost import Homes
 from moelight.optimizer.milp import solve
 from moelight.optimizer.problem import Cells, Problem, cells, settings
 from tests.optimizer.drawn import drawn_problem

@@ -14,9 +14,9 @@ from moelight.core.errors import BudgetError
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.optimizer.bound import least_seconds
+from moelight.optimizer.infeasible import refusal
 from moelight.optimizer.optimize import policy_of
 from moelight.optimizer.problem import Problem
-from moelight.optimizer.refusal import refusal
 from moelight.optimizer.search import search
 from tests.optimizer.drawn import TOKENS, drawn_problem
 from tests.optimizer.exhaustive import every, least_seconds_of_all, settings_of

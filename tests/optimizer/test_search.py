@@ -14,8 +14,8 @@ from moelight.core.policy import Policy
 from moelight.core.units import GiB
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
-from moelight.hrm.orders import ORDERS
-from moelight.hrm.speeds import speeds_of
+from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.schedule_time import ORDERS
 from moelight.optimizer.optimize import best_plan, capacities, compute_dtype, optimize
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Problem

@@ -13,7 +13,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import dense_tensors, pages
+from moelight.profiles.tensor_list import dense_tensors, pages
 from tests.tiny import FAMILIES as FAMILY_NAMES
 from tests.tiny import tiny_config
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.engine.source import open_source
+from moelight.engine.checkpoint import open_source
 from moelight.profiles.features import NOT_COMPUTED, require_computable
 from moelight.profiles.files import profile_names
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec

@@ -12,7 +12,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.hrm.costs import page_bytes
 from moelight.profiles.files import profile_names, read_yaml
 from moelight.profiles.model_files import load_model_profile, model_config
-from moelight.profiles.stored import dense_tensors, pages
+from moelight.profiles.tensor_list import dense_tensors, pages
 from tests.tiny import tiny_config
 
 # As published on the model cards, rounded as there; without layers that only predict further tokens ahead.

@@ -8,7 +8,7 @@ import pytest
 
 from moelight.profiles.files import profile_names
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.stored import dense_tensors
+from moelight.profiles.tensor_list import dense_tensors
 from tests.profiles.theirs import assert_same_tensors, elements, in_pages, on_meta, parts, their_config
 
 # Where transformers keeps as a buffer, not as a parameter, what checkpoints store and we list.

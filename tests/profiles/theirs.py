@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import model_config
-from moelight.profiles.stored import Part, dense_tensors, page_shapes, pages
+from moelight.profiles.tensor_list import Part, dense_tensors, page_shapes, pages
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -18,6 +18,7 @@ from moelight.core.schedule import Lane
 from moelight.kernels.threads import Gang
 from moelight.runtime import machine as machine_room
 from moelight.runtime.cores import Demands, share_cores
+from moelight.runtime.emulated_device import TwinEvent, TwinStream
 from moelight.runtime.lanes import (
     SKIPPED,
     InlineLane,
@@ -29,7 +30,6 @@ from moelight.runtime.lanes import (
     ThreadLane,
 )
 from moelight.runtime.machine import Machine, find_machine, open_lanes
-from moelight.runtime.twin import TwinEvent, TwinStream
 from tests.runtime.machines import topology
 
 PATIENCE_S = 10.0

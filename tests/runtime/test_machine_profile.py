@@ -19,8 +19,8 @@ from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import WORK, HardwareProfile, Processor, Tier, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime import machine_profile as room
-from moelight.runtime.gauges import __main__ as program
-from moelight.runtime.gauges import identity
+from moelight.runtime.calibration import __main__ as program
+from moelight.runtime.calibration import identity
 from moelight.runtime.machine_profile import kept_path, machine_profile
 
 

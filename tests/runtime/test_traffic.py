@@ -14,12 +14,12 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.engine.engine import Engine
-from moelight.engine.passes import PassRunner
-from moelight.hrm import orders
+from moelight.engine.pass_runner import PassRunner
+from moelight.hrm import schedule_time
 from moelight.runtime import ops
 from moelight.runtime.lanes import SKIPPED, Moved, Outcome
+from moelight.runtime.on_demand import Sweep
 from moelight.runtime.ops import Operations
-from moelight.runtime.paging import Sweep
 from moelight.scheduler.layout import PassShape
 from moelight.scheduler.validate import validate
 from tests.tiny import save_tiny
@@ -106,7 +106,7 @@ def test_every_pass_of_an_engine_is_valid(
 @pytest.mark.parametrize("devices", DEVICES)
 def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of small passes, which are all that one micro-batch could carry."""
-    monkeypatch.setattr(orders, "ROUTED_ONLY_SHARE", 0.0)
+    monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 0.0)
     moved: dict[TaskKind, int] = {}
     bind = Operations.bind
 

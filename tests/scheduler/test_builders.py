@@ -14,13 +14,13 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.hrm import costs
 from moelight.hrm.costs import PAGE_ALIGNMENT
-from moelight.hrm.orders import ROUTED_ORDERS
 from moelight.hrm.placement import moved, place
-from moelight.profiles.stored import pages
+from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.profiles.tensor_list import pages
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.expected import expected_bytes
 from moelight.scheduler.layout import EXPERT_HOMES, Layout, MicroBatchShape, PassShape, layout_of
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 from moelight.scheduler.validate import validate
 from tests.shapes import examples, layouts, micro_batches, models, small_policy
 from tests.virtual import VirtualMachine

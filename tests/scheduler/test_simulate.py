@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moelight.core.errors import ScheduleError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Timeline
-from moelight.hrm.seconds import Cost
+from moelight.hrm.task_cost import Cost
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
 from moelight.scheduler.simulate import Price, simulate, simulate_passes, steady_pass

@@ -15,7 +15,7 @@ from moelight.core.policy import Shares
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
-from moelight.scheduler.needs import misfit
+from moelight.scheduler.requirements import misfit
 from moelight.scheduler.validate import HappensBefore, validate
 from tests.shapes import examples, small_layout
 from tests.virtual import VirtualMachine

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.serve import tied
+from moelight.serve import child_process
 from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Job, WorkThread, generate_command, mend_tail, wait_until_free
 from moelight.serve.store import MOVES, Batch, Counts, File, Store
@@ -69,7 +69,7 @@ def test_one_worker_at_a_time(tmp_path: Path) -> None:
     command = ["/bin/sh", "-c", f"echo in >> {seen}; sleep 0.2; echo out >> {seen}"]
 
     def begin(parent: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-I", "-S", tied.__file__, str(parent), str(lock), *command])
+        return subprocess.Popen([sys.executable, "-I", "-S", child_process.__file__, str(parent), str(lock), *command])
 
     two = [begin(os.getpid()) for _ in range(2)]
     with pytest.raises(TimeoutError, match="still works there"):

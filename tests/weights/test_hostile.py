@@ -15,9 +15,9 @@ from moelight.core.errors import CheckpointError
 from moelight.hrm.costs import dense_bytes
 from moelight.profiles.families import profile_from_dir
 from moelight.weights.load import load_dense
-from moelight.weights.names import locate
 from moelight.weights.safetensors import read_header
 from moelight.weights.source import Checkpoint
+from moelight.weights.tensor_map import locate
 from tests.hostile.checkpoints import HOSTILE, SINGLE, Hostile, read_raw
 from tests.tiny import save_tiny
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.kernels.gpu import checks, serving, tiles, twin
+from moelight.kernels.gpu import checks, reference, serving, tiles
 from moelight.kernels.gpu.pages import FLOATS, Pages
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
@@ -63,7 +63,7 @@ def expert_ffn(
         return out
     mean_rows = rows / min(rows, pages.experts)
     if not serving.serves(x.device, x.dtype, mean_rows)[0]:
-        return twin.expert_ffn(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
+        return reference.expert_ffn(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
         _launch(x, pages, offsets, activation, float(clamp), tokens, active, out)

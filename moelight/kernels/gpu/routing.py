@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelight.kernels.gpu import checks, serving, twin
+from moelight.kernels.gpu import checks, reference, serving
 from moelight.kernels.gpu.grouped import on_device
 from moelight.kernels.gpu.pages import FLOATS
 
@@ -35,7 +35,7 @@ def route(
     tokens, experts = logits.shape
     checks.integer("top_k", top_k, 1, experts)
     if not serving.serves(logits.device, logits.dtype)[0]:
-        return twin.route(logits, top_k, normalize=normalize, narrow=weights_in_model_dtype)
+        return reference.route(logits, top_k, normalize=normalize, narrow=weights_in_model_dtype)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens == 0:
@@ -114,7 +114,7 @@ def combine(
     if not out.numel():
         return out
     if not serving.serves(results.device, results.dtype)[0]:
-        return twin.combine(results, weights, places, out, add=add)
+        return reference.combine(results, weights, places, out, add=add)
     from moelight.kernels.gpu import routing_triton
 
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())

@@ -1,0 +1,110 @@
+"""How a job will be run: a plan for what its prompts ask for, or the policy that was given; and the engine for it.
+
+Torch is imported here, when a job is planned, and not before, so that refusals come at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moelight.batch.options import JobOptions
+from moelight.batch.trace_header import about
+from moelight.core.policy import Policy
+from moelight.observe.trace import About
+from moelight.optimizer.plan import Plan
+from moelight.optimizer.simulation import Stage
+from moelight.profiles.workload import Workload
+
+# What is alive when a job is killed is computed again, and costs some kilobytes of Python each: more than this many
+# sequences at a time are planned only where they make the job faster by more than predictions err.
+_MANY, _AS_FAST = 4096, 0.85
+
+if TYPE_CHECKING:
+    from moelight.engine.checkpoint import Source
+    from moelight.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """An audited checkpoint and how it will be run. ``plan`` is None where the user's own policy is run."""
+
+    source: Source
+    policy: Policy
+    plan: Plan | None
+    workload: Workload
+
+    @property
+    def why(self) -> str:
+        """One line."""
+        if self.plan is not None:
+            return self.plan.why
+        policy = self.policy
+        return (
+            f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
+            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}"
+        )
+
+    def load(self, options: JobOptions) -> Engine:
+        """The engine; a context manager."""
+        from moelight.engine.engine import Engine
+
+        record = options.expert_stats is not None or options.save_expert_profile is not None
+        return Engine(
+            self.plan or self.policy,
+            device=options.device,
+            source=self.source,
+            adapt=options.adapt,
+            experts=replace(options.experts, record=record),
+        )
+
+
+def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
+    """The fastest policy for ``workload`` within the limits, unless a policy was given.
+
+    Raises:
+        CheckpointError, ConfigError, BudgetError: the model, the limits or the memory will not do.
+    """
+    from moelight.engine.checkpoint import open_source
+    from moelight.engine.planning import Wishes, plan_for
+    from moelight.runtime.machine import find_machine
+
+    source = open_source(options.model)
+    if options.policy is not None:
+        policy = replace(options.policy, model=options.model)
+        return PlannedJob(source=source, policy=policy, plan=None, workload=workload)
+    wishes = Wishes(
+        batch_size=options.batch_size,
+        micro_batch_size=options.micro_batch_size,
+        schedule=options.schedule or "cgopipe",
+    )
+    machine = find_machine(options.device)
+
+    def planned(wishes: Wishes) -> Plan:
+        return plan_for(
+            options.model,
+            source,
+            machine,
+            hw=options.hw,
+            host_memory=options.host_memory,
+            device_memory=options.device_memory,
+            wishes=wishes,
+            workload=workload,
+            experts=options.experts.policy,
+        )
+
+    plan = planned(wishes)
+    if plan.policy.batch_size > _MANY and wishes.batch_size is None:
+        fewer = planned(replace(wishes, batch_size=_MANY))
+        if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
+            plan = fewer
+    return PlannedJob(source=source, policy=plan.policy, plan=plan, workload=workload)
+
+
+def predicted(engine: Engine, hw: str, workload: Workload) -> About:
+    """What the ledger says of the engine's policy, on the machine that was planned for."""
+    from moelight.engine.planning import hardware_for
+
+    hardware = hardware_for(hw, discrete=engine.policy.discrete)
+    stage = Stage(engine.policy, engine.profile, hardware, workload)
+    return about(stage, engine.policy.schedule, source="measured")

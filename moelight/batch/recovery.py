@@ -1,0 +1,194 @@
+"""What a journal says of the job so far, and whether the files beside it still agree.
+
+Knows records and the bytes they speak of. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moelight.batch.append import Extent
+from moelight.batch.journal_file import Record, read_records
+from moelight.batch.row_set import Numbers
+from moelight.core.errors import InputError
+
+VERSION = 1
+_READ_BACK_BYTES = 1 << 30  # a second or so; of older bytes the length is enough
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(kw_only=True, slots=True)
+class Past:
+    """A job as its journal tells it. ``end`` is the offset behind the journal's last whole line.
+
+    ``ends`` and ``extents`` are by file: ``output``, ``errors``, ``waiting``. ``waiting`` has the places of rows
+    whose turn has not come, by number, in the ``generation``-th file of them.
+    """
+
+    header: Record
+    facts: Record
+    end: int
+    scan: Record | None = None
+    done: Numbers = field(default_factory=Numbers)
+    completed: int = 0
+    failed: int = 0
+    totals: dict[str, int] = field(default_factory=dict)
+    next: int = 0
+    generation: int = 0
+    waiting: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+    extents: dict[str, list[Extent]] = field(default_factory=dict)
+    stage: str = "running"
+    total: int = 0
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Where each file ends."""
+        return {name: extents[-1].end for name, extents in self.extents.items() if extents}
+
+    @property
+    def empty(self) -> bool:
+        """No row was ever done."""
+        return self.stage == "running" and not self.completed + self.failed
+
+    def follow(self, record: Record) -> None:
+        """The next record."""
+        match record["kind"]:
+            case "rows":
+                self._rows(record)
+            case "facts":
+                self.facts, self.scan, self.stage = record["facts"], None, "running"
+            case "scan":
+                self.scan = record["scan"]
+            case "renaming" | "complete" as stage:
+                self.stage, self.total = stage, record["total"]
+
+    def finish(self) -> None:
+        """All records are read."""
+        if self.next:
+            self.done.add_range(0, self.next - 1)
+        self._forget_written()
+        for number in self.waiting:
+            self.done.add(number)
+
+    def _rows(self, record: Record) -> None:
+        self.completed, self.failed, self.totals = record["completed"], record["failed"], record["totals"]
+        for run in record.get("done", ()):
+            first, last = run if isinstance(run, list) else (run, run)
+            self.done.add_range(first, last)
+        self.next = record.get("next", 0)
+        waiting = record.get("waiting")
+        if waiting is not None:
+            if waiting["file"] != self.generation:
+                self.generation = waiting["file"]
+                self.waiting.clear()
+                self.extents.pop("waiting", None)
+            if len(self.waiting) > 4 * len(waiting["rows"]) + 1000:
+                self._forget_written()
+            for number, offset, size, failed in waiting["rows"]:
+                self.waiting[number] = (offset, size, failed)
+        for name, (start, end, crc) in record["files"].items():
+            self.extents.setdefault(name, []).append(Extent(start=start, end=end, crc=int(crc, 16)))
+
+    def _forget_written(self) -> None:
+        self.waiting = {number: place for number, place in self.waiting.items() if number >= self.next}
+
+
+def read_journal(path: Path) -> Past | None:
+    """The job of the journal at ``path`` as it stands, whoever writes it; None as for `read_past`.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        InputError: as `read_past`.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_past(fd, shown=path)
+    finally:
+        os.close(fd)
+
+
+def read_past(fd: int, *, shown: Path) -> Past | None:
+    """The job of the journal behind ``fd``; None if not even its first record was finished.
+
+    Raises:
+        InputError: the journal is damaged, or of a version that is not known.
+    """
+    past: Past | None = None
+    for record, end in read_records(fd, shown=shown):
+        if past is None:
+            past = _begin(record, end, shown)
+        else:
+            past.follow(record)
+            past.end = end
+    if past is None:
+        _refuse_strange(fd, shown)
+    else:
+        past.finish()
+    return past
+
+
+def _begin(record: Record, end: int, shown: Path) -> Past:
+    if record.get("kind") != "job" or record.get("version") != VERSION:
+        raise InputError(
+            f"{shown}: is a journal of version {record.get('version')}, this is moelight's version {VERSION}; "
+            "finish the job with the moelight that began it, or --restart starts anew",
+            code="journal",
+        )
+    return Past(header=record, facts=record["facts"], end=end)
+
+
+def _refuse_strange(fd: int, shown: Path) -> None:
+    """A file of another kind by that name is not taken for a torn first line, and so not overwritten."""
+    head = os.pread(fd, 8, 0).rstrip(b"\0")
+    if not b'{"crc":"'.startswith(head):
+        raise InputError(f"{shown}: is not a journal; move it away, or --restart starts anew", code="journal")
+
+
+def check_file(path: Path, extents: list[Extent], *, shown: str, journal: Path) -> None:
+    """Refuse a file that is shorter than the journal says, or other than it says.
+
+    The last gigabyte is read back; of what lies before it the length is enough.
+
+    Raises:
+        InputError: it names the file, what was expected and what was found.
+        OSError: it cannot be read.
+    """
+    end = extents[-1].end if extents else 0
+    if end == 0:
+        return
+    choice = f"by its journal {journal}; put it back as it was, or --restart starts anew"
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise InputError(f"{shown}: is gone, {end} bytes were written to it {choice}", code="journal") from None
+    if found < end:
+        raise InputError(
+            f"{shown}: is shorter than it was, {found} bytes found and {end} bytes expected {choice}", code="journal"
+        )
+    with path.open("rb") as file:
+        for extent in extents:
+            if extent.end > end - _READ_BACK_BYTES:
+                file.seek(extent.start)
+                if _crc(_blocks(file, extent.end - extent.start)) != extent.crc:
+                    raise InputError(
+                        f"{shown}: bytes {extent.start} to {extent.end} are not those that were written {choice}",
+                        code="journal",
+                    )
+
+
+def _blocks(file: Any, size: int) -> Iterator[bytes]:
+    while size > 0 and (block := file.read(min(size, _BLOCK_BYTES))):
+        size -= len(block)
+        yield block
+
+
+def _crc(blocks: Iterator[bytes]) -> int:
+    crc = 0
+    for block in blocks:
+        crc = zlib.crc32(block, crc)
+    return crc

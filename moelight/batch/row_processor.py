@@ -1,0 +1,181 @@
+"""Rows become requests as the engine asks for them, and completions become output lines.
+
+Knows rows, requests, completions and the journal they end in. Refuses to know where rows come from and how completions
+are made. Every row that is read is open (some of its completions are still to come) or put into the journal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moelight.batch.crash_guard import refusal
+from moelight.batch.format import to_json_line
+from moelight.batch.input import Input
+from moelight.batch.progress import Progress, Shown
+from moelight.batch.rows import BadRow, Format, Row, Served, bad_row
+from moelight.batch.scan import Encode, check_length, duplicate, room
+from moelight.batch.stream_output import Ledger
+from moelight.core.errors import InputError, MoelightError
+from moelight.core.request import Completion, Request
+
+LONGEST_SHOWN = 400
+
+
+def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> None:
+    """Put the rows at which the process died before the others: so a job in which many are such gets on, however soon
+    it dies again."""
+    left = {number for number in ledger.struck if not ledger.done(number)}
+    if not left:
+        return
+    for row in source.rows(skip=lambda number: number not in left):
+        bad = bad_row(row.number, row.line, row.custom_id, refusal(), kind=row.kind)
+        served = Served(model=model, created=int(time.time()), job=job)
+        ledger.put(row.number, to_json_line(source.format.refuse(bad, served)), failed=True)
+    ledger.commit()
+
+
+class Checks(Protocol):
+    """What is asked of an engine before a request is sent to it."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served; raises InputError."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Open:
+    """A row on its way; ``missing`` completions are to come, of at most ``room`` tokens in all."""
+
+    row: Row
+    missing: int
+    room: int
+    asked_s: float
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Answering:
+    """One run over the rows that are not done yet."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        answers: Format,
+        encode: Encode,
+        context: int,
+        repeated: Collection[int],
+        model: str,
+        job: str,
+        told: Progress,
+    ) -> None:
+        """``context`` is the model's, in tokens; an earlier row has the custom_id of those that are ``repeated``;
+        ``model`` and ``job`` are what answers say of themselves (`Served`)."""
+        self._ledger, self._answers, self._encode, self._context = ledger, answers, encode, context
+        self._repeated = frozenset(repeated)
+        self._model, self._job, self._told = model, job, told
+        self._open: dict[int, _Open] = {}
+        self._next = self._taken = 0
+        self.asked = 0  # sequences
+        self.first_error: BadRow | None = None
+        self.spared = 0  # tokens that were expected and will not come: rows that ended early, or were refused
+
+    @property
+    def running(self) -> int:
+        """Sequences that were asked for and are not here."""
+        return self.asked - self._taken
+
+    def refuse_all(self, rows: Iterable[Row | BadRow]) -> None:
+        """Put every row of an input of which none can be served."""
+        for _ in self.requests(rows, None):
+            raise MoelightError("a row that the first reading refused can be served")
+
+    def requests(self, rows: Iterable[Row | BadRow], engine: Checks | None) -> Iterator[Request]:
+        """The requests of ``rows``, made as they are asked for. What ``engine`` can never serve is refused here."""
+        for row in rows:
+            if isinstance(row, BadRow):
+                self._refuse(row)
+                continue
+            if row.number in self._repeated:
+                self._refuse(duplicate(row))
+                continue
+            expected = 0
+            try:
+                with self._ledger.preparing(row.number):
+                    prompts = self._encode(row)
+                    for prompt in prompts:
+                        check_length(len(prompt), self._context, generates=row.sampling.max_tokens > 0)
+                    expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
+                    requests = [
+                        Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)
+                        for k, prompt in enumerate(prompts)
+                    ]
+                    if engine is not None:
+                        for request in requests:
+                            engine.check(request)
+            except InputError as error:
+                self.spared += expected
+                self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)
+                continue
+            opened = _Open(row=row, missing=len(requests) * row.sampling.n, room=expected, asked_s=time.monotonic())
+            self._next += len(requests)
+            self.asked += opened.missing
+            for request in requests:
+                self._open[request.index] = opened
+            yield from requests
+
+    def take(self, completion: Completion) -> None:
+        """A completion arrived; the row whose last it was is written."""
+        opened = self._open[completion.index]
+        opened.completions.append(completion)
+        opened.missing -= 1
+        self._taken += 1
+        most = room(opened.row, completion.prompt_tokens, self._context)
+        self._told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
+        if opened.missing:
+            return
+        for index in {each.index for each in opened.completions}:
+            del self._open[index]
+        completions = sorted(opened.completions, key=lambda each: (each.index, each.sample))
+        row, generated = opened.row, sum(each.completion_tokens for each in completions)
+        self.spared += opened.room - generated
+        stuck = next((each for each in completions if each.finish_reason == "error"), None)
+        if stuck is not None:
+            error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
+            self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
+            return
+        prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
+        self._ledger.put(
+            row.number,
+            to_json_line(self._answers.answer(row, completions, self._served())),
+            totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
+        )
+        self._told.row(
+            Shown(
+                number=row.number,
+                prompt=_short(row.shown),
+                texts=tuple(each.text for each in completions),
+                finish_reasons=tuple(each.finish_reason for each in completions),
+            )
+        )
+
+    def check_complete(self) -> None:
+        """Nothing is open, or the engine broke its promise."""
+        if self._open:
+            first = min(each.row.line for each in self._open.values())
+            raise MoelightError(f"line {first} was never answered")
+
+    def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
+        """``room`` is what was expected of the row, in tokens, when only its text was known."""
+        self.first_error = self.first_error or bad
+        line = to_json_line(self._answers.refuse(bad, self._served()))
+        self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)
+        self._told.row(Shown(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
+
+    def _served(self) -> Served:
+        return Served(model=self._model, created=int(time.time()), job=self._job)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"

@@ -1,0 +1,35 @@
+"""What a trace says of the run it holds: its policy, and what a steady decode pass was predicted to ask of each lane.
+
+Knows the stage on which a policy is rehearsed, and the words of a trace. Refuses to run anything.
+"""
+
+from __future__ import annotations
+
+from moelight import __version__
+from moelight.core.schedule import Lane
+from moelight.observe.number_format import rate_or_count
+from moelight.observe.trace import About, LaneForecast
+from moelight.optimizer.plan import policy_as_dict
+from moelight.optimizer.simulation import Stage
+
+
+def about(stage: Stage, schedule: str, *, source: str) -> About:
+    """The words of a trace whose passes are ``measured`` or ``simulated`` in the order ``schedule``."""
+    estimate, work, crossed = stage.estimate_of(schedule), stage.workload, stage.lane_bytes(schedule)
+    return About(
+        version=__version__,
+        source=source,
+        policy={**policy_as_dict(stage.policy), "schedule": schedule},
+        hardware=stage.hardware.name,
+        predicted={
+            str(lane): LaneForecast(busy_s=estimate.lanes[lane.value], bytes=crossed.get(lane, 0))
+            for lane in Lane
+            if estimate.lanes.get(lane.value, 0.0) > 0
+        },
+        pass_s=estimate.pass_s,
+        roofs=stage.roofs(),
+        notes={
+            "workload": f"{work.num_requests:,} prompts of {work.prompt_len:,} tokens, {work.gen_len:,} generated each",
+            "predicted tokens/s": rate_or_count(estimate.tokens_per_s),
+        },
+    )

@@ -1,0 +1,33 @@
+"""A model as the engine meets it: its directory, its profile, and where each of its tensors lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moelight.profiles.families import profile_from_dir
+from moelight.profiles.features import require_computable
+from moelight.profiles.model import ModelProfile
+from moelight.weights.source import Checkpoint, resolve_model
+from moelight.weights.tensor_map import WeightMap, locate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """An audited checkpoint; nothing of it is in memory yet."""
+
+    directory: Path
+    profile: ModelProfile
+    weight_map: WeightMap
+
+
+def open_source(model: str) -> Source:
+    """Find ``model`` and audit it: every tensor present, of the right shape, none left over.
+
+    Raises:
+        CheckpointError, ConfigError: see `resolve_model`, `profile_from_dir`, `require_computable`, `locate`.
+    """
+    directory = resolve_model(model)
+    profile = profile_from_dir(directory)
+    require_computable(profile, where=str(directory / "config.json"))
+    return Source(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))

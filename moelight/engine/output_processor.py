@@ -1,0 +1,286 @@
+"""Requests on their way to completions: seeds, the choice of each next token, and when a sequence ends.
+
+Knows sampling, eos ids, stop strings and constraints. Refuses to know batches and passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+from torch import Tensor
+
+from moelight.core.errors import InputError
+from moelight.core.request import Completion, Request, SamplingParams
+from moelight.engine.batcher import Batcher, Generation, Load, Piece
+from moelight.engine.constraints import Constraints
+from moelight.engine.detokenizer import cut_at_stop
+from moelight.engine.sampling import (
+    CHANGE_BYTES,
+    NOT_FINITE,
+    blocks,
+    change,
+    next_tokens,
+    not_finite,
+    sample_seed,
+    score,
+    there,
+)
+from moelight.engine.sequence_state import UNCHANGED, End, Kept, State, wants_state
+from moelight.engine.tokenizer import Tokenizer
+
+NO_LOGITS = (
+    "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
+    "their dtype; use a sound checkpoint, or a wider dtype"
+)
+_LIKELIEST = SamplingParams()
+_log = logging.getLogger(__name__)
+
+
+class Answers:
+    """The generations of one run, and the rules by which they end. Nothing is kept of those that have.
+
+    A generation whose parameters ask for more than a token drawn from the logits, until eos, has a `State` as long as
+    it is alive.
+
+    Attributes:
+        generations: made one by one, as they are asked for.
+        tokens: what was generated so far.
+        ended_tokens, ended_most: what those that have ended generated, and the most that they might have.
+    """
+
+    def __init__(
+        self, requests: Iterable[Request], tokenizer: Tokenizer, constraints: Constraints, max_positions: int
+    ) -> None:
+        self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._ending = {NOT_FINITE, *self._eos}
+        self._states: dict[Generation, State] = {}
+        self._historians = self._watching = 0
+        self._warned = False
+        self.tokens = self.ended_tokens = self.ended_most = 0
+        self.generations: Iterator[Generation] = (made for request in requests for made in self._open(request))
+
+    def _open(self, request: Request) -> Iterator[Generation]:
+        """The ``n`` answers to a request, one by one."""
+        how = request.sampling
+        seed = secrets.randbits(64) if how.seed is None else how.seed
+        self._ending.update(how.stop_token_ids)
+        for sample in range(how.n):
+            generation = Generation(
+                request=request,
+                seed=sample_seed(seed, sample),
+                max_tokens=most_tokens(request, self._max_positions),
+                sample=sample,
+            )
+            if wants_state(how):
+                self._states[generation] = state = State(request, self._tokenizer, self._constraints)
+                self._historians += state.needs_history
+                self._watching += state.matcher is not None
+            yield generation
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether some sequence's next token can be chosen only after `collect` has seen all before it."""
+        return self._historians > 0
+
+    def choose(self, pieces: Sequence[Piece], logits: Tensor) -> Tensor:
+        """The next token of each completing piece, int64 [S]; logits float32 [S, V]. `NOT_FINITE` where none can be
+        chosen, whatever is asked of the row."""
+        likeliest = logits.argmax(dim=-1)
+        return self._chosen(pieces, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
+
+    def _chosen(self, pieces: Sequence[Piece], logits: Tensor, likeliest: Tensor) -> Tensor:
+        owners = [piece.generation for piece in pieces]
+        params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
+        places = [piece.earlier for piece in pieces]
+        states = [self._states.get(owner) for owner in owners] if self._states else ()
+        special = [row for row, state in enumerate(states) if state is not None and state.chooses]
+        if not special:
+            return next_tokens(logits, params, seeds, places, likeliest=likeliest)
+        apart = set(special)
+        plain = [_LIKELIEST if row in apart else how for row, how in enumerate(params)]
+        tokens = next_tokens(logits, plain, seeds, places, likeliest=likeliest)
+        for rows in blocks(special, logits, CHANGE_BYTES):
+            index = there(np.asarray(rows), logits)
+            mine = [state for row in rows if (state := states[row]) is not None]
+            raw = logits[index]
+            changes = [state.change(places[row]) for row, state in zip(rows, mine, strict=True)]
+            changed = raw
+            if any(each is not UNCHANGED for each in changes):
+                changed = raw.clone()
+                change(changed, changes)
+            chosen = next_tokens(
+                changed, [params[row] for row in rows], [seeds[row] for row in rows], [places[row] for row in rows]
+            )
+            tokens[index] = chosen
+            wanted = [(row, state.top, state.chosen) for row, state in enumerate(mine) if state.top is not None]
+            _score(raw, chosen, wanted)
+        return tokens
+
+    def score(self, pieces: Sequence[Piece], first: int, logits: Tensor, targets: Tensor) -> None:
+        """Keep what ``logits`` float32 [R, V] say of ``targets`` int64 [R], tokens of prompts: those that ``pieces``
+        have scored, from the one with number ``first`` on."""
+        every = ((piece.generation, position) for piece in pieces for position in piece.scored)
+        wanted = []
+        for row, (generation, position) in enumerate(islice(every, first, first + len(logits))):
+            state = self._states.get(generation)
+            if state is not None:
+                state.positions.append(position)
+                wanted.append((row, generation.request.sampling.prompt_logprobs or 0, state.prompt))
+        _score(logits, targets, wanted)
+
+    def may_end(self, tokens: Sequence[Sequence[int]]) -> bool:
+        """Whether some sequence may have ended before its time with ``tokens``."""
+        return self._watching > 0 or any(not self._ending.isdisjoint(new) for new in tokens)
+
+    def collect(self, batcher: Batcher, loads: Sequence[Load], tokens: Sequence[Sequence[int]]) -> list[Completion]:
+        """Hand each new token to its generation; the completions of those that end with it."""
+        finished = []
+        for load, new in zip(loads, tokens, strict=True):
+            arriving = iter(new)
+            for piece in load.pieces:
+                if not piece.completes:
+                    continue
+                generation = piece.generation
+                token = next(arriving) if generation.max_tokens else None
+                if generation.finished:
+                    continue  # it had ended when this pass was launched ahead of its tokens
+                if (end := self._ends(generation, token)) is not None:
+                    generation.finished = True
+                    batcher.retire(generation)
+                    self.ended_tokens += len(generation.generated)
+                    self.ended_most += generation.max_tokens
+                    finished.append(self._completion(generation, end))
+                    self._forget(generation)
+        return finished
+
+    def _ends(self, generation: Generation, token: int | None) -> End | None:
+        """How the sequence ends with ``token``, if it does; None where nothing is to be generated."""
+        how, state = generation.request.sampling, self._states.get(generation) if self._states else None
+        first = not generation.generated
+        if token == NOT_FINITE or (first and state is not None and state.scored_nan):
+            return self._not_finite()
+        if token is None:
+            return End("length")
+        end = None
+        if token in self._ending:
+            end = self._ends_by_token(how, token)
+        if state is not None:
+            text = self._tokenizer.token_text
+            if (stuck := state.arrived(token, closes=end is not None, text=text)) is not None:
+                return stuck
+        if end is not None:
+            return end
+        generation.generated.append(token)
+        self.tokens += 1
+        if state is not None and (found := state.ends(token)) is not None:
+            return found
+        return End("length") if len(generation.generated) >= generation.max_tokens else None
+
+    def _not_finite(self) -> End:
+        """The end of a sequence by logits from which nothing can be chosen; the first one of a run is logged."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(NO_LOGITS)
+        return End("error", stop=NO_LOGITS, code="not_finite")
+
+    def _ends_by_token(self, how: SamplingParams, token: int) -> End | None:
+        if token in self._eos and not how.ignore_eos:
+            return End("stop", closing=token)
+        return End("stop", closing=token, stop=token) if token in how.stop_token_ids else None
+
+    def _completion(self, generation: Generation, end: End) -> Completion:
+        request, state = generation.request, self._states.get(generation)
+        how, ids = request.sampling, generation.generated
+        text, stop = self._text(generation, end), end.stop
+        if end.by_text:
+            begin = 0
+            if how.min_tokens:
+                before = self._decoded(generation, ids[: how.min_tokens])
+                begin = len(before) - max(map(len, how.stop)) + 1
+            text, stop = cut_at_stop(text, how.stop, begin=begin, include=how.include_stop_str_in_output)
+        logprobs = None if state is None or state.top is None else tuple(state.logprobs)
+        return Completion(
+            index=request.index,
+            sample=generation.sample,
+            text=text,
+            token_ids=tuple(ids),
+            finish_reason=end.reason,
+            stop_reason=stop,
+            error_code=end.code,
+            prompt_tokens=len(request.token_ids),
+            cached_tokens=generation.cached,
+            logprobs=logprobs,
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True)),
+            prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
+        )
+
+    def _text(self, generation: Generation, end: End) -> str:
+        ids = generation.generated
+        if end.closing is not None and generation.request.sampling.include_stop_str_in_output:
+            ids = [*ids, end.closing]
+        return self._decoded(generation, ids)
+
+    def _decoded(self, generation: Generation, token_ids: Sequence[int]) -> str:
+        tokenizer, request = self._tokenizer, generation.request
+        return tokenizer.decode_after(
+            tokenizer.context(request.token_ids), token_ids, skip_special_tokens=request.sampling.skip_special_tokens
+        )
+
+    def _forget(self, generation: Generation) -> None:
+        state = self._states.pop(generation, None)
+        if state is not None:
+            self._historians -= state.needs_history
+            self._watching -= state.matcher is not None
+
+
+def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:
+    """Score ``tokens`` int64 [S] by ``logits`` float32 [S, V], as far as ``wanted``: a row, how many of the likeliest
+    tokens, and where it is kept."""
+    by_top: defaultdict[int, list[tuple[int, Kept]]] = defaultdict(list)
+    for row, top, kept in wanted:
+        by_top[top].append((row, kept))
+    for top, rows in by_top.items():
+        if len(rows) == len(logits):
+            found = score(logits, tokens, top)
+        else:
+            index = there(np.asarray([row for row, _ in rows]), logits)
+            found = score(logits[index], tokens[index], top)
+        for at, (_, kept) in enumerate(rows):
+            kept.append((found, at))
+
+
+def most_tokens(request: Request, max_positions: int) -> int:
+    """How many tokens may follow the prompt: as many as asked for, within the model's context."""
+    return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
+
+
+def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
+    """Refuse a prompt without tokens, or with more than the context holds, and token ids that the model does not have.
+
+    Raises:
+        InputError: says which; names the field and the id.
+    """
+    tokens, how = len(request.token_ids), request.sampling
+    if not tokens:
+        raise InputError("the prompt has no tokens", code="empty_prompt")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
+    # A token that is only scored is not computed, and needs no position.
+    if tokens > (max_positions - 1 if how.max_tokens else max_positions + 1):
+        raise InputError(
+            f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
+        )
+    for name, token_ids in (("logit_bias", how.logit_bias or ()), ("stop_token_ids", how.stop_token_ids)):
+        for token in token_ids:
+            if token >= vocab_size:
+                raise InputError(
+                    f"{name}: token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id"
+                )

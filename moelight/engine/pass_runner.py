@@ -1,0 +1,400 @@
+"""Everything that is in memory, and the running of one pass over it.
+
+Knows how loads become micro-batches, a schedule and a timeline. Refuses to know requests' texts and when they end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import CheckpointError
+from moelight.core.policy import Policy
+from moelight.core.schedule import Lane, Page, Schedule, TaskKind
+from moelight.core.timeline import Timeline
+from moelight.engine.batcher import Load, Piece, places
+from moelight.engine.checkpoint import Source
+from moelight.engine.experts import ExpertChoices
+from moelight.hrm import costs
+from moelight.hrm.footprint import (
+    KV_BUFFERS,
+    far_pages,
+    footprint,
+    kv_blocks,
+    kv_buffer_tokens,
+    kv_device_blocks,
+    pass_tokens,
+)
+from moelight.hrm.placement import moved, near_table, place
+from moelight.kernels.products import Workspace
+from moelight.kernels.reads import FileReader, Part
+from moelight.memory.arena import typed
+from moelight.memory.kv import BlockPool, KVCache, TokenCache
+from moelight.memory.pages import PageStore
+from moelight.models.decoder import Decoder
+from moelight.optimizer.allocation import Allocation
+from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
+from moelight.runtime.context import Chunk, Targets, find_added, find_context
+from moelight.runtime.executor import Executor, Flight
+from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
+from moelight.runtime.microbatch import MicroBatch, pack, present
+from moelight.runtime.moe_ops import KeptArena, Mixing
+from moelight.runtime.on_demand import Pager, Sweep
+from moelight.runtime.ops import Operations
+from moelight.runtime.staging import CrossingArena
+from moelight.scheduler import SCHEDULES, on_demand
+from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
+from moelight.weights.load import PageReader, load_dense, page_files, page_views
+from moelight.weights.torch_dtypes import to_torch
+
+Choose = Callable[[Sequence[Piece], Tensor], Tensor]
+Score = Callable[[Sequence[Piece], int, Tensor, Tensor], None]
+_SCHEDULES_KEPT = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A pass that is ready to be launched: its loads as micro-batches."""
+
+    loads: Sequence[Load]
+    micro_batches: Sequence[MicroBatch]
+    shapes: tuple[MicroBatchShape, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A pass on its way. ``loads`` are what it carries; its micro-batches stay until it has landed."""
+
+    packed: Packed
+    flight: Flight
+
+    @property
+    def loads(self) -> Sequence[Load]:
+        """What rides in it."""
+        return self.packed.loads
+
+
+class PassRunner:
+    """The loaded model: arenas filled, lanes open. A pass is one sweep through all layers: packed, launched, landed."""
+
+    def __init__(
+        self, source: Source, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
+    ) -> None:
+        """``experts``: which of them stay near, and why; None: those that the policy places there."""
+        profile = source.profile
+        self.dtype = weight_dtype(policy, source, machine)
+        torch_dtype = to_torch(self.dtype)
+        self._policy, self._profile = policy, profile
+        self._allocation = Allocation(profile, policy, self.dtype)
+        self._layout = layout_of(profile, policy, self.dtype)
+        self._placement = place(profile, policy)
+        self._experts = experts
+        self._residents = 0
+        self._streaming = True
+        self._build = SCHEDULES.get(policy.schedule)
+        self._schedules: OrderedDict[PassShape, Schedule] = OrderedDict()
+        self._position = 0
+        self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
+        with ExitStack() as opened:
+            self._reader = opened.enter_context(_page_reader(source, torch_dtype, opened))
+            runners = open_lanes(machine, lanes, cores_for(machine, self._policy))
+            self.lanes: tuple[Lane, ...] = tuple(runners)
+            self._executor = Executor(runners)
+            opened.callback(self._executor.close)
+            self._load(source, machine, torch_dtype)
+            self._opened = opened.pop_all()
+
+    def _load(self, source: Source, machine: Machine, dtype: torch.dtype) -> None:
+        policy, profile = self._policy, self._profile
+        announced = footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
+        arenas = allocate_for(machine, announced, pinned_homes=self._layout.pinned_homes)
+        tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
+        alive = places(policy, self.pool.blocks)
+        self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
+        self._crossing: CrossingArena | None = None
+        if "crossing" in arenas:
+            self._crossing = CrossingArena(arenas["crossing"], profile, policy, self.dtype, tokens)
+        self._kept: KeptArena | None = None
+        if "mixture" in arenas:
+            self._kept = KeptArena(arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
+        weights = load_dense(source.weight_map, profile, arenas["dense"], dtype)
+        self._pages = PageStore(
+            arenas,
+            near_table(self._placement, profile) if self._experts is None else self._experts.near.table,
+            near=self._placement.near,
+            far=far_pages(self._placement) if self._placement.near == "device" else (),
+            parts=self._layout.parts,
+            slot_bytes=costs.page_slot_bytes(profile, self.dtype),
+            view=lambda slot: page_views(slot, profile, dtype),
+        )
+        self._follow_residents()
+        self._pages.load(self._reader.start)
+        self._pager: Pager | None = None
+        if self._experts is not None and self._layout.streamed:
+            leave = self._experts.leave if policy.ffn_device == "split" else None
+            self._pager = Pager(
+                self._pages, self._experts.near, self._reader.start, leave=leave, remembers=not self._experts.plain
+            )
+        spaces = {}
+        for name in {"work", "host_work"} & set(arenas):
+            grouped = name == "work" and policy.discrete
+            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype, grouped=grouped)
+            spaces[name] = Workspace(arenas[name], sizes, hidden, dtype)
+        self.decoder = Decoder(profile, weights, spaces["work"])
+        self._operations = Operations(
+            self.decoder,
+            self._pages,
+            attention=self._attention(arenas, dtype),
+            mixing=Mixing(
+                self.decoder,
+                self._pages,
+                host_space=spaces.get("host_work"),
+                kept=self._kept,
+                most_rows=policy.micro_batch_tokens,
+            ),
+            start_page=self._reader.start,
+            pool=torch.zeros(alive, dtype=torch.int64, device=machine.device),
+            score_rows=policy.micro_batch_size,
+        )
+        # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
+        room = torch.empty((3, alive), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
+        self._sampled = cycle(room)
+
+    def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
+        """What attention does, on the host over its cache, or on the device over blocks on either side."""
+        policy, spec, layers = self._policy, self._profile.attention, self._profile.num_layers
+        blocks, size = self.pool.blocks, policy.kv_block_size
+        if policy.attention_device == "cpu":
+            paged = KVCache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
+            return HostAttention(spec, paged).table
+
+        def cache(name: str, blocks: int) -> TokenCache:
+            return TokenCache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
+
+        host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
+        shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
+        return DeviceAttention(
+            spec,
+            typed(arenas["kv_buffer"], dtype, shape),
+            on_host=cache("kv", host) if self._layout.context_crosses else None,
+            on_device=cache("device_kv", there) if there else None,
+        ).table
+
+    @property
+    def policy(self) -> Policy:
+        """What passes follow. It may change between two of them, within what was allocated.
+
+        Raises:
+            ConfigError: the new one differs in what is fixed, or needs more memory.
+        """
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._allocation.check(policy)
+        self._policy = policy
+
+    def pack(self, loads: Sequence[Load]) -> Packed:
+        """``loads`` as micro-batches, before or while an earlier pass runs: generated tokens are looked up later."""
+        micro_batches = self._pack(loads)
+        shapes = tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True))
+        return Packed(loads=loads, micro_batches=micro_batches, shapes=shapes)
+
+    def launch(self, packed: Packed, choose: Choose, score: Score | None = None, *, follows: bool) -> Launched:
+        """Put a pass on its way, which may be behind one that is. ``choose(pieces, logits)`` picks the new tokens of
+        the pieces that complete their sequences, on the device of the logits; ``score(pieces, first, logits, targets)``
+        scores the prompts' tokens of a load from its scored row ``first`` on. ``follows``: another pass will come, so
+        its first pages may be fetched now."""
+        small = self._small(sum(load.tokens for load in packed.loads))
+        if small is None:
+            if self._pager is not None and not self._streaming:
+                self._executor.wait()  # until it is known who is near
+                self._pager.land()  # the ring is the stream's now
+            self._follow_residents()
+        ahead = small is not None and self._policy.schedule != "serial" and small.near.ahead
+        shape = PassShape(
+            micro_batches=packed.shapes,
+            carried=self._executor.carried,
+            wraps=follows,
+            look_ahead=self._policy.look_ahead,
+            routed_only=small is not None,
+            ahead=ahead,
+            foresee=ahead and present(small).near.foresees,
+        )
+        completing = [
+            [piece for piece in load.pieces if piece.completes and piece.generation.max_tokens] for load in packed.loads
+        ]
+
+        def sample(j: int, first: int, logits: Tensor) -> Tensor:
+            return choose(completing[j][first : first + len(logits)], logits)
+
+        def note(j: int, first: int, logits: Tensor, targets: Tensor) -> None:
+            present(score)(packed.loads[j].pieces, first, logits, targets)
+
+        schedule = self._schedule(shape)
+        sweep = Sweep(
+            micro_batches=packed.micro_batches,
+            position=self._position,
+            small=None if small is None else small.begin(packed.micro_batches, *self._in_ring(shape.carried)),
+            watch=None if self._experts is None else self._experts.watch(small=small is not None),
+            residents=self._residents,
+        )
+        self._position += schedule.stream_advance
+        self._streaming = small is None
+        return Launched(
+            packed=packed, flight=self._executor.launch(schedule, self._operations.bind(sweep, sample, note))
+        )
+
+    def _small(self, tokens: int) -> Pager | None:
+        """Who brings the pages, where only those are to move that a pass of ``tokens`` is routed to."""
+        policy = self._policy
+        missing = None
+        if self._experts is not None:
+            missing = 0.0 if self._experts.plain else self._experts.near.missing_share(tokens)
+        pays = on_demand.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens, missing)
+        return self._pager if pays else None
+
+    def _in_ring(self, carried: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
+        """What the pass before left in the ring, and where, if it streamed whole layers: the pages in ``carried`` parts
+        that it fetched for the next one, and of those that it used itself the last (none before any did)."""
+        if not self._streaming:
+            return {}, None
+        each, ring = len(self._layout.parts), len(self._pages.ring_pages)
+        pages, ahead = self._layout.streamed[::each], carried // each
+        used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
+        at = self._position - len(self._layout.streamed)
+        return (
+            {pages[k]: self._pages.ring_page(k, self._position) for k in range(ahead)},
+            {pages[k]: self._pages.ring_page(k, at) for k in used},
+        )
+
+    def _follow_residents(self) -> None:
+        """Lay the stream of pages out anew, if others are near than at the last pass that streamed them."""
+        found = None if self._experts is None else self._experts.near
+        if found is not None and found.version != self._residents:
+            placement = moved(self._placement, found.pages())
+            layout = layout_of(self._profile, self._policy, self.dtype, placement=placement)
+            self._layout = replace(layout, ring_slots=self._layout.ring_slots, pinned_slots=self._layout.pinned_slots)
+            self._residents = found.version
+            self._schedules.clear()
+        self._pages.follow(self._layout.streamed, self._layout.computed)
+
+    def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
+        """Wait for a pass: its timeline, and for each load the new tokens in the order of its completing pieces."""
+        timeline = self._executor.finish(launched.flight)
+        return timeline, [mb.sampled.tolist() for mb in launched.packed.micro_batches]
+
+    def drain(self, launched: Launched) -> None:
+        """Wait for a pass whose tokens nobody wants, unless a failure has ended all passes."""
+        if not self._executor.broken:
+            self._executor.finish(launched.flight)
+
+    @property
+    def stalls(self) -> dict[str, float]:
+        """What fetching experts in small passes took."""
+        return {} if self._pager is None else asdict(self._pager.stall)
+
+    def close(self) -> None:
+        """Stop the lanes, close the files."""
+        if self._pager is not None:
+            self._pager.land()
+        self._opened.close()
+
+    def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
+        """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""
+        samples = mb.sampled.numel() + mb.targets.numel() > 0
+        if mb.added is None or not self._layout.context_crosses:
+            return MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples)
+        shape = MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples, device_tokens=mb.added.there)
+        if mb.context is None:
+            return shape
+        continues = any(piece.start > piece.generation.computed for piece in load.pieces)
+        return replace(shape, context=mb.context.tokens, device_context=mb.context.there, continues=continues)
+
+    def _pack(self, loads: Sequence[Load]) -> list[MicroBatch]:
+        packed, row, sampled = [], 0, next(self._sampled)
+        for load in loads:
+            chunks = [_chunk(piece) for piece in load.pieces]
+            mb = pack(
+                chunks,
+                block_size=self._policy.kv_block_size,
+                hidden=self._hidden[row : row + load.tokens],
+                sampled=sampled,
+                crossing=self._crossing.share(row, load.tokens) if self._crossing is not None else None,
+                kept=self._kept.rows(row, load.tokens) if self._kept is not None else None,
+                fresh=load.fresh,
+            )
+            row += load.tokens
+            sampled = sampled[mb.sampled.numel() :]
+            if self._policy.attention_device == "gpu":
+                self._find_context(mb, chunks)
+            packed.append(mb)
+        return packed
+
+    def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
+        """Where the device finds what came before, and where what is new goes."""
+        device, size = mb.hidden.device, self._policy.kv_block_size
+        host_slots = self.pool.host_blocks * size
+        mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)
+        if not mb.fresh:
+            window = self._profile.attention.window
+            mb.context = find_context(chunks, block_size=size, window=window, device=device, host_slots=host_slots)
+
+    def _schedule(self, shape: PassShape) -> Schedule:
+        """Kept by shape, but where contexts cross: those differ from pass to pass."""
+        if self._layout.context_crosses:
+            return self._build(self._layout, shape)
+        if shape in self._schedules:
+            self._schedules.move_to_end(shape)
+        else:
+            self._schedules[shape] = self._build(self._layout, shape)
+            if len(self._schedules) > _SCHEDULES_KEPT:
+                self._schedules.popitem(last=False)
+        return self._schedules[shape]
+
+
+def _chunk(piece: Piece) -> Chunk:
+    generation = piece.generation
+    plain = generation.request.sampling.prompt_logprobs is None
+    return Chunk(
+        token_ids=piece.token_ids,
+        start=piece.start,
+        blocks=generation.blocks,
+        place=generation.place,
+        samples=piece.completes and generation.max_tokens > 0,
+        decodes=piece.decodes,
+        targets=None if plain else _targets(piece),
+    )
+
+
+def _targets(piece: Piece) -> Targets | None:
+    scored, token_ids = piece.scored, piece.generation.request.token_ids
+    if not scored:
+        return None
+    return Targets(row=scored.start - 1 - piece.start, token_ids=token_ids[scored.start : scored.stop])
+
+
+def _page_reader(source: Source, dtype: torch.dtype, opened: ExitStack) -> PageReader:
+    """Past the page cache, unless numbers are converted on their way."""
+    weight_map = source.weight_map
+    if to_torch(weight_map.dtype) != dtype:
+        return PageReader(weight_map, source.profile, dtype)
+    try:
+        files = opened.enter_context(FileReader(page_files(weight_map)))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
+    return PageReader(weight_map, source.profile, dtype, lambda parts: files.submit([Part(*each) for each in parts]))
+
+
+def weight_dtype(policy: Policy, source: Source, machine: Machine) -> DType:
+    """The format weights have in memory: the policy's, or the checkpoint's own as far as the machine knows it."""
+    if policy.weight_dtype == "auto":
+        return machine.native_dtype(source.weight_map.dtype)
+    return dtype_named(policy.weight_dtype)

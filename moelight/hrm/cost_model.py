@@ -1,0 +1,131 @@
+"""Seconds of each act of a micro-batch in one layer: the ledger's bytes and flops over a machine's speeds.
+
+The estimate adds them up and the simulator lays them out in time. Tokens may be numbers or arrays. Refuses to know
+orders of work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moelight.core.dtypes import DType
+from moelight.hrm import costs
+from moelight.hrm.machine_model import Speeds, Unit
+from moelight.profiles.model import ModelProfile
+
+# Bytes touched by norms, rotations, residuals, routing and the gathering of rows, for each number of the hidden state:
+# an act reads and writes it in float32 a few times, and the experts' side once more for every routed copy.
+TOUCHED_BEFORE = 40
+TOUCHED_AFTER = 40
+TOUCHED_PER_EXPERT = 16
+# Kernels that one act launches on a GPU, beside those of each expert.
+KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acts:
+    """One model in its dtypes on one machine. ``dtype`` is what units work in, ``page_dtype`` the experts' own.
+
+    ``pinned_homes``: experts at home in host memory cross the link from there.
+    """
+
+    model: ModelProfile
+    speeds: Speeds
+    dtype: DType
+    kv_dtype: DType
+    page_dtype: DType
+    attention_device: str
+    ffn_device: str
+    pinned_homes: bool = False
+
+    @property
+    def discrete(self) -> bool:
+        """Whether a GPU takes part."""
+        return self.ffn_device != "cpu" or self.attention_device == "gpu"
+
+    @property
+    def near(self) -> Unit:
+        """The unit of norms, projections, routers and the head."""
+        gpu = self.speeds.gpu
+        return gpu if self.discrete and gpu is not None else self.speeds.cpu
+
+    def layer_kinds(self) -> tuple[tuple[costs.LayerElements, bool, int], ...]:
+        """``(elements, has experts, how many layers)`` for each kind of layer."""
+        return costs.layer_kinds(self.model)
+
+    def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
+        """Norm, projections and rotations of ``tokens``."""
+        touched = tokens * self.model.hidden_size * TOUCHED_BEFORE
+        return (
+            self.near.product_s(tokens, elements.before_attention, self.dtype)
+            + self.near.touch_s(touched)
+            + self._overhead_s(self.near, KERNELS["before"])
+        )
+
+    def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
+        """Output projection, norm, router, shared experts or dense layer, and the moving of rows; experts aside."""
+        copies = self.model.router.top_k if moe and self.near.experts is None else 0  # else measured with the experts
+        touched = tokens * self.model.hidden_size * (TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
+        return (
+            self.near.product_s(tokens, elements.after_attention, self.dtype)
+            + self.near.touch_s(touched)
+            + self._overhead_s(self.near, KERNELS["after"])
+        )
+
+    def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
+        """A ``share`` of one layer's experts on ``unit``: those that ``tokens`` meet, each page read once."""
+        met = costs.distinct_experts(self.model, tokens)
+        rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
+        return share * met * self.expert_s(unit, rows)
+
+    def expert_s(self, unit: Unit, rows: Any) -> Any:
+        """One expert on ``unit``, met by ``rows`` tokens."""
+        launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
+        each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
+        return each + launches * unit.launch_s
+
+    def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
+        """One layer's (average) attention of ``tokens`` sequences over ``context`` cached tokens each."""
+        seen = self.seen(context)
+        size = tokens * seen * costs.kv_layer_bytes(self.model, self.kv_dtype)
+        flops = costs.attention_flops(self.model, tokens * seen)
+        return unit.attention_s(size, flops, context) + self._overhead_s(unit, KERNELS["attention"])
+
+    def prefill_attention_s(self, unit: Unit, tokens: Any, prompt_len: Any) -> Any:
+        """One layer's attention of prompts of ``prompt_len``, ``tokens`` in all, over themselves (eq. of A_g = 1)."""
+        pairs = tokens * self.seen((prompt_len + 1) / 2)
+        return unit.prefill_s(costs.attention_flops(self.model, pairs), prompt_len) + self._overhead_s(
+            unit, KERNELS["attention"]
+        )
+
+    def head_s(self, rows: Any) -> Any:
+        """Logits of ``rows`` tokens."""
+        product = self.near.product_s(rows, costs.head_elements(self.model), self.dtype)
+        return product + self._overhead_s(self.near, KERNELS["head"])
+
+    def seen(self, context: Any) -> Any:
+        """Positions a token sees in an average layer."""
+        return costs.seen_positions(self.model, context) / self.model.num_layers
+
+    def kv_read_bytes(self, tokens: Any, context: Any) -> Any:
+        """Cache that one layer's attention of ``tokens`` sequences reads."""
+        return tokens * self.seen(context) * costs.kv_layer_bytes(self.model, self.kv_dtype)
+
+    def page_bytes(self) -> int:
+        """Bytes of one page on any link."""
+        return costs.page_bytes(self.model, self.page_dtype)
+
+    def up_s(self, size: Any, transfers: Any = 1.0) -> Any:
+        """``size`` bytes from host to device in so many transfers."""
+        return size / self.speeds.h2d + transfers * self.speeds.transfer_s
+
+    def down_s(self, size: Any, transfers: Any = 1.0) -> Any:
+        """``size`` bytes from device to host."""
+        return size / self.speeds.d2h + transfers * self.speeds.transfer_s
+
+    @staticmethod
+    def _overhead_s(unit: Unit, kernels: int) -> float:
+        return unit.task_s + kernels * unit.launch_s

@@ -1,0 +1,190 @@
+"""What one machine sustains, ready to be asked for seconds: measured figures where there are any, else shares of peaks.
+
+Knows hardware profiles and plain arithmetic. Refuses to know models and passes (``task_cost``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.core.dtypes import DType
+from moelight.core.errors import ConfigError
+from moelight.profiles.efficiency import Surface
+from moelight.profiles.hardware import WORK, HardwareProfile, Processor
+
+# Shares of a data sheet's peak that long, well-shaped work sustains, for machines nobody has measured. Links: 12.3 of
+# 15.75 GB/s (MoE-Lightning's own kernel figures); device memory: their fused experts, 75 % of 306 GB/s; host memory:
+# this project's attention kernel against the read roof; products: common figures of tensor cores and tiles.
+SUSTAINED = {"link": 0.78, "device_memory": 0.75, "host_memory": 0.75, "disk": 0.9, "products": 0.6, "prefill": 0.3}
+TASK_S = 50e-6
+LAUNCH_S = 8e-6
+TRANSFER_S = 15e-6
+ELEMENTWISE_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A processor (or all equal GPUs together) beside its memory. Bytes and flop per second; ``task_s`` is what one
+    act of a micro-batch costs beside its arithmetic, ``launch_s`` what each of its kernels does."""
+
+    flops: float
+    memory: float
+    elementwise: float
+    task_s: float = 0.0
+    launch_s: float = 0.0
+    linear: Surface | None = None
+    experts: Surface | None = None
+    attention: Surface | None = None
+    prefill: Surface | None = None
+    touching: Surface | None = None
+    prefill_flops: float = 0.0
+
+    def product_s(self, rows: Any, elements: int, dtype: DType, *, experts: bool = False) -> Any:
+        """Seconds for ``rows`` vectors times a matrix of ``elements``, weights read from this unit's memory."""
+        surface = self.experts if experts else self.linear
+        flops = 2.0 * rows * elements
+        size = float(dtype.bytes_for(elements))
+        if surface is None:
+            return np.maximum(flops / self.flops, np.where(np.asarray(rows) > 0, size / self.memory, 0.0))
+        at_16_bits = flops / surface.at(np.maximum(rows, 1.0), 2.0 * elements)
+        if dtype.bits == 16:
+            return at_16_bits
+        read_s = size / surface.at(1.0, 2.0 * elements)  # at one row, flop/s are bytes/s of 16-bit weights
+        return np.where(np.asarray(rows) > 0, np.maximum(read_s, flops / max(surface.curves[-1].y)), 0.0)
+
+    def attention_s(self, bytes_read: Any, flops: Any, context: Any) -> Any:
+        """Seconds to attend over ``bytes_read`` of cached keys and values, ``context`` tokens a sequence."""
+        speed = self.memory if self.attention is None else self.attention.at(np.maximum(context, 1.0))
+        return np.maximum(bytes_read / speed, flops / self.flops)
+
+    def touch_s(self, size: Any) -> Any:
+        """Seconds in which the norms and sums of one act touch ``size`` bytes."""
+        return size / (self.elementwise if self.touching is None else self.touching.at(np.maximum(size, 1.0)))
+
+    def prefill_s(self, flops: Any, tokens: Any) -> Any:
+        """Seconds for the attention of prompts of ``tokens`` each over themselves."""
+        speed = self.prefill_flops if self.prefill is None else self.prefill.at(np.maximum(tokens, 1.0))
+        return flops / speed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """One machine. Bytes per second: ``disk``, ``h2d`` and ``d2h`` (all GPUs together), ``stage`` (payload of a copy
+    into pinned memory), ``dram`` (everything that touches host memory). ``gpu`` is None where there is none.
+    ``under_disk``: the share of its speed that the CPU keeps while the disk is read; ``disk_under_cpu``: the share that
+    the disk keeps meanwhile."""
+
+    cpu: Unit
+    gpu: Unit | None
+    dram: float
+    disk: float
+    h2d: float
+    d2h: float
+    stage: float
+    transfer_s: float
+    under_disk: float = 1.0
+    disk_under_cpu: float = 1.0
+
+
+def speeds_of(hardware: HardwareProfile) -> Speeds:
+    """The speeds of ``hardware``. Links it does not have take no time; a disk it does not have has speed 0.
+
+    Raises:
+        ConfigError: the machine has no host memory or no CPU.
+    """
+    host, cpu = hardware.tier("host"), hardware.processor("cpu")
+    if host is None or cpu is None:
+        raise ConfigError(f"hardware profile {hardware.name!r} lacks tiers.host or processors.cpu")
+    device, gpu, disk = hardware.tier("device"), hardware.processor("gpu"), hardware.tier("disk")
+    host_memory = host.bandwidth_bytes_per_s * _share(hardware, "host_memory")
+    device_memory = 0.0 if device is None else device.bandwidth_bytes_per_s * _share(hardware, "device_memory")
+    return Speeds(
+        cpu=_unit(hardware, cpu, host_memory, task_s=hardware.figure("cpu_task") or TASK_S),
+        gpu=None
+        if gpu is None
+        else _unit(hardware, gpu, device_memory, launch_s=hardware.figure("gpu_launch") or LAUNCH_S),
+        dram=host_memory,
+        disk=0.0 if disk is None else disk.bandwidth_bytes_per_s * _share(hardware, "disk"),
+        h2d=_link(hardware, "host", "device"),
+        d2h=_link(hardware, "device", "host"),
+        stage=hardware.figure("host_copy") or host_memory / 2,
+        transfer_s=hardware.figure("transfer") or TRANSFER_S,
+        under_disk=hardware.figure("cpu_under_disk") or 1.0,
+        disk_under_cpu=hardware.figure("disk_under_cpu") or 1.0,
+    )
+
+
+def slowed(speeds: Speeds, by: Mapping[str, float]) -> Speeds:
+    """The machine on which all work of a lane takes ``by`` as long, lanes that are not named as long as before."""
+    links = {name: getattr(speeds, name) / by.get(name, 1.0) for name in ("disk", "stage", "h2d", "d2h")}
+    gpu = None if speeds.gpu is None else _unit_slowed(speeds.gpu, by.get("device", 1.0))
+    return replace(speeds, cpu=_unit_slowed(speeds.cpu, by.get("cpu", 1.0)), gpu=gpu, **links)
+
+
+def _unit_slowed(unit: Unit, by: float) -> Unit:
+    rates = {name: getattr(unit, name) / by for name in ("flops", "memory", "elementwise", "prefill_flops")}
+    times = {name: getattr(unit, name) * by for name in ("task_s", "launch_s")}
+    measured = {name: getattr(unit, name) for name in ("linear", "experts", "attention", "prefill", "touching")}
+    surfaces = {name: surface.times(1.0 / by) for name, surface in measured.items() if surface is not None}
+    return replace(unit, **rates, **times, **surfaces)
+
+
+def at_best(speeds: Speeds) -> Speeds:
+    """A machine nowhere slower than this one, on which more rows never take less time nor run at a lower rate: what
+    measured curves nearly are, and what bounds over many sizes of work rest on."""
+    gpu = None if speeds.gpu is None else _unit_at_best(speeds.gpu)
+    return replace(speeds, cpu=_unit_at_best(speeds.cpu), gpu=gpu)
+
+
+def _unit_at_best(unit: Unit) -> Unit:
+    return replace(
+        unit,
+        linear=_surface_at_best(unit.linear),
+        experts=_surface_at_best(unit.experts),
+        touching=_surface_at_best(unit.touching),
+    )
+
+
+def _surface_at_best(surface: Surface | None) -> Surface | None:
+    if surface is None:
+        return None
+    curves = []
+    for curve in surface.curves:
+        rising = np.maximum.accumulate(curve.y)
+        least_s = np.minimum.accumulate((np.array(curve.x) / rising)[::-1])[::-1]
+        curves.append(replace(curve, y=tuple(float(y) for y in np.array(curve.x) / least_s)))
+    return replace(surface, curves=tuple(curves))
+
+
+def _share(hardware: HardwareProfile, what: str) -> float:
+    """Of a stated bandwidth: all where the file holds measurements, else what is usually sustained."""
+    return 1.0 if hardware.measured else SUSTAINED[what]
+
+
+def _link(hardware: HardwareProfile, src: str, dst: str) -> float:
+    link, gpu = hardware.link(src, dst), hardware.processor("gpu")
+    if link is None or gpu is None:
+        return np.inf
+    return link.bandwidth_bytes_per_s * _share(hardware, "link") * gpu.count
+
+
+def _unit(
+    hardware: HardwareProfile, unit: Processor, memory: float, *, task_s: float = 0.0, launch_s: float = 0.0
+) -> Unit:
+    """All ``unit.count`` processors together; they share every matrix in equal parts."""
+    name, count = unit.name, unit.count
+    surfaces = {work: hardware.surface(f"{name}_{work}") for work in WORK}
+    fields = {"touching" if work == "elementwise" else work: surface for work, surface in surfaces.items()}
+    return Unit(
+        flops=unit.peak_flops * count * (1.0 if surfaces["linear"] else SUSTAINED["products"]),
+        memory=memory * count,
+        elementwise=ELEMENTWISE_SHARE * memory * count,
+        task_s=task_s,
+        launch_s=launch_s,
+        prefill_flops=unit.peak_flops * count * SUSTAINED["prefill"],
+        **{field: surface.times(count) for field, surface in fields.items() if surface is not None},
+    )

@@ -1,0 +1,326 @@
+"""Seconds of work that one pass puts on each lane. A lane does one thing at a time, so it is a bound on the pass.
+
+All counts may be arrays over many candidates. Everything here is affine in the homes of pages and cache blocks, which
+is what lets the optimizer solve for them. Refuses to know orders of work (``schedule_time``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.hrm import costs
+from moelight.hrm.cost_model import Acts
+from moelight.hrm.machine_model import Unit
+from moelight.hrm.workload_model import Passes
+
+NO_DISK_BYTES_PER_S = 1e-3  # a page on a disk that is not there takes for ever, none takes no time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Homes:
+    """How many pages live where, over all layers, and the share of the cache on the device.
+
+    ``from_host`` and ``from_disk`` are streamed every pass; ``computed`` are computed by the CPU where they lie, beside
+    a GPU; the others never move.
+    """
+
+    from_host: Any = 0.0
+    from_disk: Any = 0.0
+    computed: Any = 0.0
+    device_kv: Any = 0.0
+
+    def at(self, index: Any) -> Homes:
+        """The candidates that ``index`` picks, where these are several."""
+        names = ("from_host", "from_disk", "computed", "device_kv")
+        return Homes(**{name: np.asarray(getattr(self, name))[index] for name in names})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassCost:
+    """One pass, in seconds.
+
+    Attributes:
+        lanes: work on each lane; ``dram`` is host memory, which several lanes share.
+        count: micro-batches that decode.
+        act, attend, up: of one of them in all layers: device work, attention, and transfers to the device.
+        chain: the way of one of them through all layers, alone.
+        waits: how long a lane stands still at the ends of the pass, while one of them is on its way elsewhere; without
+            a device, what lanes that work at once cost each other.
+        experts: device work of experts that run once over the whole pass.
+        pages: what the streamed pages take of every lane they pass.
+        link_waits: how long the link stands still for the CPU's experts, whose results cross in their turn.
+        link_reads: seconds of host memory's bandwidth that streamed pages take while they cross the link.
+        look_ahead: as in `Policy`.
+        apart: 1 where only routed pages move, so that links and compute take turns; else 0.
+        share: of the streamed pages that move: those that somebody is expected to be routed to, where only they do.
+        crossing: what pages take of the link upwards.
+        first: of one micro-batch, everything up to the end of attention, where there is no link.
+        meanwhile: of experts that are near, which run while routed ones are read, where there is no link.
+    """
+
+    lanes: dict[str, Any]
+    count: Any
+    act: Any
+    attend: Any
+    up: Any
+    chain: Any
+    waits: dict[str, Any]
+    experts: Any
+    pages: tuple[Any, ...]
+    link_waits: Any = 0.0
+    link_reads: Any = 0.0
+    look_ahead: Any = 2
+    apart: Any = 0.0
+    share: Any = 1.0
+    crossing: Any = 0.0
+    first: Any = 0.0
+    meanwhile: Any = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batches:
+    """``count`` micro-batches of ``tokens`` each."""
+
+    count: Any
+    tokens: Any
+
+
+def pass_cost(
+    acts: Acts,
+    kind: Passes,
+    homes: Homes,
+    *,
+    alive: Any,
+    batches: Any,
+    prompt_tokens: Any,
+    whole: bool,
+    look_ahead: Any = 2,
+    routed_only: Any = False,
+    apart: Any = None,
+) -> PassCost:
+    """The work of one pass of ``kind``.
+
+    Args:
+        alive: N; ``batches``: micro-batches of a pass in which all N decode.
+        prompt_tokens: the most tokens in a micro-batch of prompts.
+        whole: experts run once over the whole pass, not once per micro-batch.
+        look_ahead: as in `Policy`; without a GPU no micro-batch is ever elsewhere.
+        routed_only: pages that nobody is routed to do not move.
+        apart: as in `PassCost`; by default wherever only routed pages move.
+    """
+    met = costs.distinct_experts(acts.model, kind.decode_tokens + kind.prompt_tokens)
+    share = np.where(routed_only, met / acts.model.experts.num_experts, 1.0)
+    apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
+    if acts.discrete:
+        decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / alive))
+        fresh = np.maximum(batches * kind.prompts / alive, kind.prompt_tokens / prompt_tokens)
+        prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
+        beside = _beside_a_gpu(acts, kind, homes, decode, prompts, whole, share)
+        return replace(beside, apart=apart, look_ahead=look_ahead)
+    rows = kind.decode_tokens + kind.prompts
+    tokens = kind.decode_tokens + kind.prompt_tokens
+    together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / alive), tokens / prompt_tokens))
+    return replace(_on_the_cpu(acts, kind, homes, together, whole, share), apart=apart)
+
+
+def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole: bool, share: Any) -> PassCost:
+    """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages.
+
+    Reading takes processors and memory from computing, and computing from reading: while both go on, each keeps a share
+    of its speed, and whichever has more to do goes on alone. Its time is then its own and what the other one cost it.
+    """
+    cpu, layers, speeds = acts.near, acts.model.num_layers, acts.speeds
+    each = 0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0)
+    act = _acts_s(acts, batches.tokens) + each
+    near = 1.0 - homes.from_disk / (acts.model.num_moe_layers * acts.model.experts.num_experts)
+    before = sum(layers * acts.before_s(elements, batches.tokens) for elements, _, layers in acts.layer_kinds())
+    experts = _experts_s(acts, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
+    decode = np.where(kind.decode_tokens > 0, acts.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
+    prompt = acts.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
+    attend = layers * (decode + np.where(kind.prompt_tokens > 0, prompt, 0.0))
+    head = batches.count * acts.head_s((kind.decode_tokens + kind.prompts) / np.maximum(batches.count, 1e-9))
+    reading = share * homes.from_disk * acts.page_bytes() / (acts.speeds.disk or NO_DISK_BYTES_PER_S)
+    busy = batches.count * act + experts + attend + head
+    none = np.zeros_like(busy)
+    return PassCost(
+        lanes={"cpu": busy, "disk": reading + none},
+        count=batches.count,
+        act=act,
+        attend=attend / np.maximum(batches.count, 1e-9),
+        up=none,
+        chain=none,
+        waits={
+            "cpu": reading * ((1.0 - speeds.under_disk) / speeds.disk_under_cpu),
+            "disk": busy * ((1.0 - speeds.disk_under_cpu) / speeds.under_disk),
+        },
+        experts=experts,
+        pages=(reading + none,),
+        share=share,
+        crossing=none,
+        first=before + attend / np.maximum(batches.count, 1e-9),
+        meanwhile=batches.count * each * near,
+    )
+
+
+def _beside_a_gpu(
+    acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts: _Batches, whole: bool, share: Any
+) -> PassCost:
+    """Decoding sequences and prompts ride in micro-batches of their own; every crossing is a transfer."""
+    layers, speeds, near = acts.model.num_layers, acts.speeds, acts.near
+    on_cpu = _computed_share(acts, homes)
+    per_batch = 0.0 if whole else 1.0 - on_cpu
+    act = _acts_s(acts, decode.tokens) + _experts_s(acts, near, decode.tokens, per_batch)
+    prompt_act = _acts_s(acts, prompts.tokens) + _experts_s(acts, near, prompts.tokens, per_batch)
+    prompt_act = prompt_act + _where(prompts, layers * acts.prefill_attention_s(near, prompts.tokens, kind.prompt_len))
+    both = kind.decode_tokens + kind.prompt_tokens
+    experts = _experts_s(acts, near, both, 1.0 - on_cpu) if whole else np.zeros_like(act)
+    where = near if acts.attention_device == "gpu" else speeds.cpu
+    attend = _where(decode, layers * acts.decode_attention_s(where, decode.tokens, kind.context))
+    count = np.maximum(decode.count + prompts.count, 1.0)
+    head = count * acts.head_s((kind.decode_tokens + kind.prompts) / count)
+    device = decode.count * act + prompts.count * prompt_act + experts + head
+    moved = _crossings(acts, kind, homes, decode, prompts)
+    host = _HostExperts.of(acts, decode, prompts, on_cpu)
+    cpu = speeds.cpu.touch_s(2 * moved.stored) + host.cpu_s
+    attention_on_cpu = 1.0 if acts.attention_device == "cpu" else 0.0
+    first, second, third = _pages_s(acts, homes)
+    pages = (share * first, share * second, share * third)
+    read = attention_on_cpu * layers * acts.kv_read_bytes(kind.decode_tokens, kind.context)
+    touched = read + moved.up + moved.down + host.bytes + share * _staged_bytes(acts, homes)
+    up, down = acts.up_s(moved.up, moved.ups), acts.down_s(moved.down, moved.downs)
+    each_up, each_down = up / np.maximum(decode.count, 1.0), acts.down_s(moved.decode_down, layers)
+    near_s = act + attend * (1.0 - attention_on_cpu)
+    far_s = attend * attention_on_cpu + host.one_s
+    chain = near_s + far_s + 2.0 * host.one_cross_s + _where(decode, each_up + each_down)
+    return PassCost(
+        lanes={
+            "device": device + decode.count * attend * (1.0 - attention_on_cpu),
+            "cpu": cpu + decode.count * attend * attention_on_cpu,
+            "h2d": pages[0] + up + host.cross_s,
+            "d2h": down + host.cross_s,
+            "stage": pages[1],
+            "disk": pages[2],
+            "dram": touched / speeds.dram,
+        },
+        count=decode.count,
+        act=act,
+        attend=attend,
+        up=each_up,
+        chain=chain,
+        waits={"device": (chain - near_s) / layers, "cpu": (chain - far_s) / layers},
+        experts=experts,
+        pages=pages,
+        share=share,
+        crossing=pages[0],
+        link_waits=host.cpu_s,
+        link_reads=share * (homes.from_host + homes.from_disk) * acts.page_bytes() / speeds.dram,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moved:
+    """What attention moves in one pass: bytes up and down in so many transfers, bytes down for one decoding
+    micro-batch, and bytes that the host writes into its cache."""
+
+    up: Any
+    ups: Any
+    down: Any
+    downs: Any
+    decode_down: Any
+    stored: Any
+
+
+def _crossings(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts: _Batches) -> _Moved:
+    model, dtype, layers = acts.model, acts.dtype, acts.model.num_layers
+    new = layers * costs.kv_bytes(model, dtype, 1)
+    if acts.attention_device == "cpu":
+        on_host, each_down = 1.0, layers * costs.qkv_bytes(model, dtype, 1)
+        up = layers * costs.hidden_bytes(model, dtype, 1) * kind.decode_tokens
+    else:
+        on_host, each_down = 1.0 - homes.device_kv, new
+        up = on_host * layers * acts.kv_read_bytes(kind.decode_tokens, kind.context)
+    down = (each_down * kind.decode_tokens + new * kind.prompt_tokens) * on_host
+    return _Moved(
+        up=up,
+        ups=layers * decode.count,
+        down=down,
+        downs=layers * (decode.count + prompts.count),
+        decode_down=each_down * decode.tokens * on_host,
+        stored=new * (kind.decode_tokens + kind.prompt_tokens) * on_host,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HostExperts:
+    """Experts that the CPU computes beside a GPU: CPU seconds and link seconds (each way) of a pass, both of one
+    decoding micro-batch, and bytes of weights read from host memory."""
+
+    cpu_s: Any
+    cross_s: Any
+    one_s: Any
+    one_cross_s: Any
+    bytes: Any
+
+    @classmethod
+    def of(cls, acts: Acts, decode: _Batches, prompts: _Batches, share: Any) -> _HostExperts:
+        if acts.ffn_device == "gpu":
+            return cls(cpu_s=0.0, cross_s=0.0, one_s=0.0, one_cross_s=0.0, bytes=0.0)
+        layers, cpu_s, cross_s, size, ones = acts.model.num_moe_layers, 0.0, 0.0, 0.0, []
+        for part in (decode, prompts):
+            compute = _experts_s(acts, acts.speeds.cpu, part.tokens, share) + layers * acts.speeds.cpu.task_s
+            cross = acts.up_s(layers * costs.residual_bytes(acts.model, acts.dtype, 1) * part.tokens, layers)
+            compute, cross = _where(part, compute), _where(part, cross)
+            met = layers * share * costs.distinct_experts(acts.model, part.tokens)
+            cpu_s, cross_s = cpu_s + part.count * compute, cross_s + part.count * cross
+            size = size + part.count * met * acts.page_bytes()
+            ones.append((compute, cross))
+        return cls(cpu_s=cpu_s, cross_s=cross_s, one_s=ones[0][0], one_cross_s=ones[0][1], bytes=size)
+
+
+def _acts_s(acts: Acts, tokens: Any) -> Any:
+    """Both acts of one micro-batch of ``tokens`` in all layers, experts aside."""
+    total = 0.0
+    for elements, moe, layers in acts.layer_kinds():
+        total = total + layers * (acts.before_s(elements, tokens) + acts.after_s(elements, tokens, moe=moe))
+    return np.where(tokens > 0, total, 0.0)
+
+
+def _experts_s(acts: Acts, unit: Unit, tokens: Any, share: Any) -> Any:
+    return np.where(tokens > 0, acts.model.num_moe_layers * acts.experts_s(unit, tokens, share), 0.0)
+
+
+def _pages_s(acts: Acts, homes: Homes) -> tuple[Any, Any, Any]:
+    """Seconds on the link, in the staging copy and on the disk for the pages of one pass."""
+    page, speeds = acts.page_bytes(), acts.speeds
+    disk = homes.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
+    if acts.ffn_device == "cpu":
+        return 0.0 * disk, 0.0 * disk, disk
+    staged = 0.0 if acts.pinned_homes else 1.0
+    return (homes.from_host + homes.from_disk) * page / speeds.h2d, staged * homes.from_host * page / speeds.stage, disk
+
+
+def _staged_bytes(acts: Acts, homes: Homes) -> Any:
+    """Host memory touched by streamed pages."""
+    if acts.ffn_device == "cpu":
+        return homes.from_disk * acts.page_bytes()
+    from_host = (1 if acts.pinned_homes else costs.staging_passes(from_disk=False)) * homes.from_host
+    return (from_host + costs.staging_passes(from_disk=True) * homes.from_disk) * acts.page_bytes()
+
+
+def _computed_share(acts: Acts, homes: Homes) -> Any:
+    """The share of the experts that the CPU computes."""
+    if acts.ffn_device == "cpu":
+        return 1.0
+    return homes.computed / (acts.model.num_moe_layers * acts.model.experts.num_experts)
+
+
+def _cut(tokens: Any, count: Any) -> _Batches:
+    some = tokens > 0
+    return _Batches(count=np.where(some, count, 0.0), tokens=np.where(some, tokens / count, 0.0))
+
+
+def _where(batches: _Batches, seconds: Any) -> Any:
+    return np.where(batches.count > 0, seconds, 0.0)

@@ -1,0 +1,117 @@
+"""Rules of the block ``adapt`` and conditions of second values, from tree to object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moelight.core.errors import did_you_mean
+from moelight.experts.policy import ACTION_KEYS, METRICS, OPERATORS, TRIGGERS, Action, AdaptRule
+from moelight.lang.diagnostics import Complaint
+from moelight.lang.keys import KEYS, SWAPS, WrongValueError, typed, word_of
+from moelight.lang.syntax import Command, Condition, Name, Rule, Span, Value
+
+_OLD_NAMES = {"lfu_decay": "frequency_decay"}
+# What a person may well write for an action's name.
+_NEAR = {
+    "strategy": "prefetch_strategy",
+    "predictor": "prefetch_strategy",
+    "budget": "prefetch_budget",
+    "mode": "schedule_mode",
+}
+_VERBS = ("trigger", "rebalance")
+
+
+def read_condition(condition: Condition, complaints: list[Complaint]) -> tuple[str, str, float] | None:
+    """Metric, operator and threshold; None, and a complaint for each, where one of them cannot be."""
+    before = len(complaints)
+    threshold: Any = None
+    metric, operator = condition.metric, condition.operator
+    for attempt in (
+        lambda: word_of("metric", METRICS, _as_value(metric)),
+        lambda: word_of("comparison", OPERATORS, _as_value(operator)),
+    ):
+        _try(attempt, complaints)
+    threshold = _try(lambda: typed("the threshold", KEYS["cache"]["freq_threshold"], condition.threshold), complaints)
+    if len(complaints) > before:
+        return None
+    return metric.text, operator.text, threshold
+
+
+def read_rule(rule: Rule, complaints: list[Complaint], *, whole: bool) -> tuple[AdaptRule, Span] | None:
+    """The rule and where its action's value stands; None, and complaints, where it is none. ``whole``: nothing of the
+    text was left out, so that an empty rule is an empty rule."""
+    condition = read_condition(rule.condition, complaints)
+    accesses = _accesses(rule, complaints)
+    if len(rule.commands) != 1:
+        if whole:
+            extra = rule.commands[1].verb.span if rule.commands else rule.condition.metric.span
+            message = f"a rule has exactly one action, and this one has {len(rule.commands)}"
+            complaints.append(Complaint(code="adapt", message=message, span=extra))
+        for command in rule.commands:
+            _action(command, complaints)
+        return None
+    command = rule.commands[0]
+    action = _action(command, complaints)
+    if condition is None or accesses is None or action is None:
+        return None
+    metric, operator, threshold = condition
+    found = AdaptRule(metric=metric, op=operator, threshold=threshold, accesses=accesses, action=action)
+    return found, (command.value.span if command.value is not None else (command.what or command.verb).span)
+
+
+def _as_value(name: Name) -> Value:
+    return Value("name", name.text, name.span)
+
+
+def _try(attempt: Any, complaints: list[Complaint]) -> Any:
+    try:
+        return attempt()
+    except WrongValueError as error:
+        complaints.append(Complaint(code=error.code, message=str(error), span=error.span))
+        return None
+
+
+def _accesses(rule: Rule, complaints: list[Complaint]) -> int | None:
+    """Over how many accesses in a row the condition must hold; 1 where the rule does not say."""
+    if rule.count is None or rule.unit is None:
+        return 1
+    if rule.unit.text != "accesses":
+        message = f"{rule.unit.text!r} is not counted; write for N accesses"
+        complaints.append(Complaint(code="unknown_value", message=message, span=rule.unit.span))
+    counted = rule.count
+    count = _try(lambda: typed("for", KEYS["cache"]["ttl"], counted), complaints)
+    if count == 0:
+        message = "for 0 accesses would fire at once, whatever the condition; write at least 1"
+        complaints.append(Complaint(code="range", message=message, span=counted.span))
+        return None
+    return count if rule.unit.text == "accesses" and isinstance(count, int) else None
+
+
+def _action(command: Command, complaints: list[Complaint]) -> Action | None:
+    verb, span = command.verb.text, command.verb.span
+    if command.value is not None:
+        return _setting(verb, span, command.value, complaints)
+    what = command.what
+    if verb not in _VERBS or what is None:
+        message = f"{verb!r} is no action{did_you_mean(verb, _VERBS)}; write KEY = VALUE, trigger or rebalance"
+        complaints.append(Complaint(code="unknown_key", message=message, span=span))
+        return None
+    if verb == "trigger" and _try(lambda: word_of("trigger", TRIGGERS, _as_value(what)), complaints) is None:
+        return None
+    return Action(kind=verb, name=what.text)
+
+
+def _setting(verb: str, span: Span, value: Value, complaints: list[Complaint]) -> Action | None:
+    name = _OLD_NAMES.get(verb, verb)
+    if name != verb:
+        message = f"{verb} is an old name; write {name}"
+        complaints.append(Complaint(code="deprecated", message=message, span=span, warning=True))
+    if name not in ACTION_KEYS:
+        near = _NEAR.get(name)
+        guess = f" (did you mean {near!r}?)" if near else did_you_mean(name.lower(), ACTION_KEYS)
+        message = f"rules cannot set {verb!r}{guess}; they set {', '.join(ACTION_KEYS)}"
+        complaints.append(Complaint(code="unknown_key", message=message, span=span))
+        return None
+    block, key = SWAPS[name]
+    found = _try(lambda: typed(name, KEYS[block][key], value), complaints)
+    return None if found is None else Action(kind="set", name=name, value=found)

@@ -1,0 +1,261 @@
+"""Whether another policy within the same allocation would be faster on the machine as it shows itself, and when to
+change: twice in a row by more than 5 %, with a way back where the promise does not come true.
+
+Knows figures of passes; refuses to know engines. Its clock is the number of looks it is asked to take.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moelight.core.adaptation import Adaptation
+from moelight.core.dtypes import DType
+from moelight.core.policy import Policy
+from moelight.hrm.footprint import riding_tokens
+from moelight.hrm.machine_model import Speeds
+from moelight.hrm.workload_model import steady_passes
+from moelight.optimizer.allocation import FIELDS, Allocation, Candidates, Values, values_of, with_values
+from moelight.optimizer.calibration import KINDS, LANES, Belief, Passed, Pricing, passes_that_ran
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
+
+WORTH_IT = 0.05
+KEPT = 0.5  # of a promised gain, at least so much must come, or WORTH_IT: half of a promise may still be a lot
+LEAST_PASSES = 8  # what a look rests on
+MOST_CHANGES = 8  # ways back included
+_SETTLING = 2  # passes after a change that are assembled by the policy before it, or fill its pipeline
+_AT_EASE = 3  # looks without a change after one
+_PATIENCE = 4  # looks that places may take to fill
+_STEPS = 4  # changes in one respect each that may add up to one change
+_REMEMBERED = 64  # passes of each kind that a look rests on at most
+_MATTERS = 0.25  # the share of a pass from which on a lane is worth naming
+_AS_PLANNED = 1.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """What is left to do: whether requests are ``waiting``, of ``prompt_len`` and ``gen_len`` tokens on average; of
+    such, the cache holds ``most_alive`` at a time."""
+
+    waiting: bool
+    prompt_len: float
+    gen_len: float
+    most_alive: int
+
+    def workload(self) -> Workload:
+        """Endless work of this kind."""
+        prompt = max(1, round(self.prompt_len))
+        return Workload(
+            num_requests=1 << 30, prompt_len=prompt, max_prompt_len=prompt, gen_len=max(1, round(self.gen_len))
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Trial:
+    """A change that has to prove itself. ``beliefs`` are from before it; ``rows`` the sequences that a pass should now
+    have."""
+
+    before: Policy
+    beliefs: dict[str, Belief]
+    gain: float
+    rows: float
+    looks: int = 0
+
+
+class Adapter:
+    """Watches the passes of one run. ``policy`` is the one that is best for now."""
+
+    def __init__(
+        self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType, *, fixed: Collection[str] = ()
+    ) -> None:
+        """``policy`` is resolved, and its regions are allocated; ``speeds`` are those that it was planned with; the
+        ``fixed`` ones of `FIELDS` are never changed."""
+        self.policy = policy
+        self.allocation = Allocation(model, policy, dtype, fixed=fixed)
+        self._pricing = Pricing(model, policy, speeds, dtype)
+        self._beliefs: dict[str, Belief] = {}
+        self._ran: dict[str, deque[Passed]] = {kind: deque(maxlen=_REMEMBERED) for kind in KINDS}
+        self._with_prompts, self._gen_len = 1.0, 1.0
+        self._noted: Values | None = None
+        self._trial: _Trial | None = None
+        self._refused: set[tuple[str, bool]] = set()
+        self._changes, self._settling, self._at_ease = 0, 0, 0
+
+    def observe(self, passed: Passed) -> None:
+        """Remember one pass. How spread out prompts are is remembered for about as long as a sequence lives."""
+        self._with_prompts += (float(passed.prompts > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
+        if self._settling:
+            self._settling -= 1
+        else:
+            self._ran[passed.kind].append(passed)
+
+    @property
+    def watched(self) -> int:
+        """Passes since the last look."""
+        return sum(map(len, self._ran.values()))
+
+    @property
+    def exhausted(self) -> bool:
+        """No further change will ever be made."""
+        return self._changes + 2 > MOST_CHANGES and self._trial is None
+
+    def look(self, rest: Rest, *, after_pass: int) -> Adaptation | None:
+        """Learn from the passes since the last look; change ``policy`` if that is worth it."""
+        ran = {kind: list(passed) for kind, passed in self._ran.items() if passed}
+        self._forget_passes()
+        if not ran:
+            return None
+        self._gen_len = rest.gen_len
+        self._learn(ran)
+        if self._trial is not None:
+            return self._judge(self._trial, ran, rest, after_pass)
+        if self._at_ease or self.exhausted or not rest.waiting:
+            self._at_ease, self._noted = max(0, self._at_ease - 1), None
+            return None
+        return self._consider(ran, rest, after_pass)
+
+    def _learn(self, ran: Mapping[str, list[Passed]]) -> None:
+        for kind, passed in ran.items():
+            old = self._beliefs.get(kind)
+            new = self._pricing.learn(self.policy, passed, old or Belief())
+            self._beliefs[kind] = new if old is None else old.blended(new)
+
+    def _consider(self, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int) -> Adaptation | None:
+        """The best policy near this one, if it was better at the last look too."""
+        now = values_of(self.policy)
+        best, gain = self._best(now, rest)
+        noted, self._noted = self._noted, best if gain > WORTH_IT else None
+        if self._noted is None or noted is None or self._gain(now, noted, rest) <= WORTH_IT:
+            return None
+        reason = f"{self._evidence(ran, best, rest)}, so {_changes(now, best)}"
+        rows = [each.rows for passed in ran.values() for each in passed]
+        more = self._alive(best, rest) / self._alive(now, rest)
+        self._trial = _Trial(
+            before=self.policy, beliefs=dict(self._beliefs), gain=gain, rows=sum(rows) / len(rows) * max(1.0, more)
+        )
+        return self._change(best, f"{reason}: {gain:.0%} more tokens per second expected", gain, after_pass)
+
+    def _judge(self, trial: _Trial, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int) -> Adaptation | None:
+        """Whether enough of the promise came true: passes take as long as was expected of them, and are as full."""
+        passed = [each for kind in ran.values() for each in kind]
+        took = sum(each.seconds for each in passed)
+        expected = sum(self._expected_s(kind, each, trial.beliefs) for kind, each in ran.items())
+        longer = took / expected
+        fuller = min(1.0, sum(each.rows for each in passed) / len(passed) / trial.rows)
+        came = (1.0 + trial.gain) / longer * fuller - 1.0
+        trial.looks += 1
+        enough = min(KEPT * trial.gain, WORTH_IT)
+        if came >= enough:
+            self._trial, self._at_ease = None, _AT_EASE
+            return None
+        filling = (1.0 + trial.gain) / longer - 1.0 >= enough and rest.waiting
+        if filling and trial.looks < _PATIENCE:
+            return None
+        now, back = values_of(self.policy), values_of(trial.before)
+        self._refused.add(_direction(back, now))
+        self._trial, self._beliefs, self._at_ease = None, trial.beliefs, _AT_EASE << min(self._changes, 4)
+        why = f"passes take {longer:.2g}x what was expected and are {fuller:.0%} as full"
+        reason = f"{why}: {came:+.0%} came of the {trial.gain:+.0%} expected, so {_changes(now, back)}"
+        return self._change(back, reason, 0.0, after_pass)
+
+    def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
+        """Go over to ``values``."""
+        now = values_of(self.policy)
+        changed = [at for at, (old, new) in enumerate(zip(now, values, strict=True)) if old != new]
+        self.policy = with_values(self.policy, values)
+        self._changes, self._settling, self._noted = self._changes + 1, _SETTLING, None
+        return Adaptation(
+            after_pass=after_pass,
+            before={FIELDS[at]: now[at] for at in changed},
+            now={FIELDS[at]: values[at] for at in changed},
+            reason=reason,
+            predicted_gain=gain,
+        )
+
+    def _best(self, now: Values, rest: Rest) -> tuple[Values, float]:
+        """The best policy within a few changes in one respect each, and its gain."""
+        best, gain = now, 0.0
+        for _ in range(_STEPS):
+            near = self.allocation.near(best, most_alive=rest.most_alive)
+            near = [row for row in near if row == now or _direction(now, row) not in self._refused]
+            seconds = self._token_s([now, *near], rest)
+            at = int(np.argmin(seconds[1:]))
+            found = float(seconds[0] / seconds[1 + at]) - 1.0
+            if found <= gain + WORTH_IT / 10:
+                break
+            best, gain = near[at], found
+        return best, gain
+
+    def _gain(self, now: Values, other: Values, rest: Rest) -> float:
+        seconds = self._token_s([now, other], rest)
+        return float(seconds[0] / seconds[1]) - 1.0
+
+    def _token_s(self, rows: Collection[Values], rest: Rest) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Seconds for one generated token under each of ``rows``, in full swing."""
+        found, work = Candidates.made(self.policy, rows), rest.workload()
+        alive = np.minimum(found.batch_size, max(1, rest.most_alive))
+        riding = riding_tokens(found) + found.batch_size - alive
+        passes = steady_passes(work, alive, riding, spread=self._with_prompts * work.gen_len)
+        seconds = 0.0
+        for index, kind in enumerate(KINDS):
+            each = self._pricing.seconds(found, passes.kind(index), kind, self._belief(kind))
+            seconds = seconds + passes.count[index] * each
+        return np.asarray(seconds / (alive * work.gen_len))
+
+    def _belief(self, kind: str) -> Belief:
+        """Of passes of ``kind``; of the others where there were none."""
+        return self._beliefs.get(kind) or next(iter(self._beliefs.values()), Belief())
+
+    def _expected_s(self, kind: str, ran: list[Passed], beliefs: Mapping[str, Belief]) -> float:
+        belief = beliefs.get(kind) or next(iter(beliefs.values()), Belief())
+        seconds = self._pricing.seconds(self.policy, passes_that_ran(ran), kind, belief)
+        return float(np.sum(np.broadcast_to(seconds, len(ran))))
+
+    def _alive(self, values: Values, rest: Rest) -> int:
+        return max(1, min(values[0], rest.most_alive))
+
+    def _forget_passes(self) -> None:
+        for kept in self._ran.values():
+            kept.clear()
+
+    def _evidence(self, ran: Mapping[str, list[Passed]], best: Values, rest: Rest) -> str:
+        """What the lane that works longest takes beside what was planned, or what else speaks for a change."""
+        passed = [each for kind in ran.values() for each in kind]
+        planned, took = self._pricing.lanes(self.policy, passed), sum(each.seconds for each in passed)
+        measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in passed) for lane in planned}
+        off = {
+            lane: measured[lane] / planned[lane]
+            for lane in LANES
+            if min(planned.get(lane, 0.0), measured.get(lane, 0.0)) > 0 and measured[lane] > _MATTERS * took
+        }
+        lane = max(off, key=lambda name: measured[name], default=None)
+        if lane is not None and not 1 / _AS_PLANNED < off[lane] < _AS_PLANNED:
+            return f"{lane} takes {off[lane]:.1f}x what was planned"
+        if best[0] > self.policy.batch_size:
+            return f"the cache holds {rest.most_alive} sequences"
+        return f"passes with prompts are {self._with_prompts:.0%} of all"
+
+
+def _direction(now: Values, then: Values) -> tuple[str, bool]:
+    """The first thing that changes, and whether it grows."""
+    differing = zip(FIELDS, now, then, strict=True)
+    return next(((name, new > old) for name, old, new in differing if old != new), ("", False))
+
+
+def _changes(now: Values, then: Values) -> str:
+    """The difference in words."""
+    (n, mu, tokens, prompts, ahead), (to_n, to_mu, to_tokens, to_prompts, to_ahead) = now, then
+    said = []
+    if n != to_n:
+        said.append(f"N goes from {n} to {to_n}")
+    if mu != to_mu:
+        said.append(f"micro-batches have up to {to_mu} sequences, not {mu}")
+    if (tokens, prompts) != (to_tokens, to_prompts):
+        said.append(f"{to_prompts} x {to_tokens} tokens of prompts ride in a pass at most, not {prompts} x {tokens}")
+    if ahead != to_ahead:
+        said.append(f"attention runs {to_ahead} micro-batches ahead, not {ahead}")
+    return " and ".join(said)

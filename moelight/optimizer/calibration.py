@@ -1,0 +1,161 @@
+"""A machine as its passes show it: what each lane really took, against what the ledger says of exactly those passes.
+
+The ledger's speeds, each as much slower or faster as its lane turned out to be, price every other policy. Knows nothing
+of which policies there are to choose from (``adapter``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from moelight.core.dtypes import DType
+from moelight.core.policy import Policy
+from moelight.hrm.cost_model import Acts
+from moelight.hrm.estimate import acts_of, homes_of
+from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes
+from moelight.hrm.machine_model import Speeds, slowed
+from moelight.hrm.pass_cost import PassCost, pass_cost
+from moelight.hrm.placement import place
+from moelight.hrm.schedule_time import pass_s
+from moelight.hrm.workload_model import Passes
+from moelight.profiles.model import ModelProfile
+
+KINDS = ("prompts", "decode")  # passes with prompts, and without
+LANES = ("disk", "stage", "h2d", "d2h", "device", "cpu")
+NEWEST = 0.5  # the weight of the newest window in what is believed
+_ROUNDS = 3  # lanes that share a memory slow each other: corrected together, in a few rounds
+_FURTHEST = 100.0  # what is believed of a lane that barely works must not run away
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passed:
+    """One pass that ran: what rode in it, how long it took, and seconds of work on each lane.
+
+    ``context`` is the average number of cached tokens of a sequence that decodes; ``prompts`` the number of prompts, or
+    of parts of them.
+    """
+
+    decode_tokens: int
+    context: float
+    prompts: int
+    prompt_tokens: int
+    seconds: float
+    busy_s: Mapping[str, float]
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return "prompts" if self.prompts else "decode"
+
+    @property
+    def rows(self) -> int:
+        """Sequences that took part."""
+        return self.decode_tokens + self.prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Belief:
+    """Of one kind of pass: how much slower than planned each lane is, and by what factor such a pass takes longer than
+    its lanes explain."""
+
+    slower: Mapping[str, float] = field(default_factory=dict)
+    stretch: float = 1.0
+
+    def blended(self, newer: Belief) -> Belief:
+        """Halfway to ``newer``, on a logarithmic scale; what was not believed before is taken as it is."""
+
+        def mean(old: float, new: float) -> float:
+            return math.exp((1 - NEWEST) * math.log(old) + NEWEST * math.log(new))
+
+        slower = {lane: mean(self.slower.get(lane, factor), factor) for lane, factor in newer.slower.items()}
+        return Belief(slower={**self.slower, **slower}, stretch=mean(self.stretch, newer.stretch))
+
+
+class Pricing:
+    """Seconds of passes of one model under policies that share their allocation, on a machine believed to be so."""
+
+    def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
+        """``policy`` is resolved; ``dtype`` is what units work in, and weights and cache are stored in."""
+        self._acts, self._order = acts_of(model, policy, speeds, dtype), policy.schedule
+        self._homes = homes_of(place(model, policy), policy)
+        self._made: dict[str, tuple[Belief, Acts]] = {}
+
+    def seconds(self, sizes: Sizes, passes: Passes, kind: str, belief: Belief) -> Any:
+        """Of each of ``passes``, all of one ``kind``."""
+        return belief.stretch * pass_s(self._order, self._cost(sizes, passes, self._believed(kind, belief)))
+
+    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> Belief:
+        """What passes of one kind that ``ran`` under ``policy`` say, starting from what was believed."""
+        passes = passes_that_ran(ran)
+        measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane in LANES}
+        slower = dict(belief.slower)
+        for _ in range(_ROUNDS):
+            acts = self._slowed(slower)
+            predicted = _busy_s(acts, self._cost(policy, passes, acts))
+            for lane, seconds in predicted.items():
+                if seconds > 0 and measured[lane] > 0:
+                    found = slower.get(lane, 1.0) * measured[lane] / seconds
+                    slower[lane] = min(max(found, 1 / _FURTHEST), _FURTHEST)
+        took = sum(each.seconds for each in ran)
+        each_s = pass_s(self._order, self._cost(policy, passes, self._slowed(slower)))
+        explained = float(np.sum(np.broadcast_to(each_s, np.shape(passes.count))))
+        stretch = min(max(took / explained, 1 / _FURTHEST), _FURTHEST) if took > 0 and explained > 0 else 1.0
+        return Belief(slower=slower, stretch=stretch)
+
+    def lanes(self, policy: Policy, ran: Sequence[Passed]) -> dict[str, float]:
+        """Seconds of work of each lane that were planned for passes that ``ran``."""
+        return _busy_s(self._acts, self._cost(policy, passes_that_ran(ran), self._acts))
+
+    def _believed(self, kind: str, belief: Belief) -> Acts:
+        kept = self._made.get(kind)
+        if kept is None or kept[0] is not belief:
+            kept = self._made[kind] = belief, self._slowed(belief.slower)
+        return kept[1]
+
+    def _slowed(self, by: Mapping[str, float]) -> Acts:
+        return replace(self._acts, speeds=slowed(self._acts.speeds, by))
+
+    def _cost(self, sizes: Sizes, passes: Passes, acts: Acts) -> PassCost:
+        """Of passes that are packed as the batcher does: full micro-batches of those that are there."""
+        decode, prompts, cut = passes.decode_tokens, passes.prompts, np.asarray(sizes.micro_batch_tokens, dtype=float)
+        rows = decode + (0.0 if acts.discrete else prompts)
+        rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
+        tokens = np.maximum(passes.prompt_tokens + (0.0 if acts.discrete else decode), 1.0)
+        return pass_cost(
+            acts,
+            passes,
+            self._homes,
+            alive=rows,
+            batches=np.ceil(rows / sizes.micro_batch_size),
+            prompt_tokens=tokens / np.ceil(tokens / cut),
+            whole=self._order in WHOLE_EXPERTS,
+            look_ahead=sizes.look_ahead,
+        )
+
+
+def passes_that_ran(ran: Sequence[Passed]) -> Passes:
+    """The same passes, as the ledger asks for them."""
+    table = np.array([(p.decode_tokens, p.prompt_tokens, p.context, p.prompts) for p in ran], dtype=float)
+    decode, prompt, context, prompts = table.T
+    return Passes(
+        count=np.ones(len(ran)),
+        decode_tokens=decode,
+        prompt_tokens=prompt,
+        context=context,
+        prompt_len=prompt / np.maximum(prompts, 1.0) + (prompts == 0),
+    )
+
+
+def _busy_s(acts: Acts, cost: PassCost) -> dict[str, float]:
+    """Seconds in which each lane works. Without a GPU, reading and computing slow each other while both go on."""
+    busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
+    if not acts.discrete:
+        kept = {"cpu": acts.speeds.under_disk, "disk": acts.speeds.disk_under_cpu}
+        busy = {lane: own + np.minimum(cost.waits[lane], own * (1.0 / kept[lane] - 1.0)) for lane, own in busy.items()}
+    shape = np.shape(cost.count)  # what is the same in every pass may be one number
+    return {lane: float(np.sum(np.broadcast_to(seconds, shape))) for lane, seconds in busy.items()}

@@ -1,0 +1,278 @@
+"""Which candidates are looked at: a sample of the whole space first, then random and single steps around good ones.
+
+Depends on what is fixed; does not depend on what candidates cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from moelight.core.policy import MOST_COUNTS
+from moelight.optimizer.placement import Wanted
+from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells
+
+WHOLE_UP_TO = 12  # requests: up to there the first look has every N and every number of micro-batches
+SAMPLED = 1600  # candidates of a first look
+ANEW = 0.1  # of random neighbours have other prompt micro-batches altogether
+MOST_PASSES = 64  # in which the prompts of all places come: up to there each number is a valley of its own
+_PASSES = np.array([1, 2, 3, 4, 5, 6, 8, 12], dtype=float)
+_PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
+_CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
+_PARTS = (1, 2, 3, 4, 6, 8)
+_STEPS = (-1, 0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """Candidates, and what is wanted of their homes."""
+
+    cells: Cells
+    wanted: Wanted
+
+    def at(self, index: Any) -> Choices:
+        """The candidates that ``index`` picks."""
+        return Choices(cells=self.cells.at(index), wanted=self.wanted.at(index))
+
+
+def first_look(problem: Problem, setting: Setting) -> Choices:
+    """A sample of a setting: N, micro-batches, prompt tokens and shares of homes, each over its whole range; and every
+    N of a coarse row with the least of all else, which takes the least memory."""
+    draw, requests = np.random.default_rng(1), problem.workload.num_requests
+    if requests <= WHOLE_UP_TO:
+        every = [(n, b) for n in range(1, requests + 1) for b in range(1, n + 1)]
+        n, b = np.array(every * -(-SAMPLED // len(every))).T.astype(float)
+    else:
+        sizes = _sizes(requests, np.geomspace(1, requests, 24), waves=8)
+        n = draw.permutation(np.resize(sizes, SAMPLED)).astype(float)
+        b = np.where(draw.random(SAMPLED) < 0.6, draw.choice(_PARTS, SAMPLED), np.exp(draw.uniform(0, np.log(n))))
+    tokens, riding = _tokens(problem, draw, len(n))
+    shares = [np.zeros(len(n)), np.full(len(n), np.nan)]
+    if setting.ffn_device == "split":
+        shares[0] = draw.choice(_PAGE_SHARES, len(n)) * problem.pages
+    if cache_is_open(problem, setting):
+        shares[1] = draw.choice(_CACHE_SHARES, len(n))
+    unlimited, nothing = np.full(len(n), np.inf), np.zeros(len(n))
+    columns = [n, b, tokens, riding / tokens, *shares, unlimited, nothing]
+    fewest = np.unique(np.append(n[: 1 if requests > WHOLE_UP_TO else None], problem.sequences[0]))
+    least: list[Any] = [fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0]
+    rows = np.broadcast_arrays(*least)
+    return _choices(problem, setting, *(np.append(row, column) for row, column in zip(rows, columns, strict=True)))
+
+
+def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
+    """Tokens of a prompt micro-batch and of all that ride in a pass: from few to those of all prompts, or as many as no
+    context has to be gathered for."""
+    most = max(problem.prompt_tokens, LEAST_TOKENS)
+    tokens = np.exp2(draw.integers(4, np.log2(max(min(most, 1 << 16), 32)) + 1, count))
+    whole = problem.model.max_positions
+    tokens = np.where(draw.random(count) < 0.1 if whole <= 4 * most else False, whole, tokens)
+    return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
+
+
+def _riding(problem: Problem, setting: Setting, sequences: Any, passes: Any) -> Any:
+    """Tokens that ride in a pass where the prompts of so many sequences come in so many passes (`hrm.workload_model`)."""
+    prompt = problem.workload.prompt_len
+    if setting.admission == "static":
+        return sequences * prompt / passes - sequences
+    return sequences / passes * (prompt - 1)
+
+
+def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
+    """Neighbours of some candidates of one setting: sizes up to the factor ``1 + step`` away, shares up to ``step`` of
+    a whole, and always those one whole step away."""
+    cell, requests = leaders.cells, problem.workload.num_requests
+    n, mu, t, p = (np.atleast_1d(np.asarray(getattr(cell, name)))[:, None] for name in _SIZE_NAMES)
+    factor, single, in_waves, times, more, twice = _SIZE_MOVES
+    scale, waves = (1.0 + step) ** factor, -(-requests // n)
+    more_waves = np.maximum(1, np.round(waves * scale) + single).astype(np.int64)
+    size = np.where(in_waves > 0, -(-requests // more_waves), np.round(n * scale) + single)
+    parts = -(-n // mu)
+    batches = np.round(parts * twice * (1.0 + step) ** times) + more
+    batches = np.where(more == _SAME_SIZE, np.ceil(np.maximum(size, 1) / mu), batches)
+    tokens, riding = _token_moves(t, p, step)
+    wanted = _columns(leaders.wanted)
+    near, alone = _near_shares(problem, cell, wanted, step)
+    moves: list[tuple[Any, ...]] = [(size, batches, t, p, wanted)]
+    in_passes = _riding(problem, cell.setting, n, _PASSES)
+    for shares in (wanted, (*wanted[:3], 0.0)):
+        moves += [(n, parts, tokens, riding, shares), (n, parts, t, np.ceil(in_passes / t), shares)]
+    for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
+        moves += [(n, parts, np.ceil(in_passes / many), many, wanted)]
+    moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
+    columns: list[list[Any]] = [[] for _ in range(8)]
+    for *sizes, shares in moves:
+        for column, part in zip(columns, np.broadcast_arrays(*sizes, *shares), strict=True):
+            column.append(part.ravel())
+    return _choices(problem, cell.setting, *map(np.concatenate, columns))
+
+
+def scattered(
+    problem: Problem, leaders: Choices, draw: np.random.Generator, count: int, *, widest: float = 0.0
+) -> Choices:
+    """Random neighbours of some candidates of one setting: each size and each share as it is, or a thousandth of it to
+    a few times as much away (10 to the power of ``widest`` instead of few)."""
+    cell, requests, wanted = leaders.cells, problem.workload.num_requests, _columns(leaders.wanted)
+    pick = draw.integers(len(cell.batch_size), size=count)
+    n, mu, t, p = (np.asarray(getattr(cell, name))[pick] for name in _SIZE_NAMES)
+    computed, cache, resident, spilled = (column[pick, 0] for column in wanted)
+
+    def some(share: float) -> Any:
+        return draw.random(count) < share
+
+    def scale() -> Any:
+        return np.exp(draw.normal(0, 1, count) * 10.0 ** draw.uniform(-3, widest, count))
+
+    def moved(pages: Any) -> Any:
+        far = 10.0 ** draw.uniform(0, max(0.0, np.log10(problem.pages) + min(widest, 0.0)), count)
+        return np.where(some(0.5), pages, pages + np.round(draw.normal(0, 1, count) * far))
+
+    waves = np.maximum(1, np.round(-(-requests // n) * scale()))
+    size = np.where(some(0.4), n, np.where(some(0.7), np.ceil(requests / waves), np.round(n * scale())))
+    parts = -(-n // mu)
+    same = np.where(some(0.6), parts, np.ceil(np.maximum(size, 1) / mu))
+    batches = np.where(some(0.4), same, np.round(parts * scale()) + draw.integers(-2, 3, count))
+    twice = 2.0 ** draw.integers(-2, 3, count)
+    anew, riding_anew = _tokens(problem, draw, count)
+    tokens = np.where(some(0.5), t, np.round(t * np.where(some(0.5), twice, scale())))
+    tokens = np.where(some(ANEW), anew, tokens)
+    riding = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
+    riding = np.where(some(ANEW), riding_anew, riding)
+    passes = np.maximum(1, np.round(np.exp(draw.uniform(0, np.log(MOST_PASSES), count))))
+    riding = np.where(some(ANEW), _riding(problem, cell.setting, size, passes), riding)
+    prompts = np.where(some(0.3), p, np.round(riding / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
+    if cache_is_open(problem, cell.setting):
+        resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))
+        cache = np.where(some(0.1), np.nan, cache)
+    if cell.ffn_device == "split":
+        computed = moved(computed)
+    if cell.ffn_device != "cpu":
+        spilled = moved(spilled)
+    return _choices(problem, cell.setting, size, batches, tokens, prompts, computed, cache, resident, spilled)
+
+
+def as_of(problem: Problem, choices: Choices, setting: Setting) -> Choices:
+    """The same sizes in another setting, with what it knows of their homes."""
+    cell, (computed, cache, resident, spilled) = choices.cells, _columns(choices.wanted)
+    n, mu, t, p = (np.asarray(getattr(cell, name)) for name in _SIZE_NAMES)
+    open_here, count = cache_is_open(problem, setting), len(n)
+    return _choices(
+        problem,
+        setting,
+        n,
+        -(-n // mu),
+        t,
+        p,
+        computed[:, 0] if setting.ffn_device == "split" else np.zeros(count),
+        cache[:, 0] if open_here else np.full(count, np.nan),
+        resident[:, 0] if open_here else np.full(count, np.inf),
+        spilled[:, 0] if setting.ffn_device != "cpu" else np.zeros(count),
+    )
+
+
+def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:
+    """N of a lattice, and those that serve all requests in so many full waves."""
+    return np.unique(np.append(-(-requests // np.arange(1, waves + 1)), lattice.astype(int)))
+
+
+_SIZE_NAMES = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")
+_SAME_SIZE = 99.0  # instead of a number of micro-batches more or less: as many as keep the size of each
+
+
+def _size_moves() -> Any:
+    """Moves of N (a factor's exponent, single ones, of waves instead), and of micro-batches (and twice or half as
+    many)."""
+    sizes = [(up, single, waves) for up, single, waves in product(_STEPS, _STEPS, (0, 1)) if not (up and single)]
+    batches = [(float(times), float(more), 1.0) for times in _STEPS for more in (0, times or 1)]
+    batches += [(0.0, -1.0, 1.0), (0.0, _SAME_SIZE, 1.0), (0.0, 0.0, 2.0), (0.0, 0.0, 0.5)]
+    return np.array([(*size, *batch) for size in sizes for batch in batches], dtype=float).T
+
+
+_SIZE_MOVES = _size_moves()
+
+
+def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
+    """Tokens of a prompt micro-batch and micro-batches that ride, moved apart and so that as many tokens ride."""
+    factors = np.array([1.0, 2.0, 0.5, 1.0 + step, 1.0 / (1.0 + step), 1.0, 1.0])
+    singles = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
+    tokens = np.round(t * factors) + singles
+    riding = np.round(p * factors) + singles
+    as_before = np.round(t * p / np.maximum(tokens, 1))
+    both = np.broadcast_arrays(tokens, p)
+    rides = np.broadcast_arrays(t, riding)
+    kept = np.broadcast_arrays(tokens, as_before)
+    return tuple(np.concatenate(parts, axis=1) for parts in zip(both, rides, kept, strict=True))  # type: ignore[return-value]
+
+
+def _columns(wanted: Wanted) -> tuple[Any, Any, Any, Any]:
+    shares = wanted.computed, wanted.device_kv, wanted.resident, wanted.spilled
+    computed, device_kv, resident, spilled = (np.atleast_1d(np.asarray(a, dtype=float))[:, None] for a in shares)
+    return computed, device_kv, resident, spilled
+
+
+def _near_shares(problem: Problem, cell: Cells, wanted: Any, step: float) -> tuple[list[Any], list[Any]]:
+    """Homes near the wanted ones: more or fewer pages that stay, and the cache in the memory they leave. And others,
+    to be tried with the same sizes alone: pages for the CPU with each of these, and from disk instead of host memory.
+    """
+    c, k, most, x = wanted
+    single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
+    near: list[Any] = []
+    alone: list[Any] = [wanted]
+    if cache_is_open(problem, cell.setting):
+        pages = np.minimum(most, problem.pages) + single + np.round(problem.pages * wide)
+        near += [(c, np.nan, kept, x) for kept in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x)]
+        alone += [(c, np.nan, kept, x) for kept in pages.T[2:, :, None]]
+    if cell.ffn_device == "split":
+        more = c + single + np.round(problem.pages * wide)
+        near += [(pages_for_cpu, k, most, x) for pages_for_cpu in more.T[:2, :, None]]
+        for pages_for_cpu in more.T[:, :, None]:
+            alone += [(pages_for_cpu, *shares) for _, *shares in (wanted, *near[:-2])]
+    if cell.ffn_device != "cpu":
+        spilled = x + single + np.round(problem.pages * wide)
+        alone += [(c, k, most, pages_from_disk) for pages_from_disk in spilled.T[:, :, None]]
+        near += [(c, k, most, 0.0)]
+    return near, alone
+
+
+def cache_is_open(problem: Problem, setting: Setting) -> bool:
+    """Whether cache and pages compete for device memory, and neither's share is fixed."""
+    open_here = problem.device_kv is None and problem.share("weights.device") is None
+    return open_here and setting.attention_device == "gpu" and setting.ffn_device != "cpu"
+
+
+def _choices(
+    problem: Problem, setting: Setting, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
+) -> Choices:
+    """These candidates as far as they can be: within bounds, what is fixed put in its place, the smallest micro-batches
+    that give as many, and no more prompts riding than there are."""
+    fewest, largest = problem.sequences
+    number, size, tokens, riding = (problem.count(key) for key in _COUNTS)
+    n = np.clip(n, fewest, largest).astype(np.int64)
+    b = np.clip(b, 1, n).astype(np.int64) if number is None else np.full_like(n, number)
+    mu = -(-n // b) if size is None else np.full_like(n, size)
+    most_tokens = max(problem.prompt_tokens, LEAST_TOKENS)
+    in_one = min(most_tokens, MOST_COUNTS["micro_batch_tokens"])
+    t = np.maximum(np.clip(t, LEAST_TOKENS, in_one), mu).astype(np.int64)
+    t = t if tokens is None else np.full_like(n, tokens)
+    most_riding = np.minimum(-(-most_tokens // t), MOST_COUNTS["prompt_micro_batches"])
+    p = np.clip(p, 1, most_riding).astype(np.int64) if riding is None else np.full_like(n, riding)
+    share = problem.share("cpu_experts") if setting.ffn_device == "split" else None
+    c = np.round(np.clip(c, 0, problem.pages)) if share is None else np.full_like(c, round(share * problem.pages))
+    k = np.clip(k, 0.0, 1.0)
+    if setting.attention_device == "gpu" and problem.device_kv is not None:
+        k = np.full_like(k, problem.device_kv)
+    keep = mu <= t
+    if number is not None:
+        keep &= -(-n // mu) == number
+    most = np.where(np.isnan(k), np.clip(most, 0, np.inf), np.inf)
+    kept = np.flatnonzero(keep)
+    n, mu, t, p, c, k, most, x = (a[kept] for a in (n, mu, t, p, c, k, most, np.clip(x, 0, problem.pages)))
+    return Choices(
+        cells=cells(problem, setting, n, mu, t, p), wanted=Wanted(computed=c, device_kv=k, resident=most, spilled=x)
+    )
+
+
+_COUNTS = ("num_micro_batches", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")

@@ -1,0 +1,113 @@
+"""Why a plan is as it is, in one sentence, and what would help most: the same question on a better machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moelight.core.policy import Policy
+from moelight.core.units import format_bytes
+from moelight.hrm.machine_model import Speeds, Unit
+from moelight.optimizer.candidates import Choices, around, scattered
+from moelight.optimizer.placement import Wanted
+from moelight.optimizer.plan import Help, Plan
+from moelight.optimizer.problem import Problem
+from moelight.optimizer.search import Found, few
+from moelight.profiles.efficiency import Surface
+from moelight.profiles.model import ModelProfile
+
+WORTH_SAYING = 0.01
+STEP, ROUNDS, DRAWN = 0.5, 3, 250
+_LANES = {
+    "h2d": "the link to the device",
+    "d2h": "the link from the device",
+    "device": "the GPU's arithmetic and memory",
+    "cpu": "the CPU",
+    "dram": "host memory bandwidth",
+    "stage": "copying into pinned memory",
+    "disk": "the disk",
+}
+
+
+def why(plan: Plan, model: ModelProfile) -> str:
+    """One sentence: sizes, homes, and what binds."""
+    policy, tier = plan.policy, "host" if plan.policy.ffn_device == "cpu" else "device"
+    lane = plan.estimate.binding
+    return (
+        f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, {policy.schedule}; "
+        f"{_homes(policy, tier)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
+        f"{_LANES.get(lane, lane)} binds"
+    )
+
+
+def helps(problem: Problem, found: Found) -> tuple[Help, ...]:
+    """What twice of each thing would bring, best first; what brings less than 1 % is not named.
+
+    The chosen devices and order are kept and sizes near the chosen ones tried: re-planning can only bring more.
+    """
+    now_s = _seconds(problem, found)
+    changes = {f"twice the {what}": changed for what, changed in _better(problem).items()}
+    gains = [Help(change=change, gain=now_s / _seconds(better, found) - 1.0) for change, better in changes.items()]
+    return tuple(sorted((h for h in gains if h.gain >= WORTH_SAYING), key=lambda h: -h.gain))
+
+
+def _seconds(problem: Problem, found: Found) -> float:
+    """Seconds of the job at the best sizes near those of ``found``, with its devices and order."""
+    setting = replace(found.cell.setting, acts=replace(found.cell.setting.acts, speeds=problem.speeds))
+    cells = replace(found.cell, setting=setting)
+    cache = found.homes.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)
+    wanted = Wanted(computed=np.asarray(found.homes.computed), device_kv=np.asarray(cache or np.nan))
+    best = few(problem, None, around(problem, Choices(cells=cells, wanted=wanted), step=STEP))
+    draw = np.random.default_rng(0)
+    for _ in range(ROUNDS if best is not None else 0):
+        best = few(problem, best, scattered(problem, best.choices, draw, DRAWN))
+    return np.inf if best is None else float(best.least)
+
+
+def _better(problem: Problem) -> dict[str, Problem]:
+    speeds, sizes = problem.speeds, dict(problem.capacity_bytes)
+    found = {}
+    if problem.has_gpu:
+        found["device memory"] = replace(problem, capacity_bytes={**sizes, "device": 2 * sizes["device"]})
+        found["link bandwidth"] = _faster(problem, h2d=2 * speeds.h2d, d2h=2 * speeds.d2h)
+    if speeds.gpu is not None:
+        found["GPU"] = _faster(problem, gpu=_twice(speeds.gpu))
+    found["host memory"] = replace(problem, capacity_bytes={**sizes, "host": 2 * sizes["host"]})
+    found["CPU"] = _faster(problem, cpu=_twice(speeds.cpu))
+    found["host memory bandwidth"] = _faster(problem, dram=2 * speeds.dram, stage=2 * speeds.stage)
+    if speeds.disk:
+        found["disk bandwidth"] = _faster(problem, disk=2 * speeds.disk)
+    return found
+
+
+def _faster(problem: Problem, **changes: object) -> Problem:
+    speeds: Speeds = replace(problem.speeds, **changes)  # type: ignore[arg-type]
+    return replace(problem, speeds=speeds)
+
+
+def _twice(unit: Unit) -> Unit:
+    def twice(surface: Surface | None) -> Surface | None:
+        return None if surface is None else surface.times(2)
+
+    return replace(
+        unit,
+        flops=2 * unit.flops,
+        memory=2 * unit.memory,
+        elementwise=2 * unit.elementwise,
+        prefill_flops=2 * unit.prefill_flops,
+        linear=twice(unit.linear),
+        experts=twice(unit.experts),
+        attention=twice(unit.attention),
+        prefill=twice(unit.prefill),
+        touching=twice(unit.touching),
+    )
+
+
+def _homes(policy: Policy, tier: str) -> str:
+    share = policy.weights.host if tier == "host" else policy.weights.device
+    text = "all experts stay" if share == 1 else f"{share:.0%} of the experts stay"
+    text += f" in {tier} memory"
+    if policy.cpu_experts:
+        text += f", the CPU computes {policy.cpu_experts:.0%} where they lie"
+    return text + ("" if share + policy.cpu_experts > 1 - 1e-9 else ", the rest streams in every pass")

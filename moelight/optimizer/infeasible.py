@@ -1,0 +1,96 @@
+"""Why nothing fits: the tier that is short, by how much, and the smallest change that would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moelight.core.errors import BudgetError
+from moelight.core.units import format_bytes
+from moelight.optimizer.candidates import Choices, first_look
+from moelight.optimizer.placement import fill, room_of
+from moelight.optimizer.problem import Problem, settings
+from moelight.optimizer.search import search
+
+_TIERS = ("host", "device")  # what lacks host memory only has enough on the device, so it is mended more easily
+_PLENTY = 1 << 60
+
+
+def refusal(problem: Problem) -> BudgetError:
+    """The error that says what the candidate nearest to fitting lacks: of one tier, or, where none alone would do, of
+    both kinds of memory."""
+    looks = [_smallest(first_look(problem, setting)) for setting in settings(problem)]
+    for tier in _TIERS:
+        if (needed := _least(problem, looks, tier)) is not None:
+            return _too_small(problem, tier, needed)
+    plenty = _with(problem, "host", _PLENTY)
+    if (needed := _least(plenty, looks, "device")) is not None:
+        host = _least(_with(problem, "device", needed), looks, "host")
+        also = "" if host is None else f", and {format_bytes(host, round_up=True)} of host memory"
+        return _too_small(problem, "device", needed, also)
+    return _on_disk(problem)
+
+
+def _too_small(problem: Problem, tier: str, needed: int, also: str = "") -> BudgetError:
+    given = problem.capacity_bytes[tier]
+    text = (
+        f"--{tier}-memory {format_bytes(given)} is too small for {problem.model.name}: at least "
+        f"{format_bytes(needed, round_up=True)} is needed on this workload, "
+        f"{format_bytes(needed - given, round_up=True)} more{also}"
+    )
+    return BudgetError(text + _without_a_fix(problem), tier=tier, needed_bytes=needed)
+
+
+def _with(problem: Problem, tier: str, size: int) -> Problem:
+    return replace(problem, capacity_bytes={**problem.capacity_bytes, tier: size})
+
+
+def _smallest(choices: Choices) -> Choices:
+    """Candidates of the fewest sequences: memory grows with their number."""
+    sizes = choices.cells.batch_size
+    return choices.at(np.flatnonzero(sizes == np.min(sizes, initial=1 << 60)))
+
+
+def _least(problem: Problem, looks: list[Choices], tier: str) -> int | None:
+    """The least bytes of ``tier`` with which some candidate fits, the other tiers being as they are; None where more of
+    it would not help."""
+    if tier not in problem.capacity_bytes:
+        return None
+
+    def fitting(size: int) -> list[Choices]:
+        some = _with(problem, tier, size)
+        found = [choices.at(np.flatnonzero(fill(some, choices.cells, choices.wanted).feasible)) for choices in looks]
+        return [choices for choices in found if choices.cells.batch_size.size]
+
+    low, high, looks = problem.capacity_bytes[tier], _PLENTY, fitting(_PLENTY)
+    if not looks:
+        return None
+    while high - low > 1:  # nothing fits in `low`, and `looks` are what fits in `high`
+        middle = (low + high) // 2
+        found = fitting(middle)
+        low, high, looks = (low, middle, found) if found else (middle, high, looks)
+    return high
+
+
+def _without_a_fix(problem: Problem) -> str:
+    """The one fixed value without which it fits, if there is one."""
+    for key in problem.fixed:
+        rest = {name: value for name, value in problem.fixed.items() if name != key}
+        if search(replace(problem, fixed=rest)) is not None:
+            return f"; without --fix {key}={problem.fixed[key]} it fits"
+    return ""
+
+
+def _on_disk(problem: Problem) -> BudgetError:
+    """No memory helps alone: pages must lie somewhere."""
+    room = [room_of(problem, first_look(problem, setting).cells) for setting in settings(problem)]
+    needed = room[0].pages * room[0].page_bytes
+    given = problem.capacity_bytes.get("disk", 0)
+    return BudgetError(
+        f"--disk {format_bytes(given)} is too small for {problem.model.name}: its experts take "
+        f"{format_bytes(needed, round_up=True)}, {format_bytes(needed - given, round_up=True)} more"
+        f"{_without_a_fix(problem)}",
+        tier="disk",
+        needed_bytes=needed,
+    )

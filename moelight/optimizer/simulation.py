@@ -1,0 +1,277 @@
+"""A policy's passes on a virtual clock: built in an order of work, priced by the ledger, run as the executor would.
+
+First a pass with prompts, as the job has them when slots refill, then passes in which every slot decodes. Refuses to
+know what a plan is good for; ``simulate`` (in ``face``) and the command line show what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy
+from moelight.core.schedule import Lane, Schedule, TaskKind
+from moelight.core.timeline import Timeline
+from moelight.hrm.cost_model import Acts
+from moelight.hrm.estimate import Estimate, Phase, acts_of, estimate, least_missed
+from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.placement import Placement, place
+from moelight.hrm.task_cost import Load, pass_costs
+from moelight.optimizer.optimize import compute_dtype
+from moelight.profiles.hardware import HardwareProfile, with_gpus
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
+from moelight.scheduler import SCHEDULES, on_demand
+from moelight.scheduler.layout import EXPERT_HOMES, Layout, MicroBatchShape, PassShape, layout_of
+from moelight.scheduler.requirements import misfit
+from moelight.scheduler.simulate import Price, simulate_passes
+
+STEADY_PASSES = 3
+MOST_TASKS = 2_000_000  # of the passes that are simulated together: about a minute, and 1.5 GiB of spans
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRun:
+    """One simulated pass. ``seconds`` run from the end of the pass before it; ``lane_bytes`` are the schedule's own."""
+
+    timeline: Timeline
+    seconds: float
+    decode_tokens: int
+    prompt_tokens: int
+    lane_bytes: Mapping[Lane, int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoded tokens per second; those of prompts are not counted."""
+        return self.decode_tokens / self.seconds
+
+    @property
+    def busy_s(self) -> dict[Lane, float]:
+        """Seconds in work by lane, in the order of the enumeration, lanes without work left out."""
+        found = self.timeline.busy_s()
+        return {lane: found[lane] for lane in Lane if found.get(lane, 0.0) > 0}
+
+    @property
+    def binding(self) -> Lane:
+        """The lane with the least rest."""
+        busy = self.busy_s
+        return max(busy, key=busy.__getitem__)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the pass in which the binding lane stands still."""
+        return max(0.0, 1.0 - self.busy_s[self.binding] / self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """The passes of one order of work, on one clock. ``with_prompts`` is None where the job has no such pass;
+    ``estimate`` is the ledger's, of the same order.
+
+    ``tokens_per_s`` is of the whole job: its passes with prompts and without, each as much longer or shorter than
+    estimated as the ones here.
+    """
+
+    schedule: str
+    estimate: Estimate
+    with_prompts: PassRun | None
+    decode: tuple[PassRun, ...]
+    tokens_per_s: float
+
+    @property
+    def steady(self) -> PassRun:
+        """The last decode pass: what a long run of them repeats."""
+        return self.decode[-1]
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Every pass in order."""
+        first = () if self.with_prompts is None else (self.with_prompts.timeline,)
+        return (*first, *(run.timeline for run in self.decode))
+
+
+class Stage:
+    """One policy, resolved or not, of one model on one machine for one workload; ``estimate`` is in its own order."""
+
+    def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
+        hardware = with_gpus(hardware, policy.gpus)
+        self.policy, self.model, self.hardware, self.workload = policy, model, hardware, workload
+        self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
+        self.estimate: Estimate = self.estimate_of(policy.schedule)
+        self._layout: Layout = layout_of(model, policy, self._dtype)
+        self._acts: Acts = acts_of(model, policy, self._speeds, self._dtype)
+        self._placement: Placement = place(model, policy)
+
+    def estimate_of(self, schedule: str) -> Estimate:
+        """What the ledger promises of the policy in the order ``schedule``."""
+        policy = replace(self.policy, schedule=schedule)
+        return estimate(self.model, policy, self.workload, self._speeds, dtype=self._dtype)
+
+    def schedules(self) -> tuple[str, ...]:
+        """The orders of work that the policy's devices allow."""
+        policy = self.policy
+        homes = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+        return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **homes) is None)
+
+    def roofs(self) -> dict[str, float]:
+        """Bytes per second that each lane can move at most, by lane; links that are not there are left out."""
+        speeds = self._speeds
+        rates = {Lane.DISK: speeds.disk, Lane.STAGE: speeds.stage, Lane.H2D: speeds.h2d, Lane.D2H: speeds.d2h}
+        there = (Lane.DISK, Lane.STAGE, Lane.H2D, Lane.D2H) if self.policy.discrete else (Lane.DISK,)
+        return {str(lane): rates[lane] for lane in there if 0 < rates[lane] < math.inf}
+
+    def rehearse(self, schedule: str, *, passes: int = STEADY_PASSES) -> Rehearsal:
+        """One pass with prompts, where the job has one, and ``passes`` that decode.
+
+        Raises:
+            ConfigError: the order of work does not exist, or not on these devices; or the passes have more than
+                `MOST_TASKS` tasks.
+        """
+        self._check_size(passes + 1)
+        loads = [found for found in (self._prompt_loads(), *[self._decode_loads()] * passes) if found]
+        steps = list(self._steps(schedule, loads))
+        timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram)
+        runs, before_s = [], 0.0
+        for timeline, carried, (built, _) in zip(timelines, loads, steps, strict=True):
+            runs.append(_run(timeline, before_s, carried, built))
+            before_s = timeline.end_s
+        first = runs[0] if len(runs) > passes else None
+        priced = self.estimate_of(schedule)
+        return Rehearsal(
+            schedule=schedule,
+            estimate=priced,
+            with_prompts=first,
+            decode=tuple(runs[-passes:]),
+            tokens_per_s=self._job_tokens_per_s(priced, first, runs[-1]),
+        )
+
+    def lane_bytes(self, schedule: str) -> dict[Lane, int]:
+        """What crosses each lane in a steady decode pass."""
+        return self._built(schedule, self._decode_loads(), self._carried(schedule)).lane_bytes()
+
+    def _check_size(self, passes: int) -> None:
+        """Refuse what would take too long before any of it is built: each layer of each micro-batch is some five tasks,
+        each part of a page that moves is two."""
+        policy, alive = self.policy, min(self.policy.batch_size, self.workload.num_requests)
+        count = -(-alive // policy.micro_batch_size) + policy.prompt_micro_batches
+        tasks = passes * (5 * count * self.model.num_layers + 2 * len(self._layout.streamed))
+        if tasks > MOST_TASKS:
+            raise ConfigError(
+                f"simulate: {passes:,} passes of up to {count:,} micro-batches in {self.model.num_layers:,} layers are "
+                f"some {tasks:,} tasks, and {MOST_TASKS:,} can be simulated; ask for fewer passes, or for a larger "
+                "micro_batch_size"
+            )
+
+    def _steps(self, schedule: str, loads: Sequence[Sequence[Load]]) -> Iterator[tuple[Schedule, Price]]:
+        carried = self._carried(schedule)
+        before: tuple[Sequence[Load], int] | None = None
+        for each in loads:
+            if before != (each, carried):
+                built = self._built(schedule, each, carried)
+                routed_only = self._routed_only(schedule, each)
+                priced = pass_costs(
+                    self._acts, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
+                )
+            before, carried = (each, carried), len(built.carried_out)
+            yield built, priced
+
+    def _carried(self, schedule: str) -> int:
+        """Pages that a decode pass hands on."""
+        return len(self._built(schedule, self._decode_loads(), 0).carried_out)
+
+    def _built(self, schedule: str, loads: Sequence[Load], carried: int) -> Schedule:
+        shape = PassShape(
+            micro_batches=tuple(map(self._shape, loads)),
+            carried=carried,
+            wraps=True,
+            routed_only=self._routed_only(schedule, loads),
+        )
+        return SCHEDULES.get(schedule)(self._layout, shape)
+
+    def _routed_only(self, schedule: str, loads: Sequence[Load]) -> bool:
+        tokens = round(sum(load.tokens for load in loads))
+        most, least = self.policy.micro_batch_tokens, least_missed(self.policy)
+        return on_demand.pays(self._layout, schedule, tokens, most, least=least)
+
+    def _shape(self, load: Load) -> MicroBatchShape:
+        fresh = self._layout.discrete and not load.decode_tokens
+        context = round(load.decode_tokens * load.context) if self._layout.context_crosses else 0
+        return MicroBatchShape(
+            tokens=round(load.tokens),
+            fresh=fresh,
+            samples=load.rows > 0,
+            context=context,
+            device_tokens=self._layout.device_tokens(round(load.tokens)),
+            device_context=self._layout.device_tokens(context),
+        )
+
+    def _decode_loads(self) -> list[Load]:
+        alive = min(self.policy.batch_size, self.workload.num_requests)
+        context = self.workload.prompt_len + self.workload.gen_len / 2
+        sizes = _cut(alive, -(-alive // self.policy.micro_batch_size))
+        return [Load(decode_tokens=size, context=context, rows=size) for size in sizes]
+
+    def _prompt_loads(self) -> list[Load]:
+        """Of a pass with prompts; empty where the job has none."""
+        phase = _prompts(self.estimate)
+        if phase is None:
+            return []
+        work, policy = self.workload, self.policy
+        context, length = work.prompt_len + work.gen_len / 2, float(work.prompt_len)
+        decode, prompt = round(phase.decode_tokens), round(phase.prompt_tokens)
+        prompts = max(1, round(prompt / length))
+        mu, most = policy.micro_batch_size, policy.micro_batch_tokens
+        if not policy.discrete:
+            count = max(-(-(decode + prompts) // mu), -(-(decode + prompt) // most))
+            parts = zip(_cut(decode, count), _cut(prompt, count), _cut(prompts, count), strict=True)
+            return [
+                Load(decode_tokens=d, context=context, prompt_tokens=p, prompt_len=length, rows=d + rows)
+                for d, p, rows in parts
+            ]
+        count = max(-(-prompts // mu), -(-prompt // most))
+        fresh = zip(_cut(prompt, count), _cut(prompts, count), strict=True)
+        decoding = _cut(decode, -(-decode // mu))
+        return [
+            *(Load(prompt_tokens=p, prompt_len=length, rows=rows) for p, rows in fresh),
+            *(Load(decode_tokens=size, context=context, rows=size) for size in decoding),
+        ]
+
+    def _job_tokens_per_s(self, priced: Estimate, first: PassRun | None, steady: PassRun) -> float:
+        plain, prompts = steady.seconds / priced.pass_s, _prompts(priced)
+        mixed = plain if first is None or prompts is None else first.seconds / prompts.seconds
+        phases = ((phase, mixed if phase.prompt_tokens >= 1 else plain) for phase in priced.phases)
+        seconds = sum(phase.passes * phase.seconds * longer for phase, longer in phases)
+        return self.workload.num_requests * self.workload.gen_len / seconds
+
+
+def _prompts(priced: Estimate) -> Phase | None:
+    """The passes that refill slots, or the first ones where no slot is ever refilled."""
+    phases = {phase.name: phase for phase in priced.phases if phase.prompt_tokens >= 1}
+    return phases.get("prompts") or phases.get("first prompts")
+
+
+def layer_starts(timeline: Timeline) -> dict[int, float]:
+    """When the first output projection of each layer began."""
+    found: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.task.kind in (TaskKind.POST_ATTENTION, TaskKind.ROUTE):
+            layer = span.task.layer
+            found[layer] = min(span.start_s, found.get(layer, span.start_s))
+    return found
+
+
+def _run(timeline: Timeline, before_s: float, loads: Sequence[Load], built: Schedule) -> PassRun:
+    return PassRun(
+        timeline=timeline,
+        seconds=timeline.end_s - before_s,
+        decode_tokens=round(sum(load.decode_tokens for load in loads)),
+        prompt_tokens=round(sum(load.prompt_tokens for load in loads)),
+        lane_bytes=built.lane_bytes(),
+    )
+
+
+def _cut(total: int, parts: int) -> list[int]:
+    """``total`` in so many whole parts that differ by one at most, larger ones first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]

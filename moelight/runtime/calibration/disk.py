@@ -1,0 +1,304 @@
+"""How fast a disk is read: as passes read it, by blocks past the page cache, and from the page cache.
+
+Knows one scratch file, which has no name from the moment it is open, so that nothing of it outlives the process.
+Refuses to know checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from moelight.core.errors import ConfigError
+from moelight.core.units import MiB
+from moelight.kernels.reads import FileReader, Part, Ticket
+from moelight.runtime.calibration.timing import Gauge, Reading, Work, reading_of
+
+BLOCK_BYTES = 8 * MiB
+LEAST_BLOCKS = 2
+DIRECT_READERS = 4
+BESIDE_LONGER = 5
+SHARE_OF_FREE = 4  # the scratch file takes at most one part in so many
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_PAGE = 4096
+_APART = 3
+_ON_THEIR_WAY = 4
+_LEAST_ARRIVALS = 2
+_CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed did not come from the disk
+
+
+class Scratch(AbstractContextManager["Scratch"]):
+    """A file without a name in ``directory``, of whole blocks, written when the object is made; gone on leaving.
+
+    Raises:
+        ConfigError: the directory cannot be written, or its disk is almost full.
+    """
+
+    def __init__(self, directory: Path, size: int, *, seconds: float) -> None:
+        """At most ``size`` bytes, at most a quarter of what is free, and what is written in about ``seconds``."""
+        self._descriptors: list[int] = []
+        self.direct: int | None = None
+        try:
+            free = shutil.disk_usage(directory).free
+            if free // SHARE_OF_FREE < LEAST_BLOCKS * BLOCK_BYTES:
+                raise ConfigError(f"{directory}: too little disk is free to measure it; name another with --disk-dir")
+            self._open(directory)
+            self.size = self._write(min(size, free // SHARE_OF_FREE) // BLOCK_BYTES, seconds)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"{directory}: the disk cannot be measured there ({error.strerror or error})") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; the file system forgets it."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    @property
+    def blocks(self) -> int:
+        """Of `BLOCK_BYTES` each."""
+        return self.size // BLOCK_BYTES
+
+    def read(self, block: int, into: mmap.mmap, *, direct: bool = False) -> None:
+        """Block number ``block`` into ``into``, at once."""
+        descriptor = self.direct if direct and self.direct is not None else self.buffered
+        if os.preadv(descriptor, [into], block * BLOCK_BYTES) != BLOCK_BYTES:
+            raise ConfigError("the scratch file of the disk measurement ends early: another program cut it")
+
+    def forget(self) -> None:
+        """Ask the page cache to let go of the file."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def _open(self, directory: Path) -> None:
+        self.buffered, name = tempfile.mkstemp(prefix=".moelight-", dir=directory)
+        self._descriptors.append(self.buffered)
+        try:
+            if _DIRECT:
+                with contextlib.suppress(OSError):  # some file systems have no direct way
+                    self.direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+                    self._descriptors.append(self.direct)
+        finally:
+            Path(name).unlink()
+
+    def _write(self, blocks: int, seconds: float) -> int:
+        """Random blocks, past the page cache where that is possible; the number of bytes."""
+        began, done = time.perf_counter(), 0
+        with block_buffer() as block:
+            block[:] = os.urandom(BLOCK_BYTES)
+            while done < max(LEAST_BLOCKS, blocks) and (done < LEAST_BLOCKS or time.perf_counter() - began < seconds):
+                block[:_PAGE] = os.urandom(_PAGE)
+                self._write_block(block, done)
+                done += 1
+        os.fsync(self.buffered)
+        return done * BLOCK_BYTES
+
+    def _write_block(self, block: mmap.mmap, number: int) -> None:
+        if self.direct is not None:
+            try:
+                os.pwritev(self.direct, [block], number * BLOCK_BYTES)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = None  # opened so, but not served so
+        if self.direct is None:
+            os.pwritev(self.buffered, [block], number * BLOCK_BYTES)
+
+
+def block_buffer() -> mmap.mmap:
+    """Memory for one block, aligned as direct reads want it."""
+    return mmap.mmap(-1, BLOCK_BYTES)
+
+
+def cached_reads(scratch: Scratch) -> Gauge:
+    """bytes/s of one reader whose file is in the page cache."""
+
+    def read(seconds: float) -> Reading:
+        with block_buffer() as block:
+            _pass(scratch, block)
+            return _passes(seconds, scratch.size, lambda: _pass(scratch, block))
+
+    return read
+
+
+def lane_reads(scratch: Scratch) -> Gauge:
+    """bytes/s of the disk lane: past the page cache where that is possible, pages in the order in which passes want
+    them, several on their way."""
+
+    def read(seconds: float) -> Reading:
+        with _Lane(scratch) as lane:
+            return _passes(seconds, scratch.size, lane.read_all, before=scratch.forget)
+
+    return read
+
+
+def direct_reads(scratch: Scratch) -> Gauge:
+    """bytes/s of several readers past the page cache, each with blocks of its own; only where ``direct`` is there."""
+
+    def read(seconds: float) -> Reading:
+        with ThreadPoolExecutor(DIRECT_READERS) as readers:
+            share = partial(_direct_share, scratch)
+            return _passes(seconds, scratch.size, lambda: list(readers.map(share, range(DIRECT_READERS))))
+
+    return read
+
+
+def beside_reads(work: Work, scratch: Scratch) -> Gauge:
+    """Calls of ``work`` per second while the disk lane reads without a pause.
+
+    Not the median but the mean: reading takes a processor away now and then, and those times are what is asked for.
+    """
+
+    def read(seconds: float) -> Reading:
+        with _reading(scratch):
+            work()
+            samples, began = list[float](), time.perf_counter()
+            while not samples or time.perf_counter() - began < BESIDE_LONGER * seconds:
+                start = time.perf_counter()
+                work()
+                samples.append(max(time.perf_counter() - start, 1e-9))
+        return Reading(rate=len(samples) / sum(samples), spread=reading_of(samples).spread)
+
+    return read
+
+
+def reads_beside(work: Work, scratch: Scratch) -> Gauge:
+    """bytes/s of the disk lane while ``work`` is done without a pause, from one block's arrival to another's: a reader
+    that has yet to begin, and its last blocks, which are still on their way, are no part of the rate."""
+
+    def read(seconds: float) -> Reading:
+        with _reading(scratch) as arrived:
+            began = time.perf_counter()
+            while time.perf_counter() - began < BESIDE_LONGER * seconds or len(arrived) < _LEAST_ARRIVALS:
+                work()
+            first_s, last_s, blocks = arrived[0], arrived[-1], len(arrived) - 1
+        return Reading(rate=blocks * BLOCK_BYTES / max(last_s - first_s, 1e-9), spread=0.0)
+
+    return read
+
+
+def past_cache(scratch: Scratch) -> bool:
+    """Whether the disk lane reads the file past the page cache: what it reads has come from the disk then, however
+    fast."""
+    with _Lane(scratch) as lane:
+        next(lane.blocks())  # whether it is served so shows when it is read
+        return lane.direct
+
+
+def from_cache(lane: Reading, cached: Reading) -> bool:
+    """Whether reads through the page cache that should have come from the disk were too fast for that: it was not
+    emptied."""
+    return lane.rate > _CACHED_ABOVE * cached.rate
+
+
+def _pass(scratch: Scratch, block: mmap.mmap) -> None:
+    for number in lane_order(scratch.blocks):
+        scratch.read(number, block)
+
+
+def lane_order(blocks: int) -> list[int]:
+    """All blocks in an order in which no block follows its neighbour: the pages that a pass reads lie between others
+    that stay in memory, and an expert's tensors between each other, so what a disk reads ahead is seldom of use."""
+    return [number for first in range(_APART) for number in range(first, blocks, _APART)]
+
+
+def _direct_share(scratch: Scratch, reader: int) -> None:
+    with block_buffer() as block:
+        for number in range(reader, scratch.blocks, DIRECT_READERS):
+            scratch.read(number, block, direct=True)
+
+
+def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Reading:
+    """Whole passes over the file, one sample each; ``before`` is not counted."""
+    samples, began = list[float](), time.perf_counter()
+    while not samples or time.perf_counter() - began < seconds:
+        before()
+        start = time.perf_counter()
+        one()
+        samples.append(max(time.perf_counter() - start, 1e-9))
+    return reading_of(samples, size)
+
+
+class _Lane(AbstractContextManager["_Lane"]):
+    """Reads the scratch file as the disk lane reads pages: into slots that lie in memory otherwise than in the file."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._file = Path(f"/dev/fd/{scratch.buffered}")
+        self._reader = FileReader([self._file])
+        slots = (torch.empty(BLOCK_BYTES + _APART, dtype=torch.uint8) for _ in range(_ON_THEIR_WAY))
+        self._slots = [slot.fill_(0)[_APART:] for slot in slots]  # touched, as a pass finds them
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file is read past the page cache."""
+        return self._reader.direct(self._file)
+
+    def read_all(self) -> None:
+        """The whole file once."""
+        for _ in self.blocks():
+            pass
+
+    def blocks(self) -> Iterator[int]:
+        """The numbers of blocks as they arrive, of the whole file once."""
+        coming: deque[tuple[int, Ticket]] = deque()
+        for place, number in enumerate(lane_order(self._scratch.blocks)):
+            into = self._slots[place % len(self._slots)]
+            if len(coming) == len(self._slots):
+                yield _arrived(coming)
+            coming.append((number, self._reader.submit([Part(self._file, number * BLOCK_BYTES, into)])))
+        while coming:
+            yield _arrived(coming)
+
+
+def _arrived(coming: deque[tuple[int, Ticket]]) -> int:
+    number, ticket = coming.popleft()
+    ticket.wait()
+    return number
+
+
+@contextlib.contextmanager
+def _reading(scratch: Scratch) -> Iterator[list[float]]:
+    """The file is read from the disk over and over by a thread of its own, as the disk lane does; gives the times at
+    which blocks arrived so far."""
+    enough, arrived = threading.Event(), list[float]()
+
+    def read() -> None:
+        with _Lane(scratch) as lane:
+            while not enough.is_set():
+                scratch.forget()
+                for _ in lane.blocks():
+                    if enough.is_set():
+                        return
+                    arrived.append(time.perf_counter())
+
+    reader = threading.Thread(target=read, name="moelight-scratch-reader", daemon=True)
+    reader.start()
+    try:
+        yield arrived
+    finally:
+        enough.set()
+        reader.join()

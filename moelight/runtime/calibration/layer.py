@@ -1,0 +1,155 @@
+"""What a decoder layer does beside its products and experts: how fast norms, rotations, residual sums and routing go by
+the bytes that one act touches, and what an act takes however little it touches.
+
+On a CPU the acts of a layer run as passes run them, and their products, in turn with them, are taken off; on a GPU,
+where launches are a figure of their own, norms and sums are read alone. Refuses to know experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from moelight.core.dtypes import BFLOAT16
+from moelight.hrm.cost_model import TOUCHED_AFTER, TOUCHED_BEFORE
+from moelight.hrm.costs import expert_workspace
+from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
+from moelight.kernels.products import Workspace, linear
+from moelight.models.decoder import Decoder
+from moelight.models.rope import rotation
+from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
+from moelight.profiles.names import MIXTRAL_STYLE
+from moelight.runtime.calibration.memory import norms
+from moelight.runtime.calibration.pool import Pool
+from moelight.runtime.calibration.surfaces import Points
+from moelight.runtime.calibration.timing import Gauge, Reading, Work, reading_of
+from moelight.runtime.microbatch import present
+from moelight.weights.load import LayerWeights, ModelWeights
+
+HIDDEN = 2048
+ACTS = 3  # before attention, attention, after it
+_FEW_TOKENS = 16
+_BLOCK = 16
+_LEAST_SHARE = 0.05  # of the whole: what is left when products are taken off is at least so much
+_MODEL = ModelProfile(
+    name="one layer",
+    model_type="mixtral",
+    num_layers=1,
+    hidden_size=HIDDEN,
+    vocab_size=64,
+    max_positions=1 << 20,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    dtype=BFLOAT16.name,
+    attention=AttentionSpec(num_heads=16, num_kv_heads=4, head_dim=128),
+    router=RouterSpec(top_k=2, normalize=True, weights_in_model_dtype=False),
+    experts=ExpertSpec(num_experts=8, intermediate_size=64),
+    moe_layers=(True,),
+    names=MIXTRAL_STYLE,
+)
+
+
+def elementwise_points(name: str, pool: Pool, tokens: Sequence[int]) -> Points:
+    """bytes/s for each number of ``tokens`` of `HIDDEN` numbers, by the bytes that one of their acts touches."""
+    make = _acts if pool.device.type == "cpu" else _norms
+    return {(name, 0, _touched(count) / 2): partial(make, pool, count) for count in tokens}
+
+
+def _touched(tokens: int) -> float:
+    """By both acts of a layer, experts aside."""
+    return float(tokens * HIDDEN * (TOUCHED_BEFORE + TOUCHED_AFTER))
+
+
+def _norms(pool: Pool, tokens: int, seconds: float) -> Reading:
+    return norms(pool, tokens, HIDDEN)(seconds)
+
+
+def acts(pool: Pool) -> Gauge:
+    """Acts per second of a layer that touches next to nothing: calls, small tensors, the waking of threads."""
+
+    def read(seconds: float) -> Reading:
+        layer = _Layer(pool, _FEW_TOKENS)
+        return reading_of(_in_turn(layer.decode, layer.products, seconds), ACTS)
+
+    return read
+
+
+def _acts(pool: Pool, tokens: int, seconds: float) -> Reading:
+    layer = _Layer(pool, tokens)
+    return reading_of(_in_turn(layer.around_attention, layer.products, seconds), _touched(tokens))
+
+
+def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
+    """Seconds that ``whole`` takes beside its ``part``: one of each in turn, so that whatever disturbs one disturbs the
+    other."""
+    whole()
+    part()
+    rest, began = list[float](), time.perf_counter()
+    while not rest or time.perf_counter() - began < seconds:
+        whole_s, part_s = _timed(whole), _timed(part)
+        rest.append(max(whole_s - part_s, _LEAST_SHARE * whole_s))
+    return rest
+
+
+def _timed(work: Work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class _Layer:
+    """One layer for ``tokens`` sequences, each with one block of the cache."""
+
+    def __init__(self, pool: Pool, tokens: int) -> None:
+        spec, size = _MODEL.attention, expert_workspace(_MODEL, 1, BFLOAT16, grouped=False)
+        self._weights = _weights(pool.dtype)
+        embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
+        norm = self._weights.input_norm
+        self._decoder = Decoder(
+            _MODEL,
+            ModelWeights(embed=embed, head=embed, final_norm=norm, layers=(self._weights,)),
+            Workspace(torch.empty(size.bytes, dtype=torch.uint8), size, HIDDEN, pool.dtype),
+        )
+        self._hidden = torch.randn(tokens, HIDDEN).to(pool.dtype)
+        self._attention = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=pool.dtype)
+        self._rope = rotation(spec, torch.arange(tokens), pool.dtype)
+        self._caches = torch.zeros(2, min(tokens, _FEW_TOKENS), spec.num_kv_heads, _BLOCK, spec.head_dim)
+        self._caches = self._caches.to(pool.dtype)
+        self._slots = torch.arange(tokens) * _BLOCK
+        self._tables = torch.arange(tokens, dtype=torch.int32).unsqueeze(1)
+        self._lengths = torch.ones(tokens, dtype=torch.int32)
+
+    def around_attention(self) -> None:
+        """The acts before and after attention."""
+        self._decoder.pre_attention(0, self._hidden, self._rope)
+        self._after()
+
+    def decode(self) -> None:
+        """All three acts."""
+        q, k, v = self._decoder.pre_attention(0, self._hidden, self._rope)
+        keys, values = self._caches
+        cpu_kv_append(keys, values, k, v, self._slots)
+        scale = _MODEL.attention.head_dim**-0.5
+        cpu_gqa_decode(q, keys, values, self._tables, self._lengths, scale, out=torch.empty_like(q))
+        self._after()
+
+    def products(self) -> None:
+        """The products of these acts alone."""
+        for weight in (self._weights.qkv, self._weights.o, present(self._weights.router)):
+            linear(self._hidden, weight)
+
+    def _after(self) -> None:
+        """Nothing is added to the hidden state, so it stays as it is however often the layer runs."""
+        self._decoder.route(0, self._hidden, self._attention)
+
+
+def _weights(dtype: torch.dtype) -> LayerWeights:
+    spec, experts = _MODEL.attention, _MODEL.experts.num_experts
+    qkv, o, router = (
+        torch.randn(rows, HIDDEN).mul_(0.02).to(dtype) for rows in (spec.q_dim + 2 * spec.kv_dim, HIDDEN, experts)
+    )
+    ones = torch.ones(HIDDEN, dtype=dtype)
+    return LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)

@@ -1,0 +1,71 @@
+"""What crosses between host and device: pinned and pageable, both ways, alone and while the CPU attends.
+
+Knows copies and launches on one device. Without a device (the CPU stands in for it) the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from moelight.core.units import KiB
+from moelight.runtime.calibration.timing import Gauge, Reading, Work, finisher, sample
+
+SMALL_BYTES = 4 * KiB
+
+
+def link_gauges(device: torch.device, size: int, attend: Work) -> dict[str, Gauge]:
+    """bytes/s of transfers of ``size`` bytes by kind, and small ``transfers`` per second.
+
+    ``attend`` keeps the CPU busy while ``host_to_device_under_attention`` is read.
+    """
+    finish, crosses = finisher(device), device.type != "cpu"
+    pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
+    plain = torch.zeros(size, dtype=torch.uint8)
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def copy(into: torch.Tensor, source: torch.Tensor, amount: float, seconds: float) -> Reading:
+        work = partial(into.copy_, source, non_blocking=True)
+        return sample(work, seconds=seconds, amount=amount, finish=finish)
+
+    def copy_beside(seconds: float) -> Reading:
+        with kept_busy(attend):
+            return copy(there, pinned, size, seconds)
+
+    return {
+        "host_to_device": partial(copy, there, pinned, size),
+        "device_to_host": partial(copy, pinned, there, size),
+        "host_to_device_pageable": partial(copy, there, plain, size),
+        "device_to_host_pageable": partial(copy, plain, there, size),
+        "host_to_device_under_attention": copy_beside,
+        "transfers": partial(copy, there[:SMALL_BYTES], pinned[:SMALL_BYTES], 1.0),
+    }
+
+
+def launches(device: torch.device) -> Gauge:
+    """Kernels per second that have next to nothing to do, one after another."""
+    number, finish = torch.zeros(1, device=device), finisher(device)
+    return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
+
+
+@contextlib.contextmanager
+def kept_busy(work: Work) -> Iterator[None]:
+    """``work`` is done over and over by a thread of its own."""
+    enough = threading.Event()
+
+    def toil() -> None:
+        with torch.inference_mode():
+            while not enough.is_set():
+                work()
+
+    worker = threading.Thread(target=toil, name="moelight-attention-beside", daemon=True)
+    worker.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        worker.join()

@@ -1,0 +1,291 @@
+"""One hardware profile out of every gauge: measures the machine it runs on, within an effort.
+
+Knows which gauge gives which figure. Refuses to know files and commands.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from moelight.core.dtypes import BFLOAT16
+from moelight.core.errors import ConfigError
+from moelight.core.units import MiB, format_bytes
+from moelight.profiles.efficiency import Curve, Surface
+from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
+from moelight.runtime.calibration import disk, links, memory, surfaces
+from moelight.runtime.calibration.effort import Effort, Shape
+from moelight.runtime.calibration.identity import describe
+from moelight.runtime.calibration.layer import acts, elementwise_points
+from moelight.runtime.calibration.pool import SHARE_OF_FREE, Pool
+from moelight.runtime.calibration.timing import DISTURBED_CORES, Gauge, Reading, best_of_rounds, sample
+from moelight.runtime.machine import Machine
+from moelight.runtime.measure import available_bytes, memory_limit_bytes
+from moelight.weights.torch_dtypes import to_torch
+
+Say = Callable[[str], None]
+Gauges = dict[str | surfaces.Point, tuple[Gauge, float]]
+Readings = dict[str | surfaces.Point, Reading]
+LEAST_POOL_BYTES = 16 * MiB
+_DIGITS = 4
+_BUSY_CONTEXT = 1024
+_BUSY_ROWS = 64
+# Readings that serve others and are no figures themselves.
+_ACTS, _LARGE, _ALONE, _BESIDE, _DIRECT = "acts", "large", "alone", "beside", "direct"
+_READS_BESIDE = "reads beside"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Findings:
+    """What was found so far: figures by the dotted key that the profile will have them under, with their spread."""
+
+    figures: dict[str, tuple[float, float]] = field(default_factory=dict)
+    surfaces: list[tuple[Surface, float]] = field(default_factory=list)
+    capacities: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    busy_elsewhere: float = 0.0
+
+    def read(self, gauges: Gauges, effort: Effort, seconds: float) -> Readings:
+        """Read all of ``gauges``."""
+        readings, busy = best_of_rounds(gauges, quiet_rounds=effort.quiet_rounds, seconds=seconds)
+        self.busy_elsewhere = max(self.busy_elsewhere, busy)
+        return readings
+
+    def rate(self, key: str, reading: Reading) -> None:
+        """A figure per second."""
+        self.figures[key] = (reading.rate, reading.spread)
+
+    def seconds(self, key: str, reading: Reading) -> None:
+        """The seconds of one where the reading says how many in a second."""
+        self.figures[key] = (1 / reading.rate, reading.spread)
+
+
+def measure_machine(
+    machine: Machine,
+    effort: Effort,
+    *,
+    name: str,
+    disk_dir: Path | None,
+    disk_needed: bool = True,
+    say: Say = lambda _: None,
+) -> HardwareProfile:
+    """What ``machine`` does, measured now.
+
+    Args:
+        disk_dir: where the scratch file of the disk goes; None measures no disk.
+        disk_needed: whether a directory that cannot be written is an error; else the profile has no disk.
+        say: told what is measured next.
+
+    Raises:
+        ConfigError: a twin (it has no speed of its own), too little memory, or a directory that cannot be written.
+    """
+    if machine.twin:
+        raise ConfigError("--device twin: a twin has no speed of its own; measure cpu, cuda or xpu")
+    began, found = time.perf_counter(), _Findings()
+    with torch.inference_mode(), ExitStack() as stack:
+        scratch = None
+        if disk_dir is not None:
+            say(f"writing a scratch file in {disk_dir}")
+            scratch = _scratch(found, disk_dir, effort, stack, needed=disk_needed)
+        pool = _host_pool(effort)
+        say("measuring memory, processor and disk" if scratch else "measuring memory and processor")
+        _measure_host(found, pool, scratch, effort)
+        if machine.discrete:
+            say("measuring the GPU and its link")
+            _measure_device(found, machine, pool, effort)
+    if found.busy_elsewhere > DISTURBED_CORES:
+        found.figures["measured.busy_elsewhere"] = (found.busy_elsewhere, 0.0)
+    return _profile(name, machine, found, time.perf_counter() - began)
+
+
+def _scratch(
+    found: _Findings, directory: Path, effort: Effort, stack: ExitStack, *, needed: bool
+) -> disk.Scratch | None:
+    try:
+        scratch = stack.enter_context(disk.Scratch(directory, effort.disk_bytes, seconds=effort.disk_write_s))
+    except ConfigError as error:
+        if needed:
+            raise
+        found.notes.append(str(error))
+        return None
+    found.capacities["disk"] = shutil.disk_usage(directory).total
+    return scratch
+
+
+def _host_pool(effort: Effort) -> Pool:
+    free = available_bytes()
+    if free // SHARE_OF_FREE < LEAST_POOL_BYTES:
+        raise ConfigError(
+            f"the machine cannot be measured: {format_bytes(free)} of memory is free, and at least "
+            f"{format_bytes(SHARE_OF_FREE * LEAST_POOL_BYTES)} is needed"
+        )
+    size = min(effort.pool_bytes, free // SHARE_OF_FREE)
+    return Pool(size, device=torch.device("cpu"), dtype=to_torch(BFLOAT16))
+
+
+def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
+    """What cannot be spared comes first, in case the machine is too slow for everything."""
+    found.capacities["host"] = memory_limit_bytes()
+    figures: dict[str, Gauge] = {
+        "tiers.host.bandwidth": memory.reads(pool),
+        "measured.host_copy": memory.copies(pool),
+        _ACTS: acts(pool),
+    }
+    if scratch is not None:
+        figures |= _disk_gauges(scratch, pool, effort)
+    points = _points("cpu", pool, effort, effort.rows, effort.large)
+    gauges: Gauges = {key: (gauge, effort.figure_s) for key, gauge in figures.items()}
+    gauges |= {key: (gauge, effort.point_s) for key, gauge in points.items()}
+    readings = found.read(gauges, effort, effort.host_s)
+    for key in ("tiers.host.bandwidth", "measured.host_copy"):
+        found.rate(key, readings[key])
+    found.seconds("measured.cpu_task", readings[_ACTS])
+    if scratch is not None:
+        _judge_disk(found, readings, past_cache=disk.past_cache(scratch))
+    _add_surfaces(found, "cpu", readings)
+
+
+def _disk_gauges(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Gauge]:
+    work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
+    found: dict[str, Gauge] = {
+        "measured.disk_cached": disk.cached_reads(scratch),
+        "tiers.disk.bandwidth": disk.lane_reads(scratch),
+        _ALONE: lambda seconds: sample(work, seconds=seconds),
+        _BESIDE: disk.beside_reads(work, scratch),
+        _READS_BESIDE: disk.reads_beside(work, scratch),
+    }
+    return found | ({_DIRECT: disk.direct_reads(scratch)} if scratch.direct is not None else {})
+
+
+def _judge_disk(found: _Findings, readings: Readings, *, past_cache: bool) -> None:
+    """The speed of the disk is that of the lane, or, where that reads through a page cache which keeps everything, that
+    of direct reads."""
+    lane, cached, direct = readings["tiers.disk.bandwidth"], readings["measured.disk_cached"], readings.get(_DIRECT)
+    if not past_cache and disk.from_cache(lane, cached):
+        if direct is None:
+            del found.capacities["disk"]
+            found.notes.append("the disk could not be told from the page cache")
+            return
+        found.notes.append("the page cache could not be emptied, so the disk was read past it")
+        lane = direct
+    found.rate("tiers.disk.bandwidth", lane)
+    found.rate("measured.disk_cached", cached)
+    if direct is not None:
+        found.rate("measured.disk_direct", direct)
+    alone, beside, reads = readings[_ALONE], readings[_BESIDE], readings[_READS_BESIDE]
+    found.figures["measured.cpu_under_disk"] = (min(1.0, beside.rate / alone.rate), beside.spread)
+    found.figures["measured.disk_under_cpu"] = (min(1.0, reads.rate / lane.rate), lane.spread)
+
+
+def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effort) -> None:
+    device, backend = machine.device, torch.get_device_module(machine.device)
+    free, found.capacities["device"] = (int(size) for size in backend.mem_get_info(device))
+    dtype = to_torch(machine.native_dtype(BFLOAT16))
+    pool = Pool(min(effort.pool_bytes, free // SHARE_OF_FREE), device=device, dtype=dtype)
+    attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
+    figures: dict[str, Gauge] = {
+        "tiers.device.bandwidth": memory.reads(pool),
+        "launches": links.launches(device),
+        **links.link_gauges(device, min(effort.link_bytes, host.nbytes), attend),
+    }
+    points = _points("gpu", pool, effort, effort.gpu_rows, effort.gpu_large)
+    gauges: Gauges = {key: (gauge, effort.figure_s) for key, gauge in figures.items()}
+    gauges |= {key: (gauge, effort.gpu_point_s) for key, gauge in points.items()}
+    for gauge, _ in gauges.values():
+        gauge(0.0)  # kernels are loaded at their first use
+    readings = found.read(gauges, effort, effort.device_s)
+    found.rate("tiers.device.bandwidth", readings["tiers.device.bandwidth"])
+    for key in (f"host{TO}device", f"device{TO}host"):
+        found.rate(f"links.{key}.bandwidth", readings[key])
+    for key in ("host_to_device_pageable", "device_to_host_pageable", "host_to_device_under_attention"):
+        found.rate(f"measured.{key}", readings[key])
+    found.seconds("measured.gpu_launch", readings["launches"])
+    found.seconds("measured.transfer", readings["transfers"])
+    _add_surfaces(found, "gpu", readings)
+
+
+def _points(
+    unit: str, pool: Pool, effort: Effort, rows: tuple[int, ...], large: tuple[Shape, int]
+) -> dict[surfaces.Point, Gauge]:
+    """All points of the surfaces of ``unit``, and one product that arithmetic alone binds; smallest work first."""
+    found = {
+        **surfaces.decode_points(f"{unit}_attention", pool, effort.contexts),
+        **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
+        **surfaces.linear_points(f"{unit}_linear", pool, effort.linear, rows),
+        **surfaces.expert_points(f"{unit}_experts", pool, effort.experts, rows),
+        **elementwise_points(f"{unit}_elementwise", pool, effort.touching),
+        **surfaces.linear_points(_LARGE, pool, (large[0],), (large[1],)),
+    }
+    return dict(sorted(found.items(), key=lambda item: item[0][2]))
+
+
+def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
+    """The surfaces of ``unit``, and its peak: the best product of all."""
+    points = {key: reading for key, reading in readings.items() if isinstance(key, tuple)}
+    measured = {key[0] for key in points}
+    for name in EFFICIENCY:
+        if name in measured:
+            found.surfaces.append(surfaces.surface_of(name, points))
+    products = (f"{unit}_linear", f"{unit}_experts", _LARGE)
+    best = max((reading for key, reading in points.items() if key[0] in products), key=lambda reading: reading.rate)
+    found.rate(f"processors.{unit}.peak", best)
+
+
+def _large_expert(pool: Pool, effort: Effort) -> Shape:
+    """Weights that come from memory and of which the pool holds plenty, so that reading them is what takes time."""
+    fitting = [(hidden, width) for hidden, width in effort.experts if pool.holds((16 * hidden, 3 * width))]
+    return fitting[-1] if fitting else effort.experts[0]
+
+
+def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
+    """The findings as a profile, rounded to what they are worth."""
+    values = {key: _rounded(value) for key, (value, _) in found.figures.items()}
+    tiers = [tier for tier in ("device", "host", "disk") if tier in found.capacities]
+    units = ("gpu", "cpu") if machine.discrete else ("cpu",)
+    ways = (("host", "device"), ("device", "host")) if machine.discrete else ()
+    count = torch.get_device_module(machine.device).device_count() if machine.discrete else 1
+    about = [f"{describe(machine)}, in {took_s:.0f} s", *found.notes]
+    return HardwareProfile(
+        name=name,
+        date=time.strftime("%Y-%m-%d"),
+        source="measured on the machine itself by moelight profile",
+        notes="; ".join(about),
+        tiers=tuple(
+            Tier(
+                name=tier,
+                capacity_bytes=found.capacities[tier],
+                bandwidth_bytes_per_s=values[f"tiers.{tier}.bandwidth"],
+            )
+            for tier in tiers
+        ),
+        links=tuple(
+            Link(src=src, dst=dst, bandwidth_bytes_per_s=values[f"links.{src}{TO}{dst}.bandwidth"]) for src, dst in ways
+        ),
+        processors=tuple(
+            Processor(name=unit, count=count if unit == "gpu" else 1, peak_flops=values[f"processors.{unit}.peak"])
+            for unit in units
+        ),
+        measured=tuple(
+            (key.removeprefix("measured."), value) for key, value in values.items() if key.startswith("measured.")
+        ),
+        efficiency=tuple(_rounded_surface(surface) for surface, _ in found.surfaces),
+        spread=(
+            *((key, _rounded(spread, 2)) for key, (_, spread) in found.figures.items()),
+            *((f"efficiency.{surface.name}", _rounded(spread, 2)) for surface, spread in found.surfaces),
+        ),
+    )
+
+
+def _rounded_surface(surface: Surface) -> Surface:
+    curves = tuple(Curve(x=curve.x, y=tuple(_rounded(y) for y in curve.y)) for curve in surface.curves)
+    return Surface(name=surface.name, sizes=surface.sizes, curves=curves)
+
+
+def _rounded(value: float, digits: int = _DIGITS) -> float:
+    return float(f"{value:.{digits}g}")

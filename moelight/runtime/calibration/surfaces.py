@@ -1,0 +1,213 @@
+"""Speeds that depend on the size of the work, point by point: products by rows and weights, attention by context.
+
+Knows the kernels that passes run, and the units of `EFFICIENCY`. Refuses to know how many points are worth the time.
+
+Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads, Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moelight.core.units import align_up
+from moelight.hrm.costs import ROW_PADDING, TENSOR_ALIGNMENT, ExpertWorkspace
+from moelight.kernels.attention import cpu_gqa_decode
+from moelight.kernels.prefill import prefill_attention
+from moelight.kernels.products import Workspace, linear, padded_rows
+from moelight.models.moe import Routed, mixture
+from moelight.profiles.efficiency import Curve, Surface
+from moelight.runtime.calibration.effort import Shape
+from moelight.runtime.calibration.pool import Pool
+from moelight.runtime.calibration.timing import Gauge, Reading, Work, finisher, sample
+
+# The heads of Mixtral 8x7B: four queries of a sequence share keys and values.
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+KV_NUMBERS = 2 * KV_HEADS * HEAD_DIM
+BLOCK = 32
+SEQUENCES = 64
+_SCALE = HEAD_DIM**-0.5
+
+TOP_K = 2
+MOST_EXPERTS = 8
+ROUTINGS = 8  # drawn in advance, used in turn
+
+# A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
+Point = tuple[str, int, float]
+Points = Mapping[Point, Gauge]
+
+
+def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
+    """flop/s of ``x [R, in]`` times weights ``[out, in]``, for each of ``shapes`` and ``rows``; all from memory."""
+    return {
+        (name, _nbytes(pool, shape), count): _gauge(pool, partial(_linear, pool, shape, count))
+        for count in rows
+        for shape in shapes
+        if pool.holds(shape)
+    }
+
+
+def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
+    """flop/s of a layer's experts, of each ``(H, I)`` of ``shapes`` (3 x H x I numbers), that meet R rows on average.
+
+    Everything counts that such a layer does: sorting, gathering, ragged rows, the weighted sum.
+    """
+    found = {}
+    for count in rows:
+        for shape in shapes:
+            experts, tokens = _layer(pool, shape, count)
+            if experts >= TOP_K:
+                point = (name, _nbytes(pool, *_page(shape)), _mean_rows(experts, tokens))
+                found[point] = _gauge(pool, partial(mixture_work, pool, shape, experts, tokens))
+    return found
+
+
+def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
+    """bytes/s of keys and values that decoding sequences read, for each context (whole blocks of `BLOCK` tokens).
+
+    The cache is the pool; contexts that it cannot hold once are left out.
+    """
+    make = decode_work if pool.device.type == "cpu" else _decode_on_device
+    fitting = [context for context in contexts if context * KV_NUMBERS <= pool.numbers.numel()]
+    return {(name, 0, context): _gauge(pool, partial(make, pool, context)) for context in fitting}
+
+
+def prefill_points(name: str, pool: Pool, prompts: Sequence[int]) -> Points:
+    """flop/s of one prompt's attention over itself, for each length; 4 x D flop per head and attended pair."""
+    return {(name, 0, tokens): _gauge(pool, partial(_prefill, pool, tokens)) for tokens in prompts}
+
+
+def surface_of(name: str, readings: Mapping[Point, Reading]) -> tuple[Surface, float]:
+    """The surface ``name`` from those ``readings`` that are its points, and the median of their spreads."""
+    mine = {point: reading for point, reading in readings.items() if point[0] == name}
+    sizes = sorted({size for _, size, _ in mine})
+    curves = []
+    for size in sizes:
+        points = sorted((x, reading.rate) for (_, of, x), reading in mine.items() if of == size)
+        curves.append(Curve(x=tuple(float(x) for x, _ in points), y=tuple(rate for _, rate in points)))
+    surface = Surface(name=name, sizes=tuple(float(size) for size in sizes), curves=tuple(curves))
+    return surface, median(reading.spread for reading in mine.values())
+
+
+def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    """One layer after another of as many experts as the pool holds, each with about ``rows``; the flop of one."""
+    experts, tokens = _layer(pool, shape, rows)
+    return mixture_work(pool, shape, experts, tokens)
+
+
+def mixture_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
+    """One layer of ``experts`` after another over ``tokens`` with experts drawn at random; the flop of one."""
+    hidden, width = shape
+    pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))
+    space = _workspace(shape, tokens, pool, TOP_K)
+
+    def work() -> Tensor:
+        views = next(pages)
+        return mixture(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
+
+    return work, 6.0 * tokens * TOP_K * hidden * width
+
+
+def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed]:
+    x = torch.randn(tokens, hidden, device=pool.device).to(pool.dtype)
+    weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32, device=pool.device)
+    drawn = torch.rand(ROUTINGS, tokens, experts, generator=torch.Generator().manual_seed(0))
+    ids = drawn.topk(TOP_K).indices.sort().values.to(torch.int32).to(pool.device)
+    return [Routed(x=x, weights=weights, ids=each) for each in ids]
+
+
+def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
+    """Experts of a layer that the pool holds several times over, and tokens that give each about ``rows``."""
+    experts = next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
+    return experts, 1 if rows == 1 else max(1, rows * experts // TOP_K)
+
+
+def _mean_rows(experts: int, tokens: int) -> float:
+    """Rows of an expert that ``tokens`` meet."""
+    return float(tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens)))
+
+
+def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
+    """One batch after another of sequences on the CPU, their blocks in order through the pool; the bytes of one."""
+    blocks_each = -(-context // BLOCK)
+    unit = KV_HEADS * BLOCK * HEAD_DIM
+    size = pool.numbers.numel() // 2 // unit * unit
+    keys, values = (part.view(-1, KV_HEADS, BLOCK, HEAD_DIM) for part in pool.numbers[: 2 * size].view(2, size))
+    batch = max(1, min(SEQUENCES, len(keys) // blocks_each))
+    turns = max(1, len(keys) // (batch * blocks_each))
+    tables = torch.arange(turns * batch * blocks_each, dtype=torch.int32).view(turns, batch, blocks_each)
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    queries = torch.randn(batch, Q_HEADS, HEAD_DIM).to(pool.dtype)
+    out, turn = torch.empty_like(queries), cycle(range(turns))
+
+    def work() -> None:
+        cpu_gqa_decode(queries, keys, values, tables[next(turn)], lengths, _SCALE, out=out)
+
+    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+
+
+def _decode_on_device(pool: Pool, context: int) -> tuple[Work, float]:
+    """Batches of contiguous sequences by torch's fused kernel, the queries that share a head as rows of one."""
+    batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
+    shape = (batch, KV_HEADS, context, HEAD_DIM)
+    caches = pool.groups(shape, shape)
+    queries = torch.randn(batch, KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
+
+    def work() -> Tensor:
+        keys, values = next(caches)
+        return functional.scaled_dot_product_attention(queries, keys, values, scale=_SCALE)
+
+    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+
+
+def _linear(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    weights = pool.groups(shape)
+    x = torch.randn(rows, shape[1], device=pool.device).to(pool.dtype)
+    return lambda: linear(x, next(weights)[0]), 2.0 * rows * shape[0] * shape[1]
+
+
+def _prefill(pool: Pool, tokens: int) -> tuple[Work, float]:
+    q = torch.randn(tokens, Q_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
+    k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
+    return lambda: prefill_attention(q, k, v, _SCALE), 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
+
+
+def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Gauge:
+    """Operands are made when the gauge is read, and freed after."""
+    finish = finisher(pool.device)
+
+    def read(seconds: float) -> Reading:
+        work, amount = make()
+        return sample(work, seconds=seconds, amount=amount, finish=finish)
+
+    return read
+
+
+def _page(shape: Shape) -> tuple[Shape, Shape]:
+    """gate_up [2I, H] and down [H, I]."""
+    hidden, width = shape
+    return (2 * width, hidden), (hidden, width)
+
+
+def _nbytes(pool: Pool, *shapes: Shape) -> int:
+    return sum(a * b for a, b in shapes) * pool.dtype.itemsize
+
+
+def _workspace(shape: Shape, rows: int, pool: Pool, top_k: int = 1) -> Workspace:
+    hidden, width = shape
+    item, padded = pool.dtype.itemsize, padded_rows(rows)
+    sizes = ExpertWorkspace(
+        rows_bytes=align_up((rows * (top_k - 1) + padded + ROW_PADDING) * hidden * item, TENSOR_ALIGNMENT),
+        wide_bytes=align_up(padded * 2 * width * item, TENSOR_ALIGNMENT),
+        narrow_bytes=align_up(padded * max(hidden, width) * item, TENSOR_ALIGNMENT),
+    )
+    arena = torch.empty(sizes.bytes, dtype=torch.uint8, device=pool.device)
+    space = Workspace(arena, sizes, hidden, pool.dtype)
+    space.rows.normal_(std=0.02)
+    return space

@@ -1,0 +1,99 @@
+"""How fast a piece of work goes: repeated for a while, its middle value taken, and all that again some time later.
+
+Other programs only ever make work slower, and mostly for a while. So every gauge is read in several rounds that lie
+apart, and its fastest round counts; within a round it is the median. Refuses to know what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from moelight.runtime.calibration.others import Others
+
+Work = Callable[[], object]
+Key = TypeVar("Key", bound=Hashable)
+SAMPLE_S = 2e-3  # one sample runs at least as long, so that neither clock nor launch shows in it
+MOST_SAMPLES = 300
+DISTURBED_CORES = 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Per second: the median of some samples. ``spread`` is the width of their middle half, as a share of it."""
+
+    rate: float
+    spread: float
+
+
+# What a gauge is: told how many seconds it may take, it gives one reading.
+Gauge = Callable[[float], Reading]
+
+
+def reading_of(seconds: Sequence[float], amount: float = 1.0) -> Reading:
+    """Of samples in which ``amount`` took so many ``seconds`` each; at least one, all above 0."""
+    low, middle, high = np.percentile(seconds, (25, 50, 75))
+    return Reading(rate=amount / float(middle), spread=float((high - low) / middle))
+
+
+def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = lambda: None) -> Reading:
+    """``amount`` per second, where one call of ``work`` does that much; sampled for about ``seconds``.
+
+    The first call warms up and is not counted, unless it alone took longer than ``seconds``. Short work is called
+    several times a sample. ``finish`` waits for what ``work`` left on a device; it is called once a sample.
+    """
+    began = time.perf_counter()
+    work()
+    finish()
+    first = time.perf_counter() - began
+    if first > seconds:
+        return Reading(rate=amount / first, spread=0.0)
+    calls = max(1, round(SAMPLE_S / _timed(work, finish, 1)))
+    samples = list[float]()
+    while not samples or (time.perf_counter() - began < seconds and len(samples) < MOST_SAMPLES):
+        samples.append(_timed(work, finish, calls))
+    return reading_of(samples, amount)
+
+
+def best_of_rounds(
+    gauges: Mapping[Key, tuple[Gauge, float]], *, quiet_rounds: int, seconds: float
+) -> tuple[dict[Key, Reading], float]:
+    """The fastest reading of each of ``gauges`` (with the seconds it may take), and how many processors other programs
+    kept busy in the quietest round.
+
+    Rounds go on until ``quiet_rounds`` of them were undisturbed, or ``seconds`` are over. A machine so slow that the
+    first round takes twice as long leaves the last gauges out, so order them by importance.
+    """
+    began, found, quiet, least = time.perf_counter(), dict[Key, Reading](), 0, float("inf")
+    while quiet < quiet_rounds and (not found or time.perf_counter() - began < seconds):
+        others, first_round = Others(), not found
+        for key, (gauge, each_s) in gauges.items():
+            if found and time.perf_counter() - began > (2 * seconds if first_round else seconds):
+                break
+            reading = gauge(each_s)
+            if key not in found or reading.rate > found[key].rate:
+                found[key] = reading
+        busy = others.cores()
+        quiet, least = quiet + (busy < DISTURBED_CORES), min(least, busy)
+    return found, least
+
+
+def finisher(device: torch.device) -> Work:
+    """What waits until ``device`` has done everything it was given."""
+    if device.type == "cpu":
+        return lambda: None
+    backend = torch.get_device_module(device)
+    return lambda: backend.synchronize(device)
+
+
+def _timed(work: Work, finish: Work, calls: int) -> float:
+    began = time.perf_counter()
+    for _ in range(calls):
+        work()
+    finish()
+    return max(time.perf_counter() - began, 1e-9) / calls

@@ -1,0 +1,73 @@
+"""Which builders make sense where: some orders are about a link, about one place of attention, about GPU experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy
+from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.scheduler.layout import EXPERT_HOMES, Layout, PassShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a builder asks of a layout. ``attention``: the devices it can attend on beside a GPU."""
+
+    gpu: bool = False
+    attention: tuple[str, ...] = ("cpu", "gpu")
+    device_experts: bool = True
+
+
+NEEDS: Mapping[str, Needs] = {
+    "cgopipe": Needs(device_experts=False),
+    "fastdecode": Needs(attention=("cpu",)),
+    "flexgen-c": Needs(gpu=True, attention=("cpu",)),
+    "flexgen": Needs(attention=("gpu",)),
+    "flexgen-loop": Needs(),
+    "serial": Needs(device_experts=False),
+    "module": Needs(),
+}
+
+
+def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> str | None:
+    """Why the builder ``schedule`` cannot serve such a layout, as one clause; None where it can."""
+    needs = NEEDS[schedule]
+    if not discrete:
+        return "needs a GPU, and there is none" if needs.gpu else None
+    if attention not in needs.attention:
+        return f"needs attention_device {needs.attention[0]}, not {attention}"
+    if needs.device_experts and experts != "device":
+        return "needs ffn_device gpu: no part of the experts on the CPU"
+    return None
+
+
+def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
+    """Refuse a policy whose schedule cannot serve it.
+
+    Raises:
+        ConfigError: says what the schedule needs, and which others would do.
+    """
+    discrete = policy.discrete if discrete is None else discrete
+    _check(policy.schedule, discrete, policy.attention_device, EXPERT_HOMES[policy.ffn_device])
+
+
+def check(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
+    """Refuse a layout that the builder ``schedule`` cannot serve, and a ``shape`` that it does not know.
+
+    Raises:
+        ConfigError: says what the schedule needs, and which others would do.
+    """
+    _check(schedule, layout.discrete, layout.attention, layout.experts)
+    if shape is not None and shape.routed_only and schedule not in ROUTED_ORDERS:
+        raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")
+
+
+def _check(schedule: str, discrete: bool, attention: str, experts: str) -> None:
+    def why(name: str) -> str | None:
+        return misfit(name, discrete=discrete, attention=attention, experts=experts)
+
+    if (reason := why(schedule)) is not None:
+        others = ", ".join(name for name in NEEDS if why(name) is None)
+        raise ConfigError(f"schedule {schedule!r} {reason}; here these do: {others}")

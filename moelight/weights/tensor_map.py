@@ -1,0 +1,186 @@
+"""Matches a checkpoint's tensors with the parts a model needs, and audits the match.
+
+Knows spellings, shapes and dtypes. Ends with nothing missing, nothing left over, nothing twice (DESIGN, rule 13), or
+with a `CheckpointError` that names file and tensor. Refuses to read a single weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
+from moelight.core.errors import CheckpointError
+from moelight.core.schedule import Page
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.tensor_list import Part, dense_tensors, page_shapes
+from moelight.weights.audit_errors import Faults
+from moelight.weights.source import Checkpoint, TensorInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """``nbytes`` bytes at ``offset`` in ``file``, numbers of ``dtype``; ``tensor`` is what they are part of."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: DType
+    tensor: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightMap:
+    """Where everything a model needs lies on disk, all of one ``dtype``.
+
+    ``parts`` has every part of `dense_tensors`; ``pages`` has the extents of each expert, which laid end to end are
+    gate, up, down. ``spare_head`` is an output matrix that is stored although the config ties it to the embeddings.
+    """
+
+    directory: Path
+    dtype: DType
+    parts: Mapping[Part, Extent]
+    pages: Mapping[Page, tuple[Extent, ...]]
+    spare_head: Extent | None
+
+
+def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
+    """Find every tensor of ``model`` in ``checkpoint``.
+
+    Raises:
+        CheckpointError: a tensor is missing, stored twice, left over, mis-shaped, or of a dtype that cannot be used;
+            the first fault is told and the others are counted.
+    """
+    _refuse_absurd(checkpoint, model)
+    search = _Search(checkpoint, model)
+    parts = {part: search.part(part) for stored in dense_tensors(model) for part in stored.parts}
+    slices = {page: found for layer, moe in enumerate(model.moe_layers) if moe for page, found in search.experts(layer)}
+    spare = search.spare_head()
+    dtype = search.audit()
+    return WeightMap(
+        directory=checkpoint.directory,
+        dtype=dtype,
+        parts=MappingProxyType({part: _extent((info, 0, 1), dtype) for part, info in parts.items() if info}),
+        pages=MappingProxyType({page: tuple(_extent(s, dtype) for s in found) for page, found in slices.items()}),
+        spare_head=_extent((spare, 0, 1), dtype) if spare else None,
+    )
+
+
+# A tensor, cut along its first dimension into equal pieces: which piece, of how many.
+_Slice = tuple[TensorInfo, int, int]
+
+
+def _extent(piece: _Slice, dtype: DType) -> Extent:
+    info, index, count = piece
+    nbytes = info.nbytes // count
+    return Extent(file=info.file, offset=info.offset + index * nbytes, nbytes=nbytes, dtype=dtype, tensor=info.name)
+
+
+def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
+    """The counts in the config bound the work of the search; a checkpoint bounds the counts."""
+    tensors = checkpoint.tensors
+    most_experts = max(len(tensors), *(max(info.shape, default=0) for info in tensors.values()))
+    for key, count, most in (
+        ("num_hidden_layers", model.num_layers, len(tensors)),
+        ("num_experts", model.experts.num_experts, most_experts),
+    ):
+        if count > most:
+            raise CheckpointError(
+                f"{checkpoint.listing}: holds {len(tensors)} tensors, too few for {key} {count} of config.json; "
+                "mend config.json or fetch the whole checkpoint"
+            )
+
+
+class _Search:
+    """One pass over the needs of a model; remembers what was used and what was wrong."""
+
+    def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
+        self._tensors = checkpoint.tensors
+        self._model = model
+        self._used: dict[str, TensorInfo] = {}
+        self._faults = Faults(checkpoint, model)
+
+    def part(self, part: Part) -> TensorInfo | None:
+        """The one tensor that is ``part``; None, and a fault, where there is none or several or of another shape."""
+        names = self._spell(part.name, part.layer)
+        if part.name == "embed" and self._model.tie_embeddings and not self._stored(names):
+            names = self._stored(self._spell("head")) or names
+        return self._one(part.name, names, part.shape)
+
+    def experts(self, layer: int) -> list[tuple[Page, list[_Slice]]]:
+        """For each expert of ``layer``, the pieces that make its page: gate and up, then down."""
+        gate_up = self._expert_pieces(layer, "fused_gate_up", ("gate", "up"))
+        down = self._expert_pieces(layer, "fused_down", ("down",))
+        return [
+            (Page(layer=layer, expert=expert), [*first, *last])
+            for expert, (first, last) in enumerate(zip(gate_up, down, strict=True))
+        ]
+
+    def spare_head(self) -> TensorInfo | None:
+        """The stored output matrix that tied embeddings make superfluous."""
+        model = self._model
+        spare = [name for name in self._stored(self._spell("head")) if name not in self._used]
+        if not model.tie_embeddings or not spare:
+            return None
+        return self._one("head", spare, (model.vocab_size, model.hidden_size))
+
+    def audit(self) -> DType:
+        """Nothing left over, one dtype, no fault before: then that dtype."""
+        common = Counter(info.dtype for info in self._used.values()).most_common(1)
+        name = common[0][0] if common else FLOAT32.safetensors
+        for info in self._used.values():
+            if info.dtype not in BY_SAFETENSORS:
+                self._faults.unsupported_dtype(info)
+            elif info.dtype != name:
+                self._faults.other_dtype(info, name)
+        ignored = re.compile("|".join(self._model.names.ignored) or "(?!)")
+        for info in self._tensors.values():
+            if info.name not in self._used and not ignored.fullmatch(info.name):
+                self._faults.left_over(info)
+        if self._faults.found:
+            raise CheckpointError(self._faults.summary())
+        return BY_SAFETENSORS[name]
+
+    def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[_Slice]]:
+        """Pieces per expert: slices of the layer's one fused tensor, or one tensor for each matrix."""
+        count, shapes = self._model.experts.num_experts, page_shapes(self._model)
+        fused_names = self._spell(fused, layer)
+        names = [{single: self._spell(single, layer, expert) for single in singles} for expert in range(count)]
+        whole = self._stored(fused_names)
+        loose = [name for expert in names for spellings in expert.values() for name in self._stored(spellings)]
+        if whole and loose:
+            self._use([*whole, *loose])
+            self._faults.twice(self._tensors[whole[0]], self._tensors[loose[0]])
+            return [[]] * count
+        if whole:
+            shape = (count, sum(shapes[single][0] for single in singles), shapes[singles[0]][1])
+            info = self._one(fused, fused_names, shape)
+            return [[(info, expert, count)] if info else [] for expert in range(count)]
+        found = [[self._one(single, expert[single], shapes[single]) for single in singles] for expert in names]
+        return [[(info, 0, 1) for info in infos if info] for infos in found]
+
+    def _one(self, part: str, names: list[str], shape: tuple[int, ...]) -> TensorInfo | None:
+        stored = self._stored(names)
+        self._use(stored)
+        if len(stored) > 1:
+            self._faults.twice(self._tensors[stored[0]], self._tensors[stored[1]])
+        elif not stored:
+            self._faults.missing(part, names[0], shape)
+        elif self._tensors[stored[0]].shape != shape:
+            self._faults.wrong_shape(part, self._tensors[stored[0]], shape)
+        else:
+            return self._tensors[stored[0]]
+        return None
+
+    def _spell(self, part: str, layer: int = -1, expert: int = -1) -> list[str]:
+        return [spelling.format(layer=layer, expert=expert) for spelling in getattr(self._model.names, part)]
+
+    def _stored(self, names: list[str]) -> list[str]:
+        return [name for name in names if name in self._tensors]
+
+    def _use(self, names: list[str]) -> None:
+        self._used.update({name: self._tensors[name] for name in names})

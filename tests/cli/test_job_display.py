@@ -1,0 +1,215 @@
+"""What a person sees of a job, without running one."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from moelight.batch.progress import JobCounts, JobStart, Several, Shown
+from moelight.batch.time_left import Eta
+from moelight.cli import job_display
+from moelight.cli.job_display import Bar, LogLines, TableOfRows
+from moelight.cli.job_text import about_text, end_line, interrupted_line, log_line, start_line
+from moelight.cli.tables import printable
+from moelight.core.schedule import Lane
+from moelight.observe.stats import Binding, LaneStats, Stats
+
+START = JobStart(
+    input="prompts.jsonl",
+    detected="OpenAI batch lines",
+    total=9998,
+    refused=2,
+    resumed=500,
+    prompt_tokens=1_200_000,
+    expected_tokens=2_500_000,
+    plan="mixtral: everything stays",
+    predicted_s=6000.0,
+)
+COUNTS = JobCounts(
+    total=100_000,
+    completed=12_337,
+    failed=3,
+    running=512,
+    waiting=87_000,
+    generation_tokens=543_200,
+    expected_tokens=4_000_000,
+    elapsed_s=120.0,
+    running_s=100.0,
+    state="in_progress",
+)
+DISK = Binding(lane=Lane.DISK, share=0.968)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Grüße 世 🦊", "Grüße 世 🦊"),
+        ("two\nlines\tand", "two\nlines\tand"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("\u202eturned", "\\u202eturned"),
+        ("half \ud800", "half \\ud800"),
+        ("\x9b2J", "\\x9b2J"),
+    ],
+)
+def test_nothing_steers_the_terminal(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def drawn(table: TableOfRows) -> str:
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    console.print(table.table())
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_table_takes_text_as_it_is() -> None:
+    table = TableOfRows()
+    table.row(Shown(number=2, prompt="bad", error="no \x1b[0m token"))
+    table.row(Shown(number=1, prompt="cut", texts=("endless",), finish_reasons=("length",)))
+    table.row(Shown(number=0, prompt="[bold]prompt[/bold]", texts=("[red]x[/red] :smile:",), finish_reasons=("stop",)))
+    text = drawn(table)
+    places = [text.index(said) for said in ("[bold]prompt[/bold]", "cut", "bad")]
+    assert places == sorted(places), "rows come in the order of the input"
+    for said in ("[red]x[/red] :smile:", "endless …", "error: no \\x1b[0m token"):
+        assert said in text
+
+
+def test_all_samples_of_a_row_are_shown() -> None:
+    table = TableOfRows()
+    table.row(Shown(number=0, prompt="text", texts=("one", "two"), finish_reasons=("stop", "length")))
+    text = drawn(table)
+    assert "one" in text and "two …" in text
+
+
+def test_long_text_is_folded_and_kept() -> None:
+    table = TableOfRows()
+    table.row(Shown(number=0, prompt="p" * 100, texts=("c" * 300,), finish_reasons=("stop",)))
+    text = drawn(table)
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.count("p") == 100 + "prompt completion".count("p")
+    assert text.count("c") == 300 + "prompt completion".count("c")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_two_lines_at_the_foot_of_a_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    eta = Eta()
+    bar = Bar(console, eta)
+    told = Several([eta, bar])
+    told.reading(4000, 500, 1000)
+    assert "4,000 rows, 50 %" in _shown(console, bar)
+    told.started(START)
+    assert "loading the model" in _shown(console, bar)
+    told.planned("mixtral: everything stays")
+    told.counts(COUNTS)
+    told.tokens(543_200, 4_000_000, DISK)
+    told.adapted("disk takes 3.0x what was planned, so N goes from 32 to 88")
+    shown = _shown(console, bar)
+    lines = shown.splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= width
+    for said in ("12,340/100,000 rows", "543k/", "tokens", "5,432 tok/s", "disk 97 %", "3 failed"):
+        assert said in shown or width < 80
+    above = console.file.getvalue()  # type: ignore[attr-defined]
+    assert above.count("mixtral: everything stays") == 1
+    assert "so N goes from 32 to 88" in above
+
+
+def _shown(console: Console, bar: Bar) -> str:
+    with console.capture() as capture:
+        console.print(bar.drawn())
+    return capture.get()
+
+
+def test_elsewhere_lines_are_held_until_the_job_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    eta = Eta()
+    log = LogLines(eta)
+    log.started(START)
+    log.planned("mixtral: everything stays")
+    assert capsys.readouterr().err == ""
+    log.release()
+    said = capsys.readouterr().err
+    assert said.startswith("moelight: prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before)")
+    assert "mixtral: everything stays; about 1 h 40 min" in said and said.count("\n") == 1
+    eta.remaining_s = 7800.0
+    log.counts(COUNTS)
+    log.tell()
+    assert capsys.readouterr().err == (
+        "moelight: 12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s, about 2 h 10 min left\n"
+    )
+
+
+def test_a_long_pass_is_no_silence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come without events."""
+    monkeypatch.setattr(job_display, "HELD_S", 0.01)
+    monkeypatch.setattr(job_display, "LOG_EVERY_S", 0.02)
+
+    def twice(line: str) -> None:
+        heard, deadline = "", time.monotonic() + 20
+        while heard.count(f"moelight: {line}\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            heard += capsys.readouterr().err
+
+    with LogLines(Eta()) as log:
+        log.reading(4000, 500, 1000)
+        twice("reading the input: 4,000 rows, 50 %")
+        log.started(START)
+        log.counts(COUNTS)
+        twice("12,340/100,000 rows (12 %), 3 failed, 5,432 tok/s")
+
+
+def test_a_job_that_breaks_at_once_leaves_the_one_line_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="broken"), LogLines(Eta()) as log:
+        log.started(START)
+        raise ValueError("broken")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2, "a few seconds"),
+        (42, "about 40 s"),
+        (89.9, "about 90 s"),
+        (100, "about 2 min"),
+        (3560, "about 59 min"),
+        (3590, "about 1 h"),
+        (6000, "about 1 h 40 min"),
+        (7810, "about 2 h 10 min"),
+        (36_100, "about 10 h"),
+        (172_799, "about 2 days"),
+        (360_000, "about 4 days 4 h"),
+    ],
+)
+def test_a_forecast_is_as_fine_as_it_is_worth(seconds: float, text: str) -> None:
+    assert about_text(seconds) == text
+
+
+def test_the_first_and_the_last_line_say_it_all() -> None:
+    assert start_line(START) == (
+        "prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before), 1.20M prompt tokens, "
+        "at most 2.50M to generate; mixtral: everything stays; about 1 h 40 min at most"
+    )
+    assert log_line(COUNTS, None, DISK).endswith("5,432 tok/s, disk 97 %")
+    stats = Stats(
+        wall_s=2.0,
+        load_s=0.5,
+        prompt_tokens=5,
+        completion_tokens=900,
+        passes=3,
+        peak_rss_bytes=3 << 30,
+        lanes={Lane.CPU: LaneStats()},
+    )
+    assert end_line(stats, completed=7, failed=1, output="out.jsonl") == (
+        "7 completions, 1 failed, 900 tokens in 2.00 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
+    )
+    assert interrupted_line(COUNTS, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl") == (
+        "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; continue with: "
+        "moelight generate in.jsonl -o out.jsonl"
+    )
+    at_once = interrupted_line(None, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl")
+    assert at_once.startswith("interrupted: the rows that were finished are kept in out.jsonl; continue with: moelight")
+    for counts in (None, COUNTS):
+        assert "continue with" not in interrupted_line(counts, output="", command="moelight generate in.jsonl")

@@ -1,0 +1,393 @@
+"""Prompts that begin alike: what they share is computed once, read only when it is there, and changes no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import Completion, Request, SamplingParams
+from moelight.engine.batcher import Batcher, Generation, Load, Piece
+from moelight.engine.engine import Engine
+from moelight.engine.prefix_cache import MOST_WAITS, keys_of
+from moelight.memory.kv import BlockPool
+from tests.engine.test_invariance import DEVICES, MODELS
+from tests.engines import Tiny
+
+BLOCK = 16
+Prompts = list[tuple[int, ...]]
+
+
+def alike(random: Random, many: int, *, longest: int = 120) -> Prompts:
+    """Prompts that share beginnings with earlier ones: whole, cut anywhere, and gone on with."""
+    prompts: Prompts = []
+    while len(prompts) < many:
+        earlier = random.choice(prompts) if prompts and random.random() < 0.8 else ()
+        kept = random.choice((len(earlier), random.randint(0, len(earlier)), len(earlier) // BLOCK * BLOCK))
+        new = tuple(random.randrange(65, 70) for _ in range(random.choice((0, 1, 5, BLOCK, 40))))
+        if prompt := (earlier[:kept] + new)[:longest]:
+            prompts.append(prompt)
+    return prompts
+
+
+def generation(index: int, prompt: tuple[int, ...], answer: int, *, scored_from: int | None = None) -> Generation:
+    scored = None if scored_from is None else 0
+    request = Request(
+        index=index,
+        token_ids=prompt,
+        sampling=SamplingParams(max_tokens=answer, prompt_logprobs=scored),
+        scored_from=scored_from or 1,
+    )
+    return Generation(request=request, seed=0, max_tokens=answer)
+
+
+@dataclass
+class Played:
+    """A batcher driven to the end over a cache that knows what was written to each of its slots, and when."""
+
+    batcher: Batcher
+    pool: BlockPool
+    random: Random
+    late: bool
+    slots: dict[int, object] = field(default_factory=dict)
+    passes: list[list[Load]] = field(default_factory=list)
+
+    def drive(self, generations: Sequence[Generation], *, most: int = 1 << 30) -> None:
+        self.batcher.add(generations)
+        flying: list[Load] = []
+        while (self.batcher.busy or flying) and len(self.passes) < most:
+            loads: list[Load] = []
+            if self.batcher.busy:
+                loads = self.batcher.next_pass()
+                assert loads, "somebody always rides"
+                if self.random.random() < 0.3:  # a plan may be dropped
+                    loads = self.batcher.next_pass()
+                self.compute(loads)
+                self.batcher.launched(loads)
+                self.passes.append(loads)
+                self.check_blocks()
+            self.arrive(flying if self.late else loads)
+            flying = loads if self.late else []
+
+    def compute(self, loads: list[Load]) -> None:
+        """Each piece reads all before it: of its own sequence, or written by an earlier pass."""
+        before, mine = dict(self.slots), dict[tuple[int, int], object]()
+        for load in loads:
+            for piece in load.pieces:
+                owner = piece.generation
+                for place in range(piece.start):
+                    slot = self.slot(piece, place)
+                    assert mine.get((id(owner), slot), before.get(slot)) == written(owner, place)
+                for place in range(piece.start, piece.start + piece.count):
+                    slot = self.slot(piece, place)
+                    self.slots[slot] = mine[id(owner), slot] = written(owner, place)
+
+    def slot(self, piece: Piece, place: int) -> int:
+        return piece.generation.blocks[place // BLOCK] * BLOCK + place % BLOCK
+
+    def arrive(self, loads: list[Load]) -> None:
+        for load in loads:
+            for piece in load.pieces:
+                owner = piece.generation
+                if not piece.completes or owner.finished:
+                    continue
+                owner.generated.append(7)
+                if len(owner.generated) == owner.max_tokens or self.random.random() < 0.1:
+                    owner.finished = True
+                    self.batcher.retire(owner)
+
+    def check_blocks(self) -> None:
+        held = {block for each in self.batcher.alive for block in each.blocks}
+        assert self.pool.free == self.pool.blocks - len(held), "a block is free when the last one gave it back"
+
+    @property
+    def rows(self) -> int:
+        """Tokens of prompts that were computed."""
+        return sum(p.count for loads in self.passes for load in loads for p in load.pieces if not p.decodes)
+
+
+def written(owner: Generation, place: int) -> object:
+    """What the cache holds of a token: it depends on all before it."""
+    prompt = owner.request.token_ids
+    return prompt[: place + 1] if place < len(prompt) else (owner.request.index, place)
+
+
+def played(policy: Policy, *, blocks: int, random: Random, device_blocks: int = 0, discrete: bool = False) -> Played:
+    pool = BlockPool(blocks, device_blocks)
+    batcher = Batcher(policy, pool, discrete=discrete, prefix_caching=True)
+    return Played(batcher=batcher, pool=pool, random=random, late=random.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nobody_reads_what_no_earlier_pass_has_written(seed: int) -> None:
+    """Any policy; few blocks, so that what is known is lost and computed again; and none is lost for good."""
+    random = Random(seed)
+    policy = Policy(
+        model="m",
+        batch_size=random.randint(1, 9),
+        micro_batch_size=random.randint(1, 6),
+        micro_batch_tokens=random.randint(6, 24),
+        kv_block_size=BLOCK,
+        admission=random.choice(("refill", "static")),
+    )
+    blocks = random.randint(9, 50)
+    run = played(
+        policy,
+        blocks=blocks,
+        random=random,
+        device_blocks=random.choice((0, 0, blocks // 3)),
+        discrete=random.random() < 0.3,
+    )
+    prompts = alike(random, 40)
+    generations = [
+        generation(n, prompt, random.randint(1, 20), scored_from=random.choice((None, None, 1, 40)))
+        for n, prompt in enumerate(prompts)
+    ]
+    run.drive(generations)
+    assert all(each.finished for each in generations)
+    assert all(each.cached < len(each.request.token_ids) for each in generations)
+    for each in generations:
+        if each.request.sampling.prompt_logprobs is not None:
+            assert each.cached < each.request.scored_from
+    assert run.rows + sum(each.cached for each in generations) == sum(map(len, prompts))
+    assert sorted(run.pool.take(blocks)) == list(range(blocks))
+
+
+def small(n: int = 64, *, blocks: int = 400, **how: Any) -> Played:
+    policy = Policy(model="m", batch_size=n, micro_batch_size=n, micro_batch_tokens=256, kv_block_size=BLOCK)
+    return played(policy, blocks=blocks, random=Random(1), **how)
+
+
+def test_rows_with_one_system_prompt_wait_until_the_first_has_computed_it() -> None:
+    run = small()
+    system = tuple(range(100))
+    generations = [generation(n, (*system, 200 + n), 5) for n in range(64)]
+    run.drive(generations)
+    first, second = ({id(p.generation) for load in loads for p in load.pieces} for loads in run.passes[:2])
+    assert first == {id(generations[0])}
+    assert len(second) == 64
+    assert [each.cached for each in generations] == [0] + [96] * 63
+    assert run.rows == 101 + 63 * 5
+    assert run.batcher.admitted.cached_tokens == 63 * 96
+    assert run.pool.free == run.pool.blocks
+
+
+def test_others_are_not_held_up_by_those_who_wait() -> None:
+    """Two rows of each of ten prompts: the first of each rides at once."""
+    run = small(20)
+    run.drive([generation(n, (n // 2,) * 50, 3) for n in range(20)], most=2)
+    first, second = ({p.generation.request.index for load in loads for p in load.pieces} for loads in run.passes)
+    assert first == set(range(0, 20, 2))
+    assert second == set(range(20))
+
+
+def test_who_waited_leaves_room_for_those_who_decode() -> None:
+    """The third is admitted behind the second, which waits, and decodes when the second has more to compute than a pass
+    holds."""
+    policy = Policy(
+        model="m", batch_size=3, micro_batch_size=3, micro_batch_tokens=64, prompt_micro_batches=1, kv_block_size=BLOCK
+    )
+    batcher = Batcher(policy, BlockPool(20), discrete=False, prefix_caching=True)
+    first = tuple(range(33))
+    prompts = (first, (*first[:32], *range(100, 180)), (1, 2, 3, 4))
+    batcher.add([generation(index, prompt, 5) for index, prompt in enumerate(prompts)])
+    passes = []
+    while batcher.busy:
+        loads = batcher.next_pass()
+        pieces = [piece for load in loads for piece in load.pieces]
+        batcher.launched(loads)
+        passes.append([sum(p.count for p in pieces if p.generation.request.index == index) for index in range(3)])
+    assert passes[:3] == [[33, 0, 4], [1, 65, 1], [1, 15, 1]]
+
+
+def test_rows_of_which_each_goes_on_where_the_last_one_ends_do_not_queue() -> None:
+    run = small()
+    turns = tuple(range(20 * BLOCK + 1))
+    generations = [generation(n, turns[: n * BLOCK + 1], 1) for n in range(1, 13)]
+    run.drive(generations)
+    assert len(run.passes) == 1 + MOST_WAITS
+    assert max(each.cached for each in generations) == MOST_WAITS * BLOCK
+
+
+def test_nobody_waits_for_the_head_of_a_template() -> None:
+    """A block of six is not worth a pass; those who come later have it for nothing."""
+    run = small(8)
+    generations = [generation(n, tuple(range(BLOCK)) + (100 + n,) * 80, 1) for n in range(20)]
+    run.drive(generations)
+    assert [each.cached for each in generations] == [0] * 8 + [BLOCK] * 12
+    assert len(run.passes) == 3
+
+
+def test_what_was_computed_is_found_in_a_later_run_until_its_blocks_are_needed() -> None:
+    run = small(4, blocks=10)
+    prompt = tuple(range(70))
+    for cached in (0, 64):
+        (again,) = mine = [generation(0, prompt, 3)]
+        run.drive(mine)
+        assert again.cached == cached
+    other = [generation(1, tuple(range(200, 240)), 60)]
+    run.drive(other)
+    (again,) = mine = [generation(2, prompt, 3)]
+    run.drive(mine)
+    assert 0 < again.cached < 64, "seven blocks were taken of the last of ten"
+
+
+def test_a_run_that_is_closed_leaves_what_was_computed_and_promises_nothing() -> None:
+    run = small(8, blocks=60)
+    generations = [generation(n, (*range(300), n), 3) for n in range(5)]
+    run.drive(generations, most=1)
+    run.batcher.next_pass()
+    run.batcher.clear()
+    assert run.pool.free == 60
+    run.passes.clear()
+    run.drive(again := [generation(9, (*range(300), 9), 3)])
+    assert again[0].cached == 288
+    run.batcher.clear(failed=True)
+    run.drive(again := [generation(9, (*range(300), 9), 3)])
+    assert again[0].cached == 0
+
+
+def test_what_was_promised_and_not_computed_is_not_known() -> None:
+    run = small(8, blocks=60)
+    run.batcher.add([generation(n, (*range(100), n), 3) for n in range(3)])
+    run.batcher.next_pass()
+    run.batcher.clear()
+    assert run.pool.free == 60
+    run.drive(again := [generation(9, (*range(100), 9), 3)])
+    assert again[0].cached == 0
+
+
+def test_across_a_link_a_short_beginning_is_not_worth_it() -> None:
+    """The rest of such a prompt would attend on the host, and the whole attends on the device."""
+    for prompt, discrete, cached in ((60, True, 0), (30, True, 16), (60, False, 16)):
+        run = small(4, discrete=discrete)
+        run.drive([generation(0, tuple(range(17)), 1)])
+        run.drive(mine := [generation(1, tuple(range(17)) + (99,) * (prompt - 17), 1)])
+        assert mine[0].cached == cached
+
+
+def test_keys_depend_on_every_token_before() -> None:
+    keys = keys_of(tuple(range(50)), BLOCK)
+    assert len(keys) == len(set(keys)) == 3
+    assert keys_of(tuple(range(47)), BLOCK) == keys[:2]
+    assert keys_of((1, *range(1, 50)), BLOCK)[2] != keys[2]
+    assert keys_of(tuple(range(15)), BLOCK) == ()
+
+
+def answers(completions: Sequence[Completion]) -> list[tuple[int, tuple[int, ...], str]]:
+    return sorted((each.index, each.token_ids, each.finish_reason) for each in completions)
+
+
+HOW = {"batch_size": 6, "micro_batch_size": 4, "micro_batch_tokens": 48, "kv_tokens": 8 * 160, "kv_block_size": BLOCK}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cpu": ("mixtral", {**DEVICES["cpu"], "schedule": "serial"}),
+    "static": ("olmoe", {**DEVICES["cpu"], "admission": "static"}),
+    "gpu": ("olmoe", DEVICES["gpu"]),
+    "gpu-attention": ("mixtral", DEVICES["gpu-attention"]),
+    "gpu-cache": ("olmoe", DEVICES["gpu-cache"]),
+    "gpu-cache-both": ("olmoe", {**DEVICES["gpu-cache-both"], "kv": Shares(device=0.5, host=0.5)}),
+    "split": ("mixtral", {**DEVICES["split"], "kv_block_size": 32}),
+}
+RANDOM = Random(11)
+PROMPTS = alike(RANDOM, 22)
+SAMPLING = [
+    SamplingParams(max_tokens=RANDOM.randint(1, 5), temperature=0.8 * (n % 3 == 0), seed=n % 5)
+    for n in range(len(PROMPTS))
+]
+Wanted = Callable[[str], tuple[Path, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Tiny) -> Wanted:
+    """A model, and what it answers where nothing is shared; attention of mixtral has a window of 20 positions."""
+
+    @cache
+    def find(family: str) -> tuple[Path, list[Any]]:
+        model = tiny(family, **MODELS[family])
+        with Engine(Policy(model=str(model), **HOW), device="cpu", prefix_caching=False) as engine:
+            found = engine.generate(PROMPTS, SAMPLING)
+            assert {each.cached_tokens for each in found} == {0}
+            assert engine.stats.counts["prefix_cache_hits"] == 0
+        return model, answers(found)
+
+    return find
+
+
+def opened(model: Path, devices: str) -> Engine:
+    policy = replace(Policy(model=str(model), **HOW), **POLICIES[devices][1])
+    return Engine(policy, device="twin" if policy.discrete else "cpu")
+
+
+@pytest.mark.parametrize("devices", POLICIES)
+def test_tokens_are_those_of_whole_prompts(wanted: Wanted, devices: str) -> None:
+    """Twice: the second time much is known from the first."""
+    model, expected = wanted(POLICIES[devices][0])
+    with opened(model, devices) as engine:
+        hits = []
+        for _ in range(2):
+            found = engine.generate(PROMPTS, SAMPLING)
+            assert answers(found) == expected
+            hits.append(sum(each.cached_tokens for each in found))
+            check_free(engine)
+        counts = engine.stats.counts
+    assert hits[0] > sum(map(len, PROMPTS)) / 8
+    assert counts["prefix_cache_hits"] == sum(hits)
+    assert counts["prefix_cache_queries"] == 2 * sum(map(len, PROMPTS)) == engine.stats.prompt_tokens
+
+
+def check_free(engine: Engine) -> None:
+    pool = engine._loaded.pool
+    assert pool.free == pool.blocks
+    assert not any(pool._holders)
+    assert not engine._batcher._prefixes._promised
+
+
+@pytest.mark.parametrize("devices", ["cpu", "gpu-cache-both"])
+def test_a_closed_run_leaves_the_cache_exact(wanted: Wanted, devices: str) -> None:
+    """Closed after some answers, or ended by its source: the next run is right, and every block is free after it."""
+    model, expected = wanted(POLICIES[devices][0])
+    requests = [
+        Request(index=n, token_ids=prompt, sampling=how)
+        for n, (prompt, how) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
+    ]
+
+    def failing(after: int) -> Iterator[Request]:
+        yield from requests[:after]
+        raise OSError("gone")
+
+    with opened(model, devices) as engine:
+        run = engine.run(requests)
+        assert len(list(islice(run, 5))) == 5
+        run.close()  # type: ignore[attr-defined]
+        check_free(engine)
+        with pytest.raises(OSError, match="gone"):
+            list(engine.run(failing(12)))
+        check_free(engine)
+        assert answers(list(engine.run(requests))) == expected
+
+
+def test_samples_of_one_prompt_share_its_blocks(wanted: Wanted) -> None:
+    """And what is scored is computed, however much of it is known."""
+    model, prompt = wanted("olmoe")[0], tuple(range(65, 115))
+    how = SamplingParams(max_tokens=3, n=3, temperature=0.9, seed=1, ignore_eos=True)
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    requests = [
+        Request(index=0, token_ids=prompt, sampling=how),
+        *(Request(index=n, token_ids=prompt, sampling=scored, scored_from=first) for n, first in enumerate((1, 20), 1)),
+    ]
+    found = []
+    for caching in (False, True):
+        with Engine(Policy(model=str(model), **HOW), device="cpu", prefix_caching=caching) as engine:
+            found.append(sorted(engine.run(requests), key=lambda each: (each.index, each.sample)))
+    whole, shared = found
+    assert [(each.token_ids, each.prompt_logprobs) for each in shared] == [
+        (each.token_ids, each.prompt_logprobs) for each in whole
+    ]
+    assert [each.cached_tokens for each in shared] == [0, 48, 48, 0, 16]

@@ -1,0 +1,113 @@
+"""Candidates: within bounds, each once, as fixed values say, and from every one a way to its neighbours."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.optimizer.candidates import Choices, around, first_look, scattered
+from moelight.optimizer.problem import Problem, settings
+from moelight.profiles.workload import Workload
+from tests.optimizer.drawn import drawn_problem
+from tests.shapes import examples
+
+FIXES: list[dict[str, int | float]] = [
+    {},
+    {"batch_size": 9},
+    {"micro_batch_size": 4},
+    {"num_micro_batches": 3},
+    {"num_micro_batches": 3, "micro_batch_size": 4},
+    {"micro_batch_tokens": 48},
+    {"batch_size": 9, "micro_batch_tokens": 5},
+    {"kv_tokens": 300},
+    {"prompt_micro_batches": 3},
+]
+
+
+def every_look(problem: Problem, seed: int) -> list[Choices]:
+    """The first look at some settings, and what is around one of it, in steps and at random."""
+    found, every = [], list(settings(problem))
+    for setting in random.Random(seed).sample(every, min(4, len(every))):
+        look = first_look(problem, setting)
+        found.append(look)
+        if len(look.wanted.computed):
+            one = look.at(random.Random(seed).randrange(len(look.wanted.computed)))
+            few = look.at(np.arange(min(3, len(look.wanted.computed))))
+            found += [around(problem, one, step=step) for step in (1.0, 0.1, 0.0)]
+            found += [around(problem, few, step=0.3), scattered(problem, few, np.random.default_rng(seed), 100)]
+    return found
+
+
+@pytest.mark.parametrize("fixes", FIXES)
+@examples(12)
+@given(seed=st.integers(0, 1 << 30))
+def test_candidates_are_policies_and_have_what_is_fixed(fixes: dict[str, int | float], seed: int) -> None:
+    problem = replace(drawn_problem(seed), fixed=fixes)
+    work = Workload(num_requests=40, prompt_len=9, max_prompt_len=20, gen_len=6)
+    problem = replace(problem, workload=work)
+    for look in every_look(problem, seed):
+        cell, wanted = look.cells, look.wanted
+        n, mu, t = cell.batch_size, cell.micro_batch_size, cell.micro_batch_tokens
+        assert len(n) and np.all((mu >= 1) & (mu <= n) & (t >= mu))
+        assert np.all((n >= problem.sequences[0]) & (n <= problem.sequences[1]))
+        assert np.all((wanted.computed >= 0) & (wanted.computed <= problem.pages))
+        assert np.all(np.isnan(wanted.device_kv) | ((wanted.device_kv >= 0) & (wanted.device_kv <= 1)))
+        assert np.all(cell.prompt_micro_batches >= 1)
+        values = {
+            "batch_size": n,
+            "micro_batch_size": mu,
+            "num_micro_batches": -(-n // mu),
+            "micro_batch_tokens": t,
+            "kv_tokens": cell.kv_tokens,
+            "prompt_micro_batches": cell.prompt_micro_batches,
+        }
+        for key, value in fixes.items():
+            assert np.all(values[key] == value)
+
+
+@examples(30)
+@given(seed=st.integers(0, 1 << 30))
+def test_few_requests_are_looked_at_whole(seed: int) -> None:
+    problem = drawn_problem(seed, most_requests=8)
+    requests = problem.workload.num_requests
+    for setting in settings(problem):
+        cell = first_look(problem, setting).cells
+        cuts = set(zip(cell.batch_size.tolist(), (-(-cell.batch_size // cell.micro_batch_size)).tolist(), strict=True))
+        smallest = {(n, -(-n // -(-n // b))) for n in range(1, requests + 1) for b in range(1, n + 1)}
+        assert cuts == smallest
+
+
+@examples(30)
+@given(seed=st.integers(0, 1 << 30))
+def test_single_steps_lead_everywhere(seed: int) -> None:
+    """Around a candidate are those with a sequence, a micro-batch, a wave, a page more or less."""
+    problem = replace(
+        drawn_problem(seed, gpu=True),
+        workload=Workload(num_requests=100, prompt_len=9, max_prompt_len=20, gen_len=6),
+    )
+    for setting in settings(problem):
+        look = first_look(problem, setting)
+        one = look.at(len(look.wanted.computed) // 2)
+        near = around(problem, one, step=0.0)
+        n, mu = int(one.cells.batch_size), int(one.cells.micro_batch_size)
+        found = set(zip(near.cells.batch_size.tolist(), near.cells.micro_batch_size.tolist(), strict=True))
+        b = -(-n // mu)
+        for other in (n - 1, n, n + 1):
+            if 1 <= other <= 100:
+                assert (other, -(-other // min(b, other))) in found
+        for parts in (b - 1, b + 1):
+            if 1 <= parts <= n:
+                assert (n, -(-n // parts)) in found
+        waves = -(-100 // n)
+        for more in (waves - 1, waves + 1):
+            if more >= 1:
+                assert -(-100 // more) in near.cells.batch_size
+        if setting.ffn_device == "split":
+            pages = int(one.wanted.computed)
+            near_pages = {pages - 1, pages, pages + 1} & set(range(problem.pages + 1))
+            assert near_pages <= set(near.wanted.computed.astype(int).tolist())

@@ -1,0 +1,148 @@
+"""Homes in closed form: what is said to fit does, no memory that could hold a page more is left empty."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from moelight.core.dtypes import FLOAT32
+from moelight.core.policy import Policy, Shares
+from moelight.hrm.footprint import footprint
+from moelight.optimizer.candidates import first_look
+from moelight.optimizer.placement import Filled, Wanted, fill, room_of
+from moelight.optimizer.problem import Cells, Problem, settings
+from tests.optimizer.drawn import drawn_problem
+from tests.optimizer.exhaustive import every, fits
+from tests.shapes import examples
+
+
+def policy_at(problem: Problem, cells: Cells, filled: Filled, index: int) -> Policy:
+    """One candidate with its homes, as a policy."""
+    pages, homes = problem.pages, filled.homes
+    disk, resident = homes.from_disk[index] / pages, filled.resident[index] / pages
+    device = 0.0 if cells.ffn_device == "cpu" else resident
+    cache = homes.device_kv[index]
+    return Policy(
+        model="m",
+        batch_size=int(cells.batch_size[index]),
+        micro_batch_size=int(cells.micro_batch_size[index]),
+        micro_batch_tokens=int(cells.micro_batch_tokens[index]),
+        prompt_micro_batches=int(cells.prompt_micro_batches[index]),
+        kv_tokens=int(cells.kv_tokens[index]),
+        attention_device=cells.attention_device,
+        ffn_device=cells.ffn_device,
+        weights=Shares(device=device, host=max(0.0, 1.0 - device - disk), disk=disk),
+        cpu_experts=homes.computed[index] / pages,
+        kv=Shares(device=cache, host=1.0 - cache),
+        schedule=cells.schedule,
+        kv_block_size=cells.kv_block_size,
+        host_pages="pinned" if cells.setting.acts.pinned_homes else "staged",
+    )
+
+
+@examples(150)
+@given(seed=st.integers(0, 1 << 30))
+def test_what_is_said_to_fit_does(seed: int) -> None:
+    """Against the footprint itself, for candidates of every setting, with whatever is wanted, homes pinned or not."""
+    draw, problem = random.Random(seed), drawn_problem(seed, most_requests=12)
+    problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
+    every = list(settings(problem))
+    for setting in draw.sample(every, min(5, len(every))):
+        look = first_look(problem, setting)
+        index = np.array([draw.randrange(len(look.wanted.computed)) for _ in range(6)])
+        some = look.at(index)
+        spilled = np.array([draw.choice([0.0, draw.randint(0, problem.pages)]) for _ in index])
+        most = np.array([draw.choice([np.inf, draw.randint(0, problem.pages)]) for _ in index])
+        wanted = Wanted(computed=some.wanted.computed, device_kv=some.wanted.device_kv, resident=most, spilled=spilled)
+        filled = fill(problem, some.cells, wanted)
+        for fitting in np.flatnonzero(filled.feasible):
+            policy = policy_at(problem, some.cells, filled, int(fitting))
+            taken = footprint(problem.model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+            for tier in ("device", "host"):
+                assert taken.total(tier) <= problem.capacity_bytes.get(tier, 0)
+
+
+@examples(60)
+@given(seed=st.integers(0, 1 << 30))
+def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
+    """With the pages for the CPU and the blocks on the device given, against every way to place the others."""
+    draw, problem = random.Random(seed), drawn_problem(seed, most_requests=2)
+    setting = draw.choice(list(settings(problem)))
+    some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
+    assume(len(some.batch_size) <= 40_000)
+    fitting = fits(problem, some)
+    one = draw.choice(np.flatnonzero(fitting).tolist() or [0])
+    same = fitting & (some.computed == some.computed[one]) & (some.blocks == some.blocks[one])
+    for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
+        same &= getattr(some, name) == getattr(some, name)[one]
+    cell = Cells(
+        setting=setting,
+        batch_size=some.batch_size[[one]],
+        micro_batch_size=some.micro_batch_size[[one]],
+        micro_batch_tokens=some.micro_batch_tokens[[one]],
+        prompt_micro_batches=np.array([some.prompt_micro_batches]),
+        kv_tokens=some.kv_tokens[[one]],
+        kv_block_size=32,
+        look_ahead=some.look_ahead,
+    )
+    share = some.blocks[[one]] / -(-some.kv_tokens[[one]] // 32)
+    filled = fill(problem, cell, Wanted(computed=some.computed[[one]], device_kv=share))
+    assert bool(filled.feasible[0]) == bool(same.any())
+    if same.any():
+        assert filled.resident[0] == some.resident[same].max()
+        assert filled.homes.from_disk[0] == some.from_disk[same & (some.resident == filled.resident[0])].min()
+
+
+@examples(60)
+@given(seed=st.integers(0, 1 << 30))
+def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None:
+    """Another resident page, and the ring it then needs, would not have fitted."""
+    problem = drawn_problem(seed, most_requests=12)
+    for setting in settings(problem):
+        look = first_look(problem, setting)
+        filled, room = fill(problem, look.cells, look.wanted), room_of(problem, look.cells)
+        open_here = filled.feasible & np.isnan(look.wanted.device_kv)
+        near_device = setting.ffn_device != "cpu"
+        cache = np.round(filled.homes.device_kv * room.kv_blocks) if near_device else room.kv_blocks
+        cache = cache if near_device else room.kv_blocks - np.round(filled.homes.device_kv * room.kv_blocks)
+        left = room.device if near_device else room.host
+        more = filled.resident + 1
+        streamed = room.pages - filled.homes.computed - more
+        slots = more + 2 * np.ceil(streamed / room.layers)
+        bare = 0 if near_device else cache  # cache gives way to pages on the device, never in host memory
+        fits_more = (streamed >= 0) & (slots * room.slot_bytes + bare * room.kv_block_bytes <= left)
+        must = np.maximum(room.kv_blocks - np.floor(room.host / room.kv_block_bytes), 0) if near_device else 0
+        assert not np.any(open_here & fits_more & (must == 0) & (filled.homes.computed == 0))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
+    problem = drawn_problem(3, gpu=False)
+    (setting, *_) = settings(problem)
+    look = first_look(problem, setting)
+    wanted = Wanted(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
+    assert np.all(fill(problem, look.cells, wanted).homes.device_kv == 0)
+
+
+@examples(60)
+@given(seed=st.integers(0, 1 << 30))
+def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
+    """Where it is asked for none: with one fewer, no number of pages that stay leaves a ring for the others."""
+    problem = replace(drawn_problem(seed, gpu=True), fixed={"attention_device": "cpu"})
+    for setting in settings(problem):
+        if setting.ffn_device != "split":
+            continue
+        look = first_look(problem, setting)
+        some = look.at(np.arange(8))
+        room, none = room_of(problem, some.cells), np.zeros(8)
+        filled = fill(problem, some.cells, Wanted(computed=none, device_kv=none, resident=none + np.inf, spilled=none))
+        slots = np.floor(np.maximum(room.device, 0) / room.slot_bytes)
+        for least, free in zip(filled.homes.computed, slots, strict=True):
+            others = room.pages - int(least) + 1
+            rings = {stays: 2 * -(-(others - stays) // room.layers) for stays in range(others + 1)}
+            assert least == 0 or all(stays + ring > free for stays, ring in rings.items())

@@ -1,0 +1,149 @@
+"""Rehearsed passes: the right work, never faster than the busiest lane, close to the estimate of their order."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelight.core.errors import ConfigError
+from moelight.core.policy import Policy, Shares
+from moelight.core.schedule import Lane, TaskKind
+from moelight.optimizer.simulation import Stage, layer_starts
+from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.workload import Workload
+from moelight.scheduler import SCHEDULES
+from tests.shapes import examples
+
+WORK = Workload(num_requests=4000, prompt_len=77, max_prompt_len=418, gen_len=32)
+T4, ALONE = load_hardware_profile("t4"), load_hardware_profile("cpu-avx2")
+OLMOE = load_model_profile("olmoe-1b-7b")
+
+
+def policy(**changed: object) -> Policy:
+    values: dict[str, object] = {
+        "model": "olmoe-1b-7b",
+        "batch_size": 1000,
+        "micro_batch_size": 125,
+        "micro_batch_tokens": 1024,
+        "kv_tokens": 200_000,
+        "ffn_device": "gpu",
+        "weights": Shares(device=0.25, host=0.75),
+    }
+    return Policy(**{**values, **changed})  # type: ignore[arg-type]
+
+
+def test_the_passes_carry_the_jobs_tokens() -> None:
+    found = Stage(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
+    assert [run.decode_tokens for run in found.decode] == [1000] * 3
+    assert [run.prompt_tokens for run in found.decode] == [0] * 3
+    assert found.with_prompts is not None and found.with_prompts.prompt_tokens > 1000
+    assert len(found.timelines) == 4
+    tasks = [span.task for span in found.steady.timeline.spans]
+    assert sum(task.kind is TaskKind.SAMPLE for task in tasks) == 8
+    assert {task.layer for task in tasks if task.kind is TaskKind.POST_ATTENTION} == set(range(16))
+
+
+def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
+    """Counted in calls of the interpreter, which no other program slows down: what every micro-batch shares, such as
+    the ring slots of a layer, is not written down for each of them, and equal tasks are priced once."""
+
+    def work(micro_batches: int) -> tuple[int, int]:
+        stage = Stage(policy(batch_size=4 * micro_batches, micro_batch_size=4), OLMOE, T4, WORK)
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            found = stage.rehearse("cgopipe", passes=1)
+        finally:
+            sys.setprofile(None)
+        return calls, sum(len(timeline.spans) for timeline in found.timelines)
+
+    (few, tasks), (many, more) = work(8), work(40)
+    assert (many - few) / (more - tasks) < 180
+
+
+@pytest.mark.parametrize(("batch_size", "passes"), [(8, 10_000), (10_000, 3), (1 << 30, 3)])
+def test_what_would_take_too_long_is_refused_before_it_is_built(batch_size: int, passes: int) -> None:
+    chosen = policy(batch_size=batch_size, micro_batch_size=1, kv_tokens=1 << 40)
+    stage = Stage(chosen, OLMOE, T4, replace(WORK, num_requests=1 << 30))
+    with pytest.raises(ConfigError, match=r"some .* tasks, and 2,000,000 can be simulated; ask for fewer passes"):
+        stage.rehearse("cgopipe", passes=passes)
+
+
+def test_passes_follow_one_another_on_one_clock() -> None:
+    found = Stage(policy(), OLMOE, T4, WORK).rehearse("cgopipe", passes=4)
+    ends = [timeline.end_s for timeline in found.timelines]
+    assert ends == sorted(ends) and found.timelines[0].start_s == 0
+    runs = [found.with_prompts, *found.decode]
+    assert sum(run.seconds for run in runs if run is not None) == pytest.approx(ends[-1])
+    assert found.decode[-1].seconds == pytest.approx(found.decode[-2].seconds, rel=1e-6)
+
+
+def test_a_job_without_prompts_of_its_own_has_decode_passes_only() -> None:
+    work = Workload(num_requests=10, prompt_len=1, max_prompt_len=1, gen_len=4)
+    found = Stage(policy(), OLMOE, T4, work).rehearse("cgopipe")
+    assert found.steady.decode_tokens == 10
+    assert found.with_prompts is None or found.with_prompts.prompt_tokens <= 10
+
+
+@examples(15)
+@given(
+    schedule=st.sampled_from(list(SCHEDULES)),
+    micro_batches=st.integers(1, 12),
+    device=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    disk=st.sampled_from([0.0, 0.25]),
+    attention=st.sampled_from(["cpu", "gpu"]),
+)
+def test_no_pass_is_shorter_than_its_busiest_lane(
+    schedule: str, micro_batches: int, device: float, disk: float, attention: str
+) -> None:
+    disk = min(disk, 1 - device)
+    chosen = policy(
+        micro_batch_size=-(-1000 // micro_batches),
+        attention_device=attention,
+        weights=Shares(device=device, host=1 - device - disk, disk=disk),
+    )
+    stage = Stage(chosen, OLMOE, T4, WORK)
+    if schedule not in stage.schedules():
+        with pytest.raises(ConfigError, match=schedule):
+            stage.rehearse(schedule)
+        return
+    found = stage.rehearse(schedule)
+    for run in (found.with_prompts, *found.decode):
+        assert run is not None
+        assert 0 <= run.idle_share < 1
+    assert max(found.steady.busy_s.values()) <= found.steady.seconds * (1 + 1e-6)
+    assert found.steady.lane_bytes == stage.lane_bytes(schedule)
+    assert found.tokens_per_s > 0
+
+
+def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
+    stage = Stage(policy(ffn_device="cpu", weights=Shares(host=1.0)), OLMOE, ALONE, WORK)
+    assert set(stage.schedules()) == set(SCHEDULES) - {"flexgen-c"}
+    assert stage.roofs().keys() <= {"disk"}
+    for name in stage.schedules():
+        found = stage.rehearse(name)
+        assert set(found.steady.busy_s) == {Lane.CPU}
+        assert found.steady.idle_share == pytest.approx(0.0, abs=1e-6)
+
+
+def test_roofs_are_of_the_links_that_are_there() -> None:
+    roofs = Stage(policy(), OLMOE, T4, WORK).roofs()
+    assert set(roofs) == {"disk", "stage", "h2d", "d2h"}
+    assert roofs["h2d"] <= 15.75e9
+
+
+def test_layers_begin_in_order() -> None:
+    found = Stage(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
+    starts = layer_starts(found.steady.timeline)
+    assert list(starts) == list(range(16))
+    assert list(starts.values()) == sorted(starts.values())

@@ -1,0 +1,445 @@
+"""Gauges on tiny operands: each gives a plausible figure, in the unit it says, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moelight.core.errors import ConfigError
+from moelight.core.units import KiB, MiB
+from moelight.kernels import native
+from moelight.profiles.hardware import EFFICIENCY, read_hardware_profile
+from moelight.profiles.hardware_text import write_hardware_profile
+from moelight.runtime.calibration import disk, layer, links, machine, memory, surfaces, timing
+from moelight.runtime.calibration.effort import FULL, QUICK, Effort
+from moelight.runtime.calibration.others import Others
+from moelight.runtime.calibration.pool import LEAST_TURNS, Pool
+from moelight.runtime.calibration.timing import Reading, best_of_rounds, reading_of, sample
+from moelight.runtime.machine import Machine, find_machine
+
+CPU = torch.device("cpu")
+TINY = replace(
+    QUICK,
+    pool_bytes=16 * MiB,
+    link_bytes=64 * KiB,
+    disk_bytes=2 * disk.BLOCK_BYTES,
+    quiet_rounds=1,
+    host_s=60.0,  # a busy machine leaves no gauge out
+    device_s=60.0,
+    figure_s=0.002,
+    point_s=0.002,
+    gpu_point_s=0.002,
+    rows=(1, 5, 16, 64),
+    gpu_rows=(1, 16),
+    linear=((64, 32), (128, 64)),
+    experts=((32, 24), (64, 48)),
+    contexts=(32, 96),
+    prompts=(8, 24),
+    large=((64, 64), 32),
+    gpu_large=((64, 64), 32),
+)
+
+
+@pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else is busy, one round is enough."""
+    monkeypatch.setattr(timing, "DISTURBED_CORES", float("inf"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return Pool(8 * MiB, device=CPU, dtype=torch.bfloat16)
+
+
+def test_a_reading_is_the_median_and_the_width_of_the_middle_half() -> None:
+    reading = reading_of([1.0, 2.0, 4.0, 3.0, 100.0], amount=6.0)
+    assert reading == Reading(rate=2.0, spread=pytest.approx(2 / 3))
+
+
+def test_a_sample_warms_up_counts_calls_and_waits() -> None:
+    calls, waits = [], []
+    reading = sample(lambda: calls.append(1), seconds=0.02, amount=3.0, finish=lambda: waits.append(1))
+    assert len(calls) > len(waits) > 2
+    assert reading.rate > 3e4  # an append takes far less than 0.1 ms
+    slow = sample(lambda: time.sleep(0.02), seconds=0.001, amount=1.0)
+    assert 20 < slow.rate < 50 and slow.spread == 0
+
+
+def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = iter([1.5, 0.0, 0.7, 0.01, 9.0])
+    monkeypatch.setattr(timing, "Others", lambda: SimpleNamespace(cores=lambda: next(busy)))
+    rates = {"a": iter([1.0, 5.0, 3.0, 2.0]), "b": iter([9.0, 1.0, 1.0, 1.0])}
+    gauges = {
+        key: (lambda seconds, own=own: Reading(rate=next(own), spread=seconds), 0.5) for key, own in rates.items()
+    }
+    found, least = best_of_rounds(gauges, quiet_rounds=2, seconds=60.0)
+    assert {key: reading.rate for key, reading in found.items()} == {"a": 5.0, "b": 9.0}
+    assert least == 0.0 and next(busy) == 9.0
+
+
+def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first() -> None:
+    def slow(seconds: float) -> Reading:
+        time.sleep(0.02)
+        return Reading(rate=1.0, spread=0.0)
+
+    found, _ = best_of_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
+    assert 0 in found and 1 < len(found) < 10
+
+
+def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
+    assert pool.numbers.count_nonzero() > 0.99 * pool.numbers.numel()
+    assert pool.holds((1024, 1024)) and not pool.holds((2048, 1024))
+    groups = pool.groups((100, 7), (50, 3))
+    seen = {first.data_ptr() for first, second in itertools.islice(groups, 20_000)}
+    assert len(seen) >= LEAST_TURNS
+    first, second = next(groups)
+    assert first.shape == (100, 7) and second.shape == (50, 3)
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    start = pool.numbers.data_ptr()
+    assert all(start <= pointer <= start + pool.nbytes - first.nbytes for pointer in seen)
+
+
+def test_memory_is_read_copied_and_touched(pool: Pool) -> None:
+    read, copied = memory.reads(pool)(0.01), memory.copies(pool)(0.01)
+    assert 1e8 < read.rate < 1e13 and 1e8 < copied.rate < 1e13
+    assert 1e6 < memory.norms(pool, rows=4, hidden=32)(0.005).rate < 1e12
+
+
+def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(pool: Pool) -> None:
+    points = surfaces.linear_points("cpu_linear", pool, [(64, 32), (4096, 4096)], (1, 5))
+    assert list(points) == [("cpu_linear", 2 * 64 * 32, 1), ("cpu_linear", 2 * 64 * 32, 5)]  # the others do not fit
+    experts = surfaces.expert_points("cpu_experts", pool, [(32, 24)], (1, 5, 64))
+    assert {size for _, size, _ in experts} == {2 * 3 * 32 * 24}
+    _, flops = surfaces.mixture_work(pool, (32, 24), 8, 20)
+    assert flops == 20 * surfaces.TOP_K * 6 * 32 * 24
+    readings = {point: gauge(0.002) for point, gauge in {**points, **experts}.items()}
+    assert all(1e4 < reading.rate < 1e13 for reading in readings.values())
+    surface, spread = surfaces.surface_of("cpu_experts", readings)
+    assert surface.sizes == (2.0 * 3 * 32 * 24,) and spread >= 0
+    rows = surface.curves[0].x
+    assert rows[0] == 1 and 5 <= rows[1] < 5.2 and rows[2] == pytest.approx(64)  # of the experts that some token meets
+
+
+def test_speed_of_decoding_is_bytes_of_keys_and_values(pool: Pool) -> None:
+    points = surfaces.decode_points("cpu_attention", pool, (32, 96, 1 << 20))
+    assert [context for _, _, context in points] == [32, 96]  # a cache of the last length does not fit
+    work, amount = surfaces.decode_work(pool, 96)
+    batch = amount / (96 * 2 * surfaces.KV_HEADS * surfaces.HEAD_DIM * 2)
+    assert batch == min(64, 8 * MiB // (96 * 4 * KiB))
+    work()
+    assert all(1e4 < gauge(0.002).rate < 1e13 for gauge in points.values())
+
+
+def test_decoding_on_a_device_reads_as_much(pool: Pool) -> None:
+    work, amount = surfaces._decode_on_device(pool, 64)
+    assert amount == min(64, 8 * MiB // (64 * 4 * KiB)) * 64 * 4 * KiB
+    out = work()
+    assert isinstance(out, torch.Tensor) and out.shape[1:] == (8, 4, 128)
+
+
+def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
+    _, flops = surfaces._prefill(pool, 8)
+    assert flops == 4 * 128 * 32 * (8 * 9 / 2)
+    assert surfaces.prefill_points("cpu_prefill", pool, (8,))["cpu_prefill", 0, 8](0.002).rate > 1e5
+
+
+def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
+    with torch.inference_mode():
+        reading = layer.acts(pool)(0.05)
+    assert 2e-6 < 1 / reading.rate < 0.05
+
+
+def test_the_arithmetic_of_acts_is_taken_off() -> None:
+    rest = layer._in_turn(lambda: time.sleep(3e-3), lambda: time.sleep(1e-3), 0.05)
+    assert len(rest) > 5 and 1e-3 < sorted(rest)[len(rest) // 2] < 2.9e-3
+    assert all(each > 0 for each in layer._in_turn(lambda: None, lambda: time.sleep(1e-3), 0.01))
+
+
+def test_norms_and_sums_are_read_by_the_bytes_an_act_touches(pool: Pool) -> None:
+    with torch.inference_mode():
+        points = layer.elementwise_points("cpu_elementwise", pool, (2, 8))
+        assert list(points) == [("cpu_elementwise", 0, 2 * 2048 * 40), ("cpu_elementwise", 0, 8 * 2048 * 40)]
+        assert all(1e5 < gauge(0.01).rate < 1e12 for gauge in points.values())
+
+
+def test_no_block_is_read_after_its_neighbour_and_each_once() -> None:
+    for blocks in (2, 3, 7, 128):
+        order = disk.lane_order(blocks)
+        assert sorted(order) == list(range(blocks))
+        assert blocks < 4 or all(after != before + 1 for before, after in itertools.pairwise(order))
+
+
+def test_transfers_and_launches_with_the_cpu_as_its_own_device() -> None:
+    turns = []
+    gauges = links.link_gauges(CPU, 64 * KiB, lambda: turns.append(time.sleep(1e-4)))
+    assert all(gauge(0.005).rate > 1e3 for gauge in gauges.values())
+    assert turns and not [thread for thread in threading.enumerate() if "beside" in thread.name]
+    assert links.launches(CPU)(0.005).rate > 1e3
+
+
+def scratch_files(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
+def test_the_scratch_file_has_no_name(tmp_path: Path) -> None:
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        assert scratch.blocks == 2 and not scratch_files(tmp_path)
+        with disk.block_buffer() as block:
+            scratch.read(0, block)
+            first = bytes(block)
+            scratch.read(1, block)
+            assert len({first, bytes(block)}) == 2
+        descriptors = list(scratch._descriptors)
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_ctrl_c_while_the_file_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    opened: list[int] = []
+    real = os.open
+
+    def noted(*arguments, **named) -> int:  # type: ignore[no-untyped-def]
+        opened.append(real(*arguments, **named))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", noted)
+    monkeypatch.setattr(os, "pwritev", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0)
+    assert not scratch_files(tmp_path) and opened
+    for descriptor in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_a_disk_without_a_direct_way_is_read_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwritev
+
+    def refuse_direct(descriptor: int, buffers: list[mmap.mmap], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse_direct)
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        assert scratch.direct is None and scratch.blocks == 2
+        assert disk.lane_reads(scratch)(0.001).rate > 1e6
+
+
+def test_the_disk_is_read_three_ways_and_beside_work(tmp_path: Path) -> None:
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        assert disk.cached_reads(scratch)(0.001).rate > 1e7
+        assert disk.lane_reads(scratch)(0.001).rate > 1e6
+        if scratch.direct is not None:
+            assert disk.direct_reads(scratch)(0.001).rate > 1e6
+        assert disk.beside_reads(lambda: time.sleep(1e-3), scratch)(0.02).rate > 10
+    assert not [thread for thread in threading.enumerate() if "scratch" in thread.name]
+
+
+def test_reads_as_fast_as_the_page_cache_did_not_come_from_the_disk() -> None:
+    cached = Reading(rate=20e9, spread=0.0)
+    assert disk.from_cache(Reading(rate=19e9, spread=0.0), cached)
+    assert not disk.from_cache(Reading(rate=3e9, spread=0.0), cached)
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_lane_that_reads_past_the_page_cache_is_believed_however_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old memory and a new disk: direct reads may be as fast as copies from the page cache."""
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        past_cache = disk.past_cache(scratch)
+    monkeypatch.setattr(disk, "_CACHED_ABOVE", 0.0)  # every lane is faster than that
+    found = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path)
+    assert ("the page cache could not be emptied" in found.notes) == (not past_cache)
+
+
+def test_reads_beside_work_are_timed_from_arrival_to_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that takes a while to begin is as fast as one that does not."""
+    begin, late_s = disk._Lane.__init__, 0.4
+
+    def late(self: disk._Lane, scratch: disk.Scratch) -> None:
+        time.sleep(late_s)
+        begin(self, scratch)
+
+    monkeypatch.setattr(disk._Lane, "__init__", late)
+    with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
+        began = time.perf_counter()
+        reading = disk.reads_beside(lambda: time.sleep(1e-3), scratch)(0.0)
+        took_s = time.perf_counter() - began
+    assert reading.rate >= disk.BLOCK_BYTES / (took_s - late_s)
+
+
+def test_directories_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"none: the disk cannot be measured there \(No such file"):
+        disk.Scratch(tmp_path / "none", MiB, seconds=1.0)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=MiB))
+    with pytest.raises(ConfigError, match="--disk-dir"):
+        disk.Scratch(tmp_path, MiB, seconds=1.0)
+
+
+def test_others_are_what_keeps_processors_busy_beside_this_process(tmp_path: Path) -> None:
+    usable = min(os.sched_getaffinity(0))
+    stat = tmp_path / "stat"
+    stat.write_text(f"cpu  0 0 0 0 0 0 0 0\ncpu{usable} 100 0 100 999 0 0 0 0 0 0\ncpu9999 0 0 0 0 0 0 0 0\n")
+    others = Others(proc=tmp_path)
+    time.sleep(0.05)
+    stat.write_text(f"cpu{usable} 110 0 100 999 0 0 0 50 0 0\ncpu9999 9999 0 0 0 0 0 0 0\n")
+    seconds = 60 / os.sysconf("SC_CLK_TCK")
+    assert 0.5 * seconds / 0.06 < others.cores() < seconds / 0.05
+    assert Others(proc=tmp_path / "none").cores() == 0.0
+
+
+@pytest.fixture
+def bound_apart() -> Iterator[tuple[int, int]]:
+    """The first and the last processor that this process may use: this thread is bound to the one, a worker to the
+    other, as benchmarks bind them."""
+    usable = sorted(os.sched_getaffinity(0))
+    mine, theirs = usable[0], usable[-1]
+    over, bound = threading.Event(), threading.Event()
+
+    def worker() -> None:
+        os.sched_setaffinity(0, {theirs})
+        bound.set()
+        over.wait()
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    try:
+        bound.wait()
+        os.sched_setaffinity(0, {mine})
+        yield mine, theirs
+    finally:
+        over.set()
+        os.sched_setaffinity(0, set(usable))
+        thread.join()
+
+
+def test_others_are_seen_on_every_core_that_a_thread_is_bound_to(
+    bound_apart: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own work on both cores, 0.2 s in all, in a second in which the worker's core was busy throughout."""
+    mine, theirs = bound_apart
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, process_time=lambda: 0.0)
+    monkeypatch.setattr("moelight.runtime.calibration.others.time", clock)
+    stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    names = [f"cpu{number}" for number in dict.fromkeys((mine, theirs))]
+    stat.write_text("".join(f"{name} 0 0 0 0 0 0 0 0 0 0\n" for name in names))
+    others = Others(proc=tmp_path)
+    busy = {f"cpu{mine}": ticks // 10, f"cpu{theirs}": ticks}
+    stat.write_text("".join(f"{name} {busy[name]} 0 0 0 0 0 0 0 0 0\n" for name in names))
+    clock.perf_counter, clock.process_time = lambda: 1.0, lambda: 0.2
+    assert others.cores() == pytest.approx(sum(busy.values()) / ticks - 0.2)
+
+
+def test_another_program_on_a_core_is_seen_where_every_thread_has_a_core_of_its_own(
+    bound_apart: tuple[int, int],
+) -> None:
+    _, theirs = bound_apart
+    spinning = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(spinning.pid, {theirs})
+        assert spinning.stdout is not None and spinning.stdout.readline()
+        others, until = Others(), time.process_time() + 0.5
+        while time.process_time() < until:
+            pass
+        assert others.cores() > 0.3
+    finally:
+        spinning.kill()
+        spinning.communicate()
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path, say=said.append)
+    assert found.name == "box" and found.date.startswith("20") and "threads" in found.notes
+    assert [tier.name for tier in found.tiers] == ["host", "disk"] and not found.links
+    assert {surface.name for surface in found.efficiency} == {name for name in EFFICIENCY if name.startswith("cpu")}
+    assert {"host_copy", "cpu_task", "disk_cached", "cpu_under_disk", "disk_under_cpu"} <= dict(found.measured).keys()
+    linear = found.surface("cpu_linear")
+    assert linear is not None and linear.sizes == (2 * 64 * 32, 2 * 128 * 64) and linear.curves[0].x == (1, 5, 16, 64)
+    unit = found.processor("cpu")
+    best = max(y for name in ("cpu_linear", "cpu_experts") for c in found.surface(name).curves for y in c.y)  # type: ignore[union-attr]
+    assert unit is not None and unit.peak_flops >= best
+    assert set(dict(found.spread)) == set(found.figure_keys()) - {"tiers.host.capacity", "tiers.disk.capacity"}
+    write_hardware_profile(found, tmp_path / "box.yaml")
+    assert read_hardware_profile(tmp_path / "box.yaml") == found
+    assert said and list(tmp_path.iterdir()) == [tmp_path / "box.yaml"]
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_machine_with_a_gpu_becomes_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU plays the device: what is measured, and where it goes, is what a GPU would give."""
+    backend = SimpleNamespace(
+        mem_get_info=lambda _: (64 * MiB, 80 * MiB),
+        device_count=lambda: 2,
+        get_device_properties=lambda _: SimpleNamespace(name="Twin 9000"),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
+    monkeypatch.setattr(machine, "describe", lambda _: "two twins")
+    found = machine.measure_machine(Machine(device=CPU, discrete=True), TINY, name="box", disk_dir=None)
+    device, gpu = found.tier("device"), found.processor("gpu")
+    assert device is not None and device.capacity_bytes == 80 * MiB and found.tier("disk") is None
+    assert gpu is not None and gpu.count == 2
+    assert found.link("host", "device") is not None and found.link("device", "host") is not None
+    assert {surface.name for surface in found.efficiency} == set(EFFICIENCY)
+    figures = dict(found.measured)
+    assert {
+        "host_to_device_pageable",
+        "device_to_host_pageable",
+        "host_to_device_under_attention",
+    } <= figures.keys()
+    assert 1e-8 < figures["gpu_launch"] < 1e-2 and 1e-8 < figures["transfer"] < 1e-2
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="twin"):
+        machine.measure_machine(find_machine("twin"), TINY, name="x", disk_dir=None)
+    with pytest.raises(ConfigError, match="none"):
+        machine.measure_machine(find_machine("cpu"), TINY, name="x", disk_dir=tmp_path / "none")
+    monkeypatch.setattr(machine, "available_bytes", lambda: 60 * MiB)
+    with pytest.raises(ConfigError, match=r"60\.0MiB of memory is free, and at least 64\.0MiB"):
+        machine.measure_machine(find_machine("cpu"), TINY, name="x", disk_dir=None)
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_directory_that_is_not_needed_only_leaves_a_note(tmp_path: Path) -> None:
+    tiny = replace(TINY, rows=(1,), contexts=(32,), prompts=(8,))
+    found = machine.measure_machine(find_machine("cpu"), tiny, name="x", disk_dir=tmp_path / "none", disk_needed=False)
+    assert found.tier("disk") is None and "cannot be measured there" in found.notes
+
+
+@pytest.mark.parametrize(("effort", "most_s"), [(FULL, 110), (QUICK, 16)])
+def test_efforts_end_in_time_and_meet_every_form_of_product(effort: Effort, most_s: float) -> None:
+    assert effort.disk_write_s + effort.host_s + effort.device_s < most_s
+    assert effort.rows == tuple(sorted(effort.rows)) and {1, 12, 60, 64} <= set(effort.rows)
+    assert all(context % surfaces.BLOCK == 0 for context in effort.contexts)
+
+
+@pytest.mark.skipif(not native.available(), reason="the twin of the kernel is slow")
+def test_decoding_reads_no_faster_than_memory_would_allow_by_much(pool: Pool) -> None:
+    """A count of bytes that is wrong by a factor would show: the pool is in the cache, but not ten times over."""
+    read = memory.reads(pool)(0.05)
+    decode = surfaces.decode_points("cpu_attention", pool, (96,))["cpu_attention", 0, 96](0.05)
+    assert decode.rate < 10 * read.rate
