@@ -41,9 +41,9 @@ from moelight.core.schedule import Lane, Page
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
 from moelight.engine import pass_runner
-from moelight.engine.checkpoint import Source, open_source
+from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.engine import Engine
-from moelight.engine.planning import Wishes, plan_for
+from moelight.engine.planning import PlanConstraints, plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.memory.locking import page_locked
@@ -111,7 +111,7 @@ class Card:
         self.args, self.began = args, time.perf_counter()
         self.machine: Machine = find_machine(args.device)
         self.model = args.model or _hollow_model(scratch / "model", args)
-        self.source: Source = open_source(str(self.model))
+        self.source: OpenCheckpoint = open_checkpoint(str(self.model))
         self.page_bytes = costs.page_bytes(self.source.profile, self.machine.native_dtype(self.source.weight_map.dtype))
         self.context_bytes = _context_bytes(self.machine)
         self.roof = _pinned_rate(self.machine, self.page_bytes)
@@ -127,7 +127,7 @@ class Card:
     def plan(self, schedule: str, admission: str, cap: int) -> Plan:
         """The best policy of ``schedule`` under ``cap``, with room for the longest answers."""
         args = self.args
-        wishes = Wishes(batch_size=args.batch_size, micro_batch_size=args.micro_batch_size, schedule=schedule)
+        wishes = PlanConstraints(batch_size=args.batch_size, micro_batch_size=args.micro_batch_size, schedule=schedule)
         plan = plan_for(
             str(self.model),
             self.source,

@@ -44,7 +44,7 @@ def main() -> None:
     restart_with_short_spins()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    extension = native.module()
+    extension = native.extension()
     if extension is None:
         raise SystemExit(f"nothing to measure: {native.reason()}")
     extension.set_isa(args.isa)

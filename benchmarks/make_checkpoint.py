@@ -37,7 +37,7 @@ from moelight.profiles.features import require_computable
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import model_config
-from moelight.profiles.tensor_list import Part, dense_tensors, page_shapes
+from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>")
@@ -271,7 +271,7 @@ def _experts(model: ModelProfile, layer: int, *, fused: bool) -> Iterator[Random
             yield RandomTensor(name=name, shape=shape, std=0.02)
 
 
-def _deviation(part: Part, model: ModelProfile) -> float | None:
+def _deviation(part: StoredTensor, model: ModelProfile) -> float | None:
     """Deviations at which different prompts have different continuations; norms are ones."""
     if part.name.endswith("norm"):
         return None

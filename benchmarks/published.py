@@ -35,7 +35,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.core.units import GiB
 from moelight.hrm import costs
-from moelight.hrm.task_cost import Cost
+from moelight.hrm.task_cost import TaskCost
 from moelight.profiles.model_files import load_model_profile
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.blocks import loop
@@ -173,10 +173,10 @@ def price(run: Run) -> Price:
         TaskKind.EXPERTS: expert_latency(run.batch_size) * run.device_s,
     }
 
-    def cost(task: Task) -> Cost:
+    def cost(task: Task) -> TaskCost:
         if task.lane in (Lane.H2D, Lane.D2H):
-            return Cost(seconds=task.bytes / run.link)
-        return Cost(seconds=seconds.get(task.kind, 0.0))
+            return TaskCost(seconds=task.bytes / run.link)
+        return TaskCost(seconds=seconds.get(task.kind, 0.0))
 
     return cost
 

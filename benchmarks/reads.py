@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import native
-from moelight.kernels.reads import FileReader, Part
+from moelight.kernels.reads import FileReader, ReadPart
 
 MIB = 1 << 20
 BLOCK = 8 * MIB
@@ -114,7 +114,7 @@ def reader_pass(
                 running.pop(0).wait()
             slot = memory[number % SLOTS * (len(memory) // SLOTS) :]
             start = ((offset if shift < 0 else shift) - slot.data_ptr()) % 4096
-            running.append(reader.submit([Part(file, offset, slot[start : start + min(whole, size - offset)])]))
+            running.append(reader.submit([ReadPart(file, offset, slot[start : start + min(whole, size - offset)])]))
         for ticket in running:
             ticket.wait()
         return reader.counts().busy_s / (time.perf_counter() - began)

@@ -15,10 +15,10 @@ import numpy as np
 
 from moelight.core.policy import ADMISSIONS, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, Policy, Shares
 from moelight.hrm import costs
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes
-from moelight.hrm.pass_cost import Homes
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import ORDERS
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.problem import Problem
@@ -31,7 +31,7 @@ class Sampled:
     """Policies of one choice of devices, order, block size, look-ahead and admission. They have the face of a policy;
     counts of pages, and of blocks of the cache on the device."""
 
-    acts: Acts
+    acts: CostModel
     schedule: str
     batch_size: Any
     micro_batch_size: Any
@@ -69,7 +69,7 @@ class Sampled:
 
     def seconds(self, problem: Problem) -> Any:
         """Of the whole job under each."""
-        homes = Homes(
+        homes = PlacementCounts(
             from_host=self.from_host,
             from_disk=self.from_disk,
             computed=self.computed,
@@ -135,14 +135,14 @@ def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -
     return Best(seconds=least, count=found, policy=policy)
 
 
-def _devices(acts: Acts) -> tuple[str, str]:
+def _devices(acts: CostModel) -> tuple[str, str]:
     return acts.attention_device, acts.ffn_device
 
 
-def every_setting(problem: Problem) -> Iterator[tuple[Acts, str]]:
+def every_setting(problem: Problem) -> Iterator[tuple[CostModel, str]]:
     for attention in ("cpu", "gpu") if problem.has_gpu else ("cpu",):
         for ffn in ("cpu", "gpu", "split") if problem.has_gpu else ("cpu",):
-            acts = Acts(
+            acts = CostModel(
                 model=problem.model,
                 speeds=problem.speeds,
                 dtype=problem.dtype,
@@ -156,7 +156,7 @@ def every_setting(problem: Problem) -> Iterator[tuple[Acts, str]]:
                     yield acts, order
 
 
-def drawn(problem: Problem, rng: Any, count: int, acts: Acts, schedule: str, near: Policy | None) -> Sampled:
+def drawn(problem: Problem, rng: Any, count: int, acts: CostModel, schedule: str, near: Policy | None) -> Sampled:
     """As many of ``count`` draws as fit."""
     close = near is not None and rng.random() < 0.7
     block = near.kv_block_size if close else int(rng.choice(KV_BLOCK_SIZES))

@@ -13,10 +13,10 @@ from torch import Tensor
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
-from moelight.engine.batcher import Batcher, Generation, Piece
-from moelight.engine.checkpoint import open_source
+from moelight.engine.batcher import Batcher, RunningSequence, SequenceChunk
+from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.pass_runner import PassRunner
-from moelight.engine.planning import Wishes, plan_for, resolve
+from moelight.engine.planning import PlanConstraints, plan_for, resolve
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
 
@@ -25,12 +25,14 @@ Tiny = Callable[..., Path]
 
 def least_memory(model: Path, device: str, workload: Workload, **wishes: int) -> dict[str, int]:
     """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
-    source, machine = open_source(str(model)), find_machine(device)
+    source, machine = open_checkpoint(str(model)), find_machine(device)
     budgets: dict[str, int] = {}
     for tier in ("device", "host") if machine.discrete else ("host",):  # each beside plenty, or the least, of the other
         limits = {"host_memory": 1 << 50, "device_memory": None, **budgets, f"{tier}_memory": 1}
         with pytest.raises(BudgetError) as refused:
-            plan_for(str(model), source, machine, hw="auto", wishes=Wishes(**wishes), workload=workload, **limits)  # type: ignore[arg-type]
+            plan_for(
+                str(model), source, machine, hw="auto", wishes=PlanConstraints(**wishes), workload=workload, **limits
+            )  # type: ignore[arg-type]
         assert refused.value.tier == tier
         budgets[f"{tier}_memory"] = refused.value.needed_bytes
     return budgets
@@ -40,7 +42,7 @@ class Forced:
     """An engine without choice: it is told every next token and keeps the logits that would have chosen it."""
 
     def __init__(self, policy: Policy, *, device: str, lanes: str = "inline") -> None:
-        source, machine = open_source(policy.model), find_machine(device)
+        source, machine = open_checkpoint(policy.model), find_machine(device)
         self._policy = resolve(policy, source.profile, discrete=machine.discrete)
         self._discrete = machine.discrete
         self._passes = PassRunner(source, self._policy, machine, lanes)
@@ -56,7 +58,7 @@ class Forced:
         batcher = Batcher(self._policy, self._passes.pool, discrete=self._discrete)
         kept: list[list[Tensor]] = [[] for _ in sequences]
         batcher.add(
-            Generation(
+            RunningSequence(
                 request=Request(index=index, token_ids=tuple(ids[:first]), sampling=SamplingParams()),
                 seed=0,
                 max_tokens=len(ids) - first + 1,
@@ -64,7 +66,7 @@ class Forced:
             for index, (ids, first) in enumerate(zip(sequences, prompt_lens, strict=True))
         )
 
-        def choose(pieces: Sequence[Piece], logits: Tensor) -> Tensor:
+        def choose(pieces: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
             tokens = []
             for piece, row in zip(pieces, logits, strict=True):
                 index = piece.generation.request.index

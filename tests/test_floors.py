@@ -118,7 +118,7 @@ def test_every_room_says_what_it_knows() -> None:
         ("core/a.py", "def f():\n    import moelight.engine.engine", True),
         ("core/a.py", "from ..hrm import costs", True),
         ("core/a.py", "from . import units", False),
-        ("core/a.py", "X = {'a': 'moelight.scheduler.serial:build'}", True),
+        ("core/a.py", "X = {'a': 'moelight.scheduler.serial:build_serial'}", True),
         ("hrm/a.py", "def f():\n    import torch.nn", True),
         ("hrm/a.py", "if TYPE_CHECKING:\n    import torch", False),
         ("hrm/a.py", "if TYPE_CHECKING:\n    from moelight.models import decoder", True),

@@ -24,7 +24,7 @@ from experts_sections.value import MODELS, ROOM
 from moelight.core.schedule import Page
 from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import DEFAULT_POLICY
-from moelight.experts.residency_manager import ModelFacts, NearExperts
+from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 
 PROMPTS = 480
 PAGE_S, EXPERT_S, LAYER_S = 1e-4 + 3e6 / 3.8e9, 1e-4, 1e-4
@@ -78,7 +78,7 @@ def by_default(routing: Routing, batch: int) -> tuple[float, float]:
     experts = routing.probs.shape[2]
     facts = ModelFacts(moe_layers=(True,) * layers, num_experts=experts, top_k=top_k, page_bytes=1, facts={})
     begin = [Page(layer=at, expert=e) for at in range(layers) for e in range(round(ROOM * experts))]
-    near, clock = NearExperts(DEFAULT_POLICY, facts, resident=begin), Clock()
+    near, clock = ResidencyManager(DEFAULT_POLICY, facts, resident=begin), Clock()
     for layer, tokens in steps(routing, batch):
         clock.now += LAYER_S
         routed = clock.now

@@ -18,8 +18,8 @@ from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.units import parse_bytes
-from moelight.engine.checkpoint import open_source
-from moelight.engine.planning import Wishes, plan_for
+from moelight.engine.checkpoint import open_checkpoint
+from moelight.engine.planning import PlanConstraints, plan_for
 from moelight.engine.prompts import requests_from
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
@@ -74,7 +74,7 @@ def _engine(task: Task) -> Engine:
         gen_len=max(new),
     )
     options = task.options
-    source = open_source(task.model)
+    source = open_checkpoint(task.model)
     memory = options.get("host_memory")
     plan = plan_for(
         task.model,
@@ -83,7 +83,7 @@ def _engine(task: Task) -> Engine:
         hw="auto",
         host_memory=None if memory is None else parse_bytes(str(memory)),
         device_memory=None,
-        wishes=Wishes(batch_size=options.get("batch_size")),
+        wishes=PlanConstraints(batch_size=options.get("batch_size")),
         workload=workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}

@@ -14,7 +14,7 @@ from peers.common import huge
 
 from kernel_cases.threads import PAUSE_S, spread
 from moelight.kernels import native
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 
 PRODUCT_S = 0.02
 _TRIAL_ROUNDS = 1600
@@ -25,7 +25,7 @@ class Roofs:
 
     def __init__(self, gib: float, threads: int) -> None:
         self.threads = threads
-        self.extension = native.module()
+        self.extension = native.extension()
         self._buffer = huge((int(gib * 2**28) * 4,), torch.uint8)
         self._buffer.fill_(1)
         self._rounds = _TRIAL_ROUNDS
@@ -40,7 +40,7 @@ class Roofs:
 
     def read_seconds_per_byte(self) -> float:
         """The faster of two ways."""
-        lent = view("bytes", self._buffer)
+        lent = as_dlpack("bytes", self._buffer)
         times = []
         for way in (lambda: self.extension.read_peak(lent, self.threads), self._buffer.view(torch.float32).sum):
             time.sleep(PAUSE_S)

@@ -18,7 +18,7 @@ _GZIP = zlib.MAX_WBITS | 16  # with gzip's header; zlib leaves time and name out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Extent:
+class ByteRange:
     """Bytes ``start`` to ``end`` of a file, and their crc32."""
 
     start: int
@@ -72,13 +72,13 @@ class AppendFile:
         self._held.clear()
         self._write(held)
 
-    def seal(self) -> Extent:
+    def seal(self) -> ByteRange:
         """Hand everything to the system, close the gzip member: the bytes since the last call of this."""
         self.flush()
         if self._member is not None:
             self._write(self._member.flush())
             self._member = None
-        extent = Extent(start=self._sealed, end=self.end, crc=self._crc)
+        extent = ByteRange(start=self._sealed, end=self.end, crc=self._crc)
         self._sealed, self._crc = self.end, 0
         return extent
 

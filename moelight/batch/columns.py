@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moelight.batch.csv_records import CsvRecords, Record
-from moelight.batch.fields import FieldError, Reading, Samplings, Skip, refused
+from moelight.batch.fields import FieldError, RowContext, Samplings, Skip, refused
 from moelight.batch.rows import BadRow, Row
 from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
-from moelight.batch.source import Source
+from moelight.batch.source import InputSource
 from moelight.core.errors import InputError, did_you_mean
 
 _ID_COLUMNS = ("custom_id", "id")
@@ -25,10 +25,10 @@ _MOST_NAMED = 12
 _TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
 
 
-class _Columns:
+class _TableColumns:
     """Which column of a table is which field of a row."""
 
-    def __init__(self, names: Sequence[str], reading: Reading, name: str) -> None:
+    def __init__(self, names: Sequence[str], reading: RowContext, name: str) -> None:
         self._name = name
         self._names = list(names)
         twice = sorted({each for each in names if names.count(each) > 1})
@@ -74,7 +74,7 @@ class _Columns:
 class CsvReader:
     """Rows out of the records of a CSV or TSV file."""
 
-    def __init__(self, reading: Reading, source: Source) -> None:
+    def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
         self._delimiter = "\t" if source.name.lower().endswith(_TAB_BY_SUFFIX) else ","
         self._samplings = Samplings(reading.defaults)
@@ -84,11 +84,11 @@ class CsvReader:
         if header.error:
             raise InputError(f"{source.name}: the header cannot be read ({header.error})", code="prompts_file")
         self._header = header.values
-        columns = _Columns(self._header, reading, source.name)
+        columns = _TableColumns(self._header, reading, source.name)
         self._places = {name: self._header.index(column) for name, column in columns.fields.items()}
         self.told = columns.told
 
-    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         records = iter(CsvRecords(source, self._delimiter))
         next(records)
         for number, record in enumerate(records):
@@ -115,7 +115,7 @@ class CsvReader:
 class ParquetReader:
     """Rows out of a Parquet table, read in batches of some records."""
 
-    def __init__(self, reading: Reading, source: Source) -> None:
+    def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="parquet", token_ids=reading.token_ids, numbered=reading.numbered)
         self._samplings = Samplings(reading.defaults)
         if source.packed:
@@ -124,11 +124,11 @@ class ParquetReader:
             table = _open_parquet(file, source.name)
             if table.metadata.num_rows == 0:
                 raise InputError(f"{source.name}: no prompts", code="prompts_file")
-            columns = _Columns(table.schema_arrow.names, reading, source.name)
+            columns = _TableColumns(table.schema_arrow.names, reading, source.name)
         self._columns = columns.fields
         self.told = columns.told
 
-    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         number = -1
         for record in self._batches(source):
             names = list(self._columns)
@@ -139,7 +139,7 @@ class ParquetReader:
                     continue
                 yield self._row({name: each[at] for name, each in zip(names, values, strict=True)}, number)
 
-    def _batches(self, source: Source) -> Iterator[Any]:
+    def _batches(self, source: InputSource) -> Iterator[Any]:
         from pyarrow import ArrowException
 
         with source.raw() as file:

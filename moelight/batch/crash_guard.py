@@ -27,7 +27,7 @@ MOST_DEATHS = 2
 _HEAD_BYTES = 8
 
 
-class Deaths:
+class CrashGuard:
     """The deaths of one job, and the row at which it would die now: a context around its preparation (`at`).
 
     ``struck`` are the rows that are not tried any more. Nothing is written before the first row is prepared; where the
@@ -44,14 +44,14 @@ class Deaths:
         self._tried = False
         self._number = -1
 
-    def at(self, number: int) -> Deaths:
+    def at(self, number: int) -> CrashGuard:
         """A context in which row ``number`` is prepared.
 
         Raises:
             InputError: it is struck.
         """
         if number in self.struck:
-            raise refusal()
+            raise struck_row_error()
         self._number = number
         return self
 
@@ -86,7 +86,7 @@ class Deaths:
             self._place = memoryview(self._page).cast("q")
 
 
-def refusal() -> InputError:
+def struck_row_error() -> InputError:
     """What becomes of a row that is struck."""
     return InputError(
         f"the process died {MOST_DEATHS} times while this row was prepared (its text encoded, its grammar compiled); "

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from moelight.batch.source import LONGEST_LINE, Source
+from moelight.batch.source import LONGEST_LINE, InputSource
 
 MOST_LINES = 100_000  # of one record: no context holds as many
 
@@ -29,7 +29,7 @@ class CsvRecords:
     """The records that are not blank. Holds the lines of one; however quotes are strewn, a line is parsed three times
     at most."""
 
-    def __init__(self, source: Source, delimiter: str) -> None:
+    def __init__(self, source: InputSource, delimiter: str) -> None:
         # The module's own limit of a field, 128 KiB, is one for the whole process.
         csv.field_size_limit(LONGEST_LINE)
         self._delimiter = delimiter
@@ -97,7 +97,7 @@ class _Lines:
     What is not UTF-8 becomes half surrogates, which only it can.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: InputSource) -> None:
         self._source = source.lines()
         self._again: deque[tuple[int, str | None]] = deque()
         self._record: list[tuple[int, str | None]] = []

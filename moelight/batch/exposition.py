@@ -37,7 +37,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class Metric:
     """One metric: its name, ``kind`` (``counter``, ``gauge`` or ``histogram``), what it says, and its samples as
     (suffix, labels, value). A counter's name ends in ``_total``."""
 
@@ -47,7 +47,7 @@ class Family:
     samples: Sequence[tuple[str, Labels, float]] = field(default=())
 
 
-def exposition(families: Sequence[Family], *, labels: Labels) -> str:
+def exposition(families: Sequence[Metric], *, labels: Labels) -> str:
     """``families`` as text; ``labels`` are on every sample, and a family without samples is left out."""
     lines: list[str] = []
     for family in families:

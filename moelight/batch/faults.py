@@ -32,7 +32,7 @@ POINTS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Fault:
+class _InjectedFault:
     point: str
     count: int
     action: str
@@ -49,12 +49,12 @@ class _Fault:
         raise OSError(number, os.strerror(number))
 
 
-def _asked() -> _Fault | None:
+def _asked() -> _InjectedFault | None:
     told = os.environ.get("MOELIGHT_FAULT")
     if told is None:
         return None
     point, count, action = told.split(":")
-    return _Fault(point=point, count=int(count), action=action)
+    return _InjectedFault(point=point, count=int(count), action=action)
 
 
 _FAULT = _asked()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from moelight.batch.model_names import ModelNames
-from moelight.batch.rows import BadRow, Format, Row, bad_row
-from moelight.batch.source import LONGEST_LINE, Source
+from moelight.batch.rows import BadRow, Row, RowFormat, bad_row
+from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import SamplingParams
 
@@ -24,7 +24,7 @@ _DEEPEST = 100
 _LONGEST_NAME = 64
 
 
-class Vocabulary(Protocol):
+class RowTokenizer(Protocol):
     """What a format asks of the model's tokenizer."""
 
     def encode(self, text: str) -> list[int]:
@@ -35,7 +35,7 @@ class Vocabulary(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class RowContext:
     """How rows are to be read and answered, whatever their format.
 
     ``defaults`` hold where a row is silent. ``prompt_column`` and ``id_column`` name columns of a table. With
@@ -46,7 +46,7 @@ class Reading:
     models: ModelNames = field(default_factory=ModelNames)
     prompt_column: str | None = None
     id_column: str | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: RowTokenizer | None = None
     token_ids: bool = False
     numbered: bool = False
 
@@ -54,10 +54,10 @@ class Reading:
 class Reader(Protocol):
     """The rows of one kind of file. ``told`` is what a person should know of how the file was understood, or empty."""
 
-    format: Format
+    format: RowFormat
     told: str
 
-    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         """Every row but those whose number ``skip`` is true for."""
 
 
@@ -118,7 +118,7 @@ class Samplings:
 
 
 def line_rows(
-    source: Source, skip: Skip | None, read: Callable[[bytes, int, int], Row | BadRow]
+    source: InputSource, skip: Skip | None, read: Callable[[bytes, int, int], Row | BadRow]
 ) -> Iterator[Row | BadRow]:
     """``read(line, number, place)`` of every line that is not blank."""
     number = -1
@@ -142,7 +142,7 @@ def refused(number: int, line: int, custom_id: str | None, error: Exception, *, 
     return bad_row(number, line, custom_id, InputError("nested too deeply", code="invalid_json"), kind=kind)
 
 
-def read_object(raw: bytes, *, holding: str) -> dict[str, Any]:
+def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
     """The JSON object in ``raw``, which should be one ``holding`` what is said there.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
-from moelight.core.small_files import open_regular, read_bytes, reason
+from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
 _CONFIG = ("config.json", "generation_config.json")
@@ -85,7 +85,7 @@ def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> st
                     file.seek((size - _SAMPLE_BYTES) * k // (_SAMPLES - 1))
                     digest.update(file.read(_SAMPLE_BYTES))
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
+            raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
     return digest.hexdigest()
 
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from moelight.batch.fields import Reader, Reading
-from moelight.batch.source import Source
+from moelight.batch.fields import Reader, RowContext
+from moelight.batch.source import InputSource
 from moelight.core.registry import Registry
 
-FORMATS: Registry[Callable[[Reading, Source], Reader]] = Registry(
+FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
     "format",
     {
         "openai": "moelight.batch.openai:OpenAIReader",

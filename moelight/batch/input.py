@@ -11,12 +11,12 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
-from moelight.batch.fields import Reader, Reading, Skip, Vocabulary
+from moelight.batch.fields import Reader, RowContext, RowTokenizer, Skip
 from moelight.batch.format import FORMATS
 from moelight.batch.model_names import ModelNames
-from moelight.batch.rows import BadRow, Format, Row
+from moelight.batch.rows import BadRow, Row, RowFormat
 from moelight.batch.simple import PROMPT_FIELDS
-from moelight.batch.source import Source, open_source
+from moelight.batch.source import InputSource, open_input_source
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
@@ -48,14 +48,14 @@ class Input:
         why: one line on what it was taken for, and from what.
     """
 
-    def __init__(self, source: Source, reader: Reader, why: str) -> None:
+    def __init__(self, source: InputSource, reader: Reader, why: str) -> None:
         self.name = source.name
         self.why = why
         self._source = source
         self._reader = reader
 
     @property
-    def format(self) -> Format:
+    def format(self) -> RowFormat:
         """How the rows are answered."""
         return self._reader.format
 
@@ -103,7 +103,7 @@ def open_input(
     models: ModelNames | None = None,
     prompt_column: str | None = None,
     id_column: str | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: RowTokenizer | None = None,
     token_ids: bool = False,
     numbered: bool = False,
 ) -> Input:
@@ -114,7 +114,7 @@ def open_input(
         InputError: the file is missing, cannot be read, holds no row, or cannot be of that format.
     """
     path = Path(path)
-    reading = Reading(
+    reading = RowContext(
         defaults=defaults if defaults is not None else SamplingParams(),
         models=models if models is not None else ModelNames(),
         prompt_column=prompt_column,
@@ -123,7 +123,7 @@ def open_input(
         token_ids=token_ids,
         numbered=numbered,
     )
-    source = open_source(path)
+    source = open_input_source(path)
     try:
         if format == AUTO:
             name, why = _detect(source, path)
@@ -140,7 +140,7 @@ def open_input(
     return Input(source, reader, f"{source.name}: {_CALLED[name]} ({why}{reader.told})")
 
 
-def _detect(source: Source, path: Path) -> tuple[str, str]:
+def _detect(source: InputSource, path: Path) -> tuple[str, str]:
     """``(format, why)``."""
     if source.start(len(_PARQUET)) == _PARQUET:
         return "parquet", "it begins as Parquet does"
@@ -178,7 +178,7 @@ def _suffix(path: PurePath) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _filled(source: Source) -> Iterator[tuple[int, bytes]]:
+def _filled(source: InputSource) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank and not too long."""
     return ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
 

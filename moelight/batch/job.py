@@ -24,21 +24,21 @@ from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
 from moelight.batch.paths import Outputs, journal_of
-from moelight.batch.progress import JobCounts, JobStart, Progress, Several, State
-from moelight.batch.row_processor import Answering, refuse_struck
+from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressGroup, State
+from moelight.batch.row_processor import RowProcessor, refuse_struck
 from moelight.batch.rows import Row
 from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.batch.scan import Scan, scan
 from moelight.batch.stream_output import Ledger, open_outputs
 from moelight.batch.summary import ScanSummary
-from moelight.batch.sync import Watch
-from moelight.batch.time_left import Eta
-from moelight.batch.watchers import files_that_tell
+from moelight.batch.sync import RowSync
+from moelight.batch.time_left import TimeLeft
+from moelight.batch.watchers import file_watchers
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import SamplingParams
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import Tokenizer
-from moelight.observe.stats import Stats
+from moelight.observe.stats import RunStats
 from moelight.profiles.families import profile_from_dir
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.source import resolve_model
@@ -80,7 +80,7 @@ class Prepared:
         return prompts
 
 
-class _Vocabulary:
+class _LazyTokenizer:
     """The tokenizer, which is there only after the prompts were opened: a model may first have to be fetched."""
 
     tokenizer: Tokenizer
@@ -94,7 +94,7 @@ class _Vocabulary:
         return self.tokenizer.token_bytes(token)
 
 
-def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta | None = None) -> JobResult:
+def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeLeft | None = None) -> JobResult:
     """Answer every row of the prompts that no earlier run has answered. Torch is not loaded before the job is checked.
 
     Args:
@@ -104,7 +104,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
         UserError: before any work: no such file or model, a path that cannot be written, an output that is not this
             job's. During work: the disk is full or fails; what was done is kept then.
     """
-    left = eta or Eta()
+    left = eta or TimeLeft()
     with terminable(), prepare(options) as prepared:
         if options.durability.restart:
             _rehearse(options, prepared, progress or Progress())
@@ -112,10 +112,12 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: Eta |
             return _run_on(options, prepared, ledger, left, progress)
 
 
-def _run_on(options: JobOptions, prepared: Prepared, ledger: Ledger, left: Eta, progress: Progress | None) -> JobResult:
+def _run_on(
+    options: JobOptions, prepared: Prepared, ledger: Ledger, left: TimeLeft, progress: Progress | None
+) -> JobResult:
     # Only now: whoever has no right to the output has none to the files that tell of it.
-    files = files_that_tell(options, left)
-    told = Several([left, *([progress] if progress is not None else []), *files])
+    files = file_watchers(options, left)
+    told = ProgressGroup([left, *([progress] if progress is not None else []), *files])
     end: State = "failed"
     try:
         done = ledger.state == "complete"
@@ -187,7 +189,7 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
     """Check the paths, open the prompts, find the model. A missing or empty file of prompts shows before a model is
     fetched from the hub."""
     _check_paths(options)
-    vocabulary = _Vocabulary()
+    vocabulary = _LazyTokenizer()
     with open_input(
         options.prompts,
         format=options.format,
@@ -248,8 +250,8 @@ class _Ran:
     """How the rows of this run ended."""
 
     state: str
-    answering: Answering
-    stats: Stats
+    answering: RowProcessor
+    stats: RunStats
     counts: JobCounts
 
 
@@ -263,7 +265,7 @@ def _answer(
 ) -> _Ran:
     """Put every row that is not done into ``ledger``, as soon as it is answered."""
     summary, workload = found.summary, found.summary.workload()
-    answering = Answering(
+    answering = RowProcessor(
         ledger,
         answers=prepared.source.format,
         encode=prepared.encode,
@@ -281,7 +283,7 @@ def _answer(
     told.started(_start(options, prepared, summary, ledger, job))
     with job.load(options) as engine:
         told.planned(job.why)
-        watch = Watch(engine, ledger, answering, summary, told, trace)
+        watch = RowSync(engine, ledger, answering, summary, told, trace)
         with Interrupt(told.interrupting) as interrupt:
 
             def asked_to_end() -> bool:
@@ -388,8 +390,8 @@ def _counts_of(ledger: Ledger, total: int) -> JobCounts:
     return JobCounts(total=total, completed=ledger.completed, failed=ledger.failed, state="finalizing")
 
 
-def _nothing_ran() -> Stats:
-    return Stats(
+def _nothing_ran() -> RunStats:
+    return RunStats(
         wall_s=0.0,
         load_s=0.0,
         prompt_tokens=0,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moelight.batch.options import JobOptions
-from moelight.batch.trace_header import about
+from moelight.batch.trace_header import trace_header
 from moelight.core.policy import Policy
 from moelight.observe.trace import About
 from moelight.optimizer.plan import Plan
-from moelight.optimizer.simulation import Stage
+from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.workload import Workload
 
 # What is alive when a job is killed is computed again, and costs some kilobytes of Python each: more than this many
@@ -21,7 +21,7 @@ from moelight.profiles.workload import Workload
 _MANY, _AS_FAST = 4096, 0.85
 
 if TYPE_CHECKING:
-    from moelight.engine.checkpoint import Source
+    from moelight.engine.checkpoint import OpenCheckpoint
     from moelight.engine.engine import Engine
 
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class PlannedJob:
     """An audited checkpoint and how it will be run. ``plan`` is None where the user's own policy is run."""
 
-    source: Source
+    source: OpenCheckpoint
     policy: Policy
     plan: Plan | None
     workload: Workload
@@ -65,22 +65,22 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
     Raises:
         CheckpointError, ConfigError, BudgetError: the model, the limits or the memory will not do.
     """
-    from moelight.engine.checkpoint import open_source
-    from moelight.engine.planning import Wishes, plan_for
+    from moelight.engine.checkpoint import open_checkpoint
+    from moelight.engine.planning import PlanConstraints, plan_for
     from moelight.runtime.machine import find_machine
 
-    source = open_source(options.model)
+    source = open_checkpoint(options.model)
     if options.policy is not None:
         policy = replace(options.policy, model=options.model)
         return PlannedJob(source=source, policy=policy, plan=None, workload=workload)
-    wishes = Wishes(
+    wishes = PlanConstraints(
         batch_size=options.batch_size,
         micro_batch_size=options.micro_batch_size,
         schedule=options.schedule or "cgopipe",
     )
     machine = find_machine(options.device)
 
-    def planned(wishes: Wishes) -> Plan:
+    def planned(wishes: PlanConstraints) -> Plan:
         return plan_for(
             options.model,
             source,
@@ -106,5 +106,5 @@ def predicted(engine: Engine, hw: str, workload: Workload) -> About:
     from moelight.engine.planning import hardware_for
 
     hardware = hardware_for(hw, discrete=engine.policy.discrete)
-    stage = Stage(engine.policy, engine.profile, hardware, workload)
-    return about(stage, engine.policy.schedule, source="measured")
+    stage = SimulationSetup(engine.policy, engine.profile, hardware, workload)
+    return trace_header(stage, engine.policy.schedule, source="measured")

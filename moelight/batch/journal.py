@@ -20,13 +20,13 @@ from typing import Any, Literal, NoReturn
 
 from moelight.batch import faults
 from moelight.batch.append import AppendFile, open_private, sync_directory
-from moelight.batch.crash_guard import Deaths
+from moelight.batch.crash_guard import CrashGuard
 from moelight.batch.journal_file import Record
 from moelight.batch.lock import hold
 from moelight.batch.paths import Outputs, failed
-from moelight.batch.reorder_buffer import Waiting
+from moelight.batch.reorder_buffer import ReorderBuffer
 from moelight.batch.resume import Opened, open_job, take_names
-from moelight.batch.row_set import ranges
+from moelight.batch.row_set import row_ranges
 from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]
@@ -56,7 +56,7 @@ class Journal:
         # A file of waiting rows that nobody waits for is not gone on with.
         self._generation = past.generation if past.waiting else past.generation + 1
         places = [(number, *place) for number, place in past.waiting.items()]
-        self._waiting = Waiting(places=places)
+        self._waiting = ReorderBuffer(places=places)
         self._ends = dict(past.ends)  # of files, by the last record
         self._files: dict[str, AppendFile] = {}
         self._pending: Future[None] | None = None
@@ -67,7 +67,7 @@ class Journal:
         self._failure: InputError | None = None
         self._torn = False
         self._made: list[Path] = []
-        self._deaths = Deaths(opened.places.deaths, forget=opened.new or bool(opened.changed))
+        self._deaths = CrashGuard(opened.places.deaths, forget=opened.new or bool(opened.changed))
         if not opened.complete:
             self._open_files()
 
@@ -317,7 +317,7 @@ class Journal:
         record["totals"] = dict(self.totals)
         spent = None
         if self._outputs.order == "completion":
-            record["done"], self._fresh = ranges(self._fresh), []
+            record["done"], self._fresh = row_ranges(self._fresh), []
         else:
             record["next"] = self._next
             rows, spent = self._put_down()

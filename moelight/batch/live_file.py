@@ -19,7 +19,7 @@ from moelight.core.errors import InputError
 _EVERY_S = 1.0
 
 
-class Snapshot:
+class LiveFile:
     """The file at ``path``. Readers see the text before or the text after, since a finished sibling takes its place.
 
     There is no fsync: after a power cut the file may be old or empty, and the job writes it anew.

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moelight.batch.exposition import Family, Histogram, exposition
-from moelight.batch.live_file import Snapshot
+from moelight.batch.exposition import Histogram, Metric, exposition
+from moelight.batch.live_file import LiveFile
 from moelight.batch.progress import JobCounts, JobStart, Progress, State
-from moelight.batch.time_left import Eta
+from moelight.batch.time_left import TimeLeft
 from moelight.core.request import Completion
-from moelight.observe.stats import Stats
+from moelight.observe.stats import RunStats
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LATENCIES_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -30,18 +30,18 @@ class MetricsFile(Progress):
         InputError: the file cannot be written at the start.
     """
 
-    def __init__(self, path: Path, model: str, eta: Eta) -> None:
+    def __init__(self, path: Path, model: str, eta: TimeLeft) -> None:
         self._labels = {"model_name": model}
         self._eta = eta
         self._counts = JobCounts()
-        self._stats: Stats | None = None
+        self._stats: RunStats | None = None
         self._experts: Mapping[str, Any] = {}
         self._reasons: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
         self._cached = self._asked = 0
         self._prompt, self._generated = Histogram(_TOKENS), Histogram(_TOKENS)
         self._latency = Histogram(_LATENCIES_S)
         self._timed = False
-        self._file = Snapshot(path, what="metrics")
+        self._file = LiveFile(path, what="metrics")
         self._file.begin(self.text())
 
     @property
@@ -73,7 +73,7 @@ class MetricsFile(Progress):
         self._counts = counts
         self._file.renew(self.text)
 
-    def measured(self, stats: Stats, experts: Mapping[str, Any] | None = None) -> None:
+    def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
         """Written with the next counts."""
         self._stats = stats
         self._experts = (experts or {}).get("overall", {})
@@ -86,7 +86,7 @@ class MetricsFile(Progress):
         """What the file says now."""
         return exposition([*self._vllm(), *self._job(), *self._lanes()], labels=self._labels)
 
-    def _vllm(self) -> Iterator[Family]:
+    def _vllm(self) -> Iterator[Metric]:
         counts = self._counts
         yield _gauge("vllm:num_requests_running", "Sequences that the engine is at.", counts.running)
         yield _gauge("vllm:num_requests_waiting", "Sequences that it has not begun.", counts.waiting)
@@ -98,7 +98,7 @@ class MetricsFile(Progress):
         yield _counter("vllm:prefix_cache_queries_total", "Prompt tokens of the finished answers.", self._asked)
         yield _counter("vllm:prefix_cache_hits_total", "Of them, those computed for an earlier prompt.", self._cached)
         reasons = [("", {"finished_reason": reason}, count) for reason, count in self._reasons.items()]
-        yield Family(
+        yield Metric(
             name="vllm:request_success_total", kind="counter", help="Finished answers by reason.", samples=reasons
         )
         yield _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", self._prompt)
@@ -107,11 +107,11 @@ class MetricsFile(Progress):
             help_ = "Seconds from asking the engine to the whole answer."
             yield _histogram("vllm:e2e_request_latency_seconds", help_, self._latency)
 
-    def _job(self) -> Iterator[Family]:
+    def _job(self) -> Iterator[Metric]:
         counts, left = self._counts, self._eta.remaining_s
         waiting = max(0, counts.total - counts.done)
         rows = {"completed": counts.completed, "failed": counts.failed, "unfinished": waiting}
-        yield Family(
+        yield Metric(
             name="moelight_job_rows",
             kind="gauge",
             help="Rows of the input by fate, earlier runs included.",
@@ -125,16 +125,16 @@ class MetricsFile(Progress):
             yield _gauge("moelight_job_eta_seconds", "Seconds until the job ends, estimated.", float(left))
         yield _counter("moelight_passes_total", "Sweeps through all layers.", counts.passes)
 
-    def _lanes(self) -> Iterator[Family]:
+    def _lanes(self) -> Iterator[Metric]:
         if self._stats is None:
             return
         lanes = self._stats.lanes
         busy = [("", {"lane": str(lane)}, float(each.busy_s)) for lane, each in lanes.items()]
         moved = [("", {"lane": str(lane)}, each.bytes) for lane, each in lanes.items()]
-        yield Family(
+        yield Metric(
             name="moelight_lane_busy_seconds_total", kind="counter", help="Seconds a lane was at work.", samples=busy
         )
-        yield Family(
+        yield Metric(
             name="moelight_transfer_bytes_total", kind="counter", help="Bytes that crossed a lane.", samples=moved
         )
         peak = self._stats.peak_rss_bytes
@@ -145,13 +145,13 @@ class MetricsFile(Progress):
                 yield _counter(f"moelight_expert_cache_{name}_total", help_, int(self._experts[name]))
 
 
-def _gauge(name: str, help_: str, value: float) -> Family:
-    return Family(name=name, kind="gauge", help=help_, samples=[("", {}, value)])
+def _gauge(name: str, help_: str, value: float) -> Metric:
+    return Metric(name=name, kind="gauge", help=help_, samples=[("", {}, value)])
 
 
-def _counter(name: str, help_: str, value: float) -> Family:
-    return Family(name=name, kind="counter", help=help_, samples=[("", {}, value)])
+def _counter(name: str, help_: str, value: float) -> Metric:
+    return Metric(name=name, kind="counter", help=help_, samples=[("", {}, value)])
 
 
-def _histogram(name: str, help_: str, found: Histogram) -> Family:
-    return Family(name=name, kind="histogram", help=help_, samples=list(found.samples()))
+def _histogram(name: str, help_: str, found: Histogram) -> Metric:
+    return Metric(name=name, kind="histogram", help=help_, samples=list(found.samples()))

@@ -15,18 +15,18 @@ import msgspec
 
 from moelight.batch.fields import (
     FieldError,
-    Reading,
+    RowContext,
     Samplings,
     Skip,
     line_rows,
     read_custom_id,
-    read_object,
+    read_row_object,
     refused,
     unknown_field,
 )
 from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
 from moelight.batch.rows import BadRow, Prompt, Row
-from moelight.batch.source import Source
+from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import MOST_SAMPLES, SamplingParams
 from moelight.engine.chat import Conversation, check_messages
@@ -74,7 +74,7 @@ _REFUSED = {
 }  # fmt: skip
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class _RequestBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     n: int | None = None
     add_special_tokens: bool | None = None
@@ -103,7 +103,7 @@ class _Body(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
 
 
-class _Chat(_Body, kw_only=True):
+class _ChatBody(_RequestBody, kw_only=True):
     messages: Any = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -117,21 +117,21 @@ class _Chat(_Body, kw_only=True):
     continue_final_message: bool | None = None
 
 
-class _Completion(_Body, kw_only=True):
+class _CompletionBody(_RequestBody, kw_only=True):
     prompt: Any = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
 
 
-_BODIES: dict[str, type[_Chat] | type[_Completion]] = {CHAT: _Chat, COMPLETIONS: _Completion}
+_BODIES: dict[str, type[_ChatBody] | type[_CompletionBody]] = {CHAT: _ChatBody, COMPLETIONS: _CompletionBody}
 _FIELDS = {url: frozenset(body.__struct_fields__) for url, body in _BODIES.items()}
 _SAMPLING_FIELDS = frozenset(_SAMPLING)
-_B = TypeVar("_B", bound=_Body)
+_B = TypeVar("_B", bound=_RequestBody)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _ParsedBody:
     """What a body asks for, before its sampling fields are judged."""
 
     prompts: tuple[Prompt, ...] = ()
@@ -145,13 +145,13 @@ class OpenAIReader:
 
     told = ""
 
-    def __init__(self, reading: Reading, source: Source) -> None:  # noqa: ARG002 (every reader is made of both)
+    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = OpenAIFormat(vocabulary=reading.vocabulary)
         self._models = reading.models
         self._vocabulary = reading.vocabulary
         self._samplings = Samplings(reading.defaults)
 
-    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
@@ -159,7 +159,7 @@ class OpenAIReader:
         custom_id: str | None = None
         kind = ""
         try:
-            values = read_object(raw, holding=HOLDING)
+            values = read_row_object(raw, holding=HOLDING)
             custom_id = read_custom_id(values)
             url = _url(values)
             kind = url
@@ -179,7 +179,7 @@ class OpenAIReader:
         except (InputError, RecursionError) as error:
             return refused(number, line, custom_id, error, kind=kind)
 
-    def _sampling(self, asked: _Asked, body: dict[str, Any]) -> SamplingParams:
+    def _sampling(self, asked: _ParsedBody, body: dict[str, Any]) -> SamplingParams:
         try:
             sampling = self._samplings.make(asked.sampling)
         except FieldError as error:
@@ -191,17 +191,17 @@ class OpenAIReader:
             raise FieldError(f"{message}; send them as several rows", param="n")
         return sampling
 
-    def _asked(self, url: str, values: dict[str, Any]) -> _Asked:
+    def _asked(self, url: str, values: dict[str, Any]) -> _ParsedBody:
         _check_names(values, url)
         if url == CHAT:
-            chat = _convert(values, _Chat)
+            chat = _convert(values, _ChatBody)
             self._check(chat, special_tokens=False)
             return _chat(chat, _sampling_fields(values))
-        completion = _convert(values, _Completion)
+        completion = _convert(values, _CompletionBody)
         self._check(completion, special_tokens=True)
         return self._completion(completion, _sampling_fields(values))
 
-    def _check(self, body: _Body, *, special_tokens: bool) -> None:
+    def _check(self, body: _RequestBody, *, special_tokens: bool) -> None:
         if body.add_special_tokens not in (None, special_tokens):
             around = "around a prompt the tokenizer puts them" if special_tokens else "the chat template writes them"
             raise FieldError(f"add_special_tokens: {around}", param="add_special_tokens", code="unsupported_parameter")
@@ -211,7 +211,7 @@ class OpenAIReader:
             except InputError as error:
                 raise FieldError(str(error), param="model", code=error.code) from None
 
-    def _completion(self, body: _Completion, sampling: dict[str, Any]) -> _Asked:
+    def _completion(self, body: _CompletionBody, sampling: dict[str, Any]) -> _ParsedBody:
         prompts = _prompts(body.prompt)
         _constrain(sampling, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
@@ -227,7 +227,7 @@ class OpenAIReader:
             if not shown and (body.logprobs is not None or body.max_tokens == 0):
                 sampling["prompt_logprobs"] = body.logprobs or 0
         answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
-        return _Asked(prompts=prompts, sampling=sampling, answered=answered)
+        return _ParsedBody(prompts=prompts, sampling=sampling, answered=answered)
 
 
 def _url(values: dict[str, Any]) -> str:
@@ -283,7 +283,7 @@ def _sampling_fields(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and name in _SAMPLING_FIELDS}
 
 
-def _chat(body: _Chat, sampling: dict[str, Any]) -> _Asked:
+def _chat(body: _ChatBody, sampling: dict[str, Any]) -> _ParsedBody:
     if body.messages is None:
         raise FieldError("messages is missing", param="messages", code="missing_required_parameter")
     conversation = _conversation(body)
@@ -300,10 +300,10 @@ def _chat(body: _Chat, sampling: dict[str, Any]) -> _Asked:
     if asked is not None:
         sampling["logprobs"] = asked
     answered = {"logprobs": asked, "prompt_logprobs": body.prompt_logprobs is not None}
-    return _Asked(conversation=conversation, sampling=sampling, answered=answered)
+    return _ParsedBody(conversation=conversation, sampling=sampling, answered=answered)
 
 
-def _conversation(body: _Chat) -> Conversation:
+def _conversation(body: _ChatBody) -> Conversation:
     try:
         messages = check_messages(body.messages)
     except InputError as error:
@@ -333,7 +333,7 @@ def _conversation(body: _Chat) -> Conversation:
     )
 
 
-def _constrain(sampling: dict[str, Any], body: _Body) -> None:
+def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:
     """Put what the answer must match into ``sampling``, by whichever name it was asked for."""
     found: dict[str, dict[str, Any]] = {}
     if body.response_format is not None:

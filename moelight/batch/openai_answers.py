@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moelight.batch.fields import Vocabulary
-from moelight.batch.rows import BadRow, Row, Served
+from moelight.batch.fields import RowTokenizer
+from moelight.batch.rows import AnswerHeader, BadRow, Row
 from moelight.core.request import Completion, Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -28,15 +28,15 @@ _IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
 class OpenAIFormat:
     """Answers as OpenAI's batches write them. Without ``vocabulary`` the bytes of a token are those of its text."""
 
-    vocabulary: Vocabulary | None = None
+    vocabulary: RowTokenizer | None = None
     name: str = "openai"
 
-    def answer(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+    def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         """The output line of ``row``: its ``completions`` in the order of prompts, each prompt's samples in order."""
         body = (self._chat if row.kind == CHAT else self._completions)(row, completions, served)
         return _line(served, row.number, row.custom_id, status=_OK, body=body, error=None)
 
-    def refuse(self, bad: BadRow, served: Served) -> dict[str, Any]:
+    def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
         """The output line of a row that was not served; one without custom_id carries its line number."""
         message = bad.message if bad.custom_id is not None else f"line {bad.line}: {bad.message}"
         told = {"message": message, "type": "invalid_request_error", "param": bad.param, "code": bad.code}
@@ -44,7 +44,7 @@ class OpenAIFormat:
         line = _line(served, bad.number, bad.custom_id, status=bad.status, body={"error": told}, error=error)
         return line if bad.custom_id is not None else {**line, "line": bad.line}
 
-    def _chat(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+    def _chat(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         asked = row.answered["logprobs"]
         body = {
             "id": f"chatcmpl-{_id(served, row.number, 'body')}",
@@ -67,7 +67,7 @@ class OpenAIFormat:
             body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
         return body
 
-    def _completions(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+    def _completions(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         return {
             "id": f"cmpl-{_id(served, row.number, 'body')}",
             "object": "text_completion",
@@ -183,7 +183,7 @@ def logprobs_row(likely: Mapping[int, Logprob]) -> dict[str, Any]:
 
 
 def _line(
-    served: Served, number: int, custom_id: str | None, *, status: int, body: dict[str, Any], error: object
+    served: AnswerHeader, number: int, custom_id: str | None, *, status: int, body: dict[str, Any], error: object
 ) -> dict[str, Any]:
     return {
         "id": f"batch_req_{_id(served, number, 'line')}",
@@ -193,7 +193,7 @@ def _line(
     }
 
 
-def _id(served: Served, number: int, what: str) -> str:
+def _id(served: AnswerHeader, number: int, what: str) -> str:
     return uuid.uuid5(_IDS, f"{served.job}:{number}:{what}").hex
 
 

@@ -10,7 +10,7 @@ from moelight.batch.rows import BadRow
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
 from moelight.experts.options import ExpertOptions
-from moelight.observe.stats import Stats
+from moelight.observe.stats import RunStats
 
 DONE, INTERRUPTED, DONE_BEFORE = "done", "interrupted", "done before"
 
@@ -94,6 +94,6 @@ class JobResult:
     total: int
     completed: int
     failed: int
-    stats: Stats | None = None
+    stats: RunStats | None = None
     first_error: BadRow | None = None
     troubles: tuple[str, ...] = ()

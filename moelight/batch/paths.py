@@ -37,7 +37,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class OutputPath:
     """A file of rows: ``shown`` as the user calls it, ``final`` behind links, ``written`` until the job is done."""
 
     what: str
@@ -76,14 +76,14 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class JobPaths:
     """All files of a job. ``files`` has one or two, by ``output`` and ``errors``."""
 
-    files: dict[str, Place]
+    files: dict[str, OutputPath]
     journal: Path
 
     @classmethod
-    def of(cls, outputs: Outputs) -> Places:
+    def of(cls, outputs: Outputs) -> JobPaths:
         """Names only; nothing is looked at but links."""
         named = {"output": outputs.rows, "errors": outputs.errors}
         files = {
@@ -92,7 +92,7 @@ class Places:
         return cls(files=files, journal=journal_of(outputs.rows))
 
     @property
-    def output(self) -> Place:
+    def output(self) -> OutputPath:
         """The file of all rows that have no other."""
         return self.files["output"]
 
@@ -131,9 +131,9 @@ def journal_of(output: Path) -> Path:
     return final.with_name(f"{final.name}.journal")
 
 
-def _place(what: str, shown: Path, *, atomic: bool) -> Place:
+def _place(what: str, shown: Path, *, atomic: bool) -> OutputPath:
     final = target(shown)
-    return Place(what=what, shown=shown, final=final, written=_hidden(final) if atomic else final)
+    return OutputPath(what=what, shown=shown, final=final, written=_hidden(final) if atomic else final)
 
 
 def _hidden(final: Path) -> Path:
@@ -141,7 +141,7 @@ def _hidden(final: Path) -> Path:
 
 
 @contextlib.contextmanager
-def told(place: Place) -> Iterator[None]:
+def told(place: OutputPath) -> Iterator[None]:
     """Faults of the file system as one line on ``place``."""
     try:
         yield
@@ -149,7 +149,7 @@ def told(place: Place) -> Iterator[None]:
         raise failed(error, place) from None
 
 
-def failed(error: OSError, place: Place) -> InputError:
+def failed(error: OSError, place: OutputPath) -> InputError:
     """The one line on a write that the system refused."""
     kept = "; every row that was on the disk is kept: mend that, and the same command goes on from there"
     return refused_write(error, str(place), kept=kept)

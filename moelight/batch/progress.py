@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from moelight.core.request import Completion
-from moelight.observe.stats import Binding, Stats
+from moelight.observe.stats import Binding, RunStats
 
 State: TypeAlias = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelled"]
 
@@ -97,7 +97,7 @@ class JobStart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class ProgressFields:
     """A row that is written: its ``number`` in the input, what a person would call its ``prompt``, and the ``texts`` of
     its answers and how they ended, or why there are none."""
 
@@ -139,10 +139,10 @@ class Progress:
     def counts(self, counts: JobCounts) -> None:
         """How far the job is."""
 
-    def measured(self, stats: Stats, experts: Mapping[str, Any] | None = None) -> None:
+    def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
         """The run's figures so far, and those of the experts' residency (`expert_stats`) where there are any."""
 
-    def row(self, shown: Shown) -> None:
+    def row(self, shown: ProgressFields) -> None:
         """A row was answered or refused; rows come in any order."""
 
     def interrupting(self) -> None:
@@ -155,7 +155,7 @@ class Progress:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
 
 
-class Several(Progress):
+class ProgressGroup(Progress):
     """Tells everything to each of ``watchers``, in their order."""
 
     def __init__(self, watchers: Sequence[Progress]) -> None:
@@ -196,12 +196,12 @@ class Several(Progress):
         for watcher in self._watchers:
             watcher.counts(counts)
 
-    def measured(self, stats: Stats, experts: Mapping[str, Any] | None = None) -> None:
+    def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
         """To all."""
         for watcher in self._watchers:
             watcher.measured(stats, experts)
 
-    def row(self, shown: Shown) -> None:
+    def row(self, shown: ProgressFields) -> None:
         """To all."""
         for watcher in self._watchers:
             watcher.row(shown)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moelight.batch.append import Extent
+from moelight.batch.append import ByteRange
 from moelight.batch.journal_file import Record, read_records
-from moelight.batch.row_set import Numbers
+from moelight.batch.row_set import RowSet
 from moelight.core.errors import InputError
 
 VERSION = 1
@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True, slots=True)
-class Past:
+class RecoveredJob:
     """A job as its journal tells it. ``end`` is the offset behind the journal's last whole line.
 
     ``ends`` and ``extents`` are by file: ``output``, ``errors``, ``waiting``. ``waiting`` has the places of rows
@@ -34,14 +34,14 @@ class Past:
     facts: Record
     end: int
     scan: Record | None = None
-    done: Numbers = field(default_factory=Numbers)
+    done: RowSet = field(default_factory=RowSet)
     completed: int = 0
     failed: int = 0
     totals: dict[str, int] = field(default_factory=dict)
     next: int = 0
     generation: int = 0
     waiting: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
-    extents: dict[str, list[Extent]] = field(default_factory=dict)
+    extents: dict[str, list[ByteRange]] = field(default_factory=dict)
     stage: str = "running"
     total: int = 0
 
@@ -92,13 +92,13 @@ class Past:
             for number, offset, size, failed in waiting["rows"]:
                 self.waiting[number] = (offset, size, failed)
         for name, (start, end, crc) in record["files"].items():
-            self.extents.setdefault(name, []).append(Extent(start=start, end=end, crc=int(crc, 16)))
+            self.extents.setdefault(name, []).append(ByteRange(start=start, end=end, crc=int(crc, 16)))
 
     def _forget_written(self) -> None:
         self.waiting = {number: place for number, place in self.waiting.items() if number >= self.next}
 
 
-def read_journal(path: Path) -> Past | None:
+def read_journal(path: Path) -> RecoveredJob | None:
     """The job of the journal at ``path`` as it stands, whoever writes it; None as for `read_past`.
 
     Raises:
@@ -112,13 +112,13 @@ def read_journal(path: Path) -> Past | None:
         os.close(fd)
 
 
-def read_past(fd: int, *, shown: Path) -> Past | None:
+def read_past(fd: int, *, shown: Path) -> RecoveredJob | None:
     """The job of the journal behind ``fd``; None if not even its first record was finished.
 
     Raises:
         InputError: the journal is damaged, or of a version that is not known.
     """
-    past: Past | None = None
+    past: RecoveredJob | None = None
     for record, end in read_records(fd, shown=shown):
         if past is None:
             past = _begin(record, end, shown)
@@ -132,14 +132,14 @@ def read_past(fd: int, *, shown: Path) -> Past | None:
     return past
 
 
-def _begin(record: Record, end: int, shown: Path) -> Past:
+def _begin(record: Record, end: int, shown: Path) -> RecoveredJob:
     if record.get("kind") != "job" or record.get("version") != VERSION:
         raise InputError(
             f"{shown}: is a journal of version {record.get('version')}, this is moelight's version {VERSION}; "
             "finish the job with the moelight that began it, or --restart starts anew",
             code="journal",
         )
-    return Past(header=record, facts=record["facts"], end=end)
+    return RecoveredJob(header=record, facts=record["facts"], end=end)
 
 
 def _refuse_strange(fd: int, shown: Path) -> None:
@@ -149,7 +149,7 @@ def _refuse_strange(fd: int, shown: Path) -> None:
         raise InputError(f"{shown}: is not a journal; move it away, or --restart starts anew", code="journal")
 
 
-def check_file(path: Path, extents: list[Extent], *, shown: str, journal: Path) -> None:
+def check_file(path: Path, extents: list[ByteRange], *, shown: str, journal: Path) -> None:
     """Refuse a file that is shorter than the journal says, or other than it says.
 
     The last gigabyte is read back; of what lies before it the length is enough.

@@ -11,7 +11,7 @@ from moelight.batch.append import AppendFile
 Place = tuple[int, int, int, bool]
 
 
-class Waiting:
+class ReorderBuffer:
     """Rows by number. ``held_bytes`` of them are in memory, the others at known places of ``file``."""
 
     def __init__(self, file: AppendFile | None = None, places: list[Place] | None = None) -> None:

@@ -18,8 +18,8 @@ from moelight.batch.differences import differences
 from moelight.batch.journal_file import JournalFile
 from moelight.batch.lock import open_locked
 from moelight.batch.output import check_writable
-from moelight.batch.paths import WHAT, Outputs, Places, told
-from moelight.batch.recovery import VERSION, Past, check_file, read_past
+from moelight.batch.paths import WHAT, JobPaths, Outputs, told
+from moelight.batch.recovery import VERSION, RecoveredJob, check_file, read_past
 from moelight.core.errors import InputError
 
 
@@ -27,9 +27,9 @@ from moelight.core.errors import InputError
 class Opened:
     """A job that may be written by nobody else until ``fd``, its journal, is closed. ``changed``: what now is other."""
 
-    places: Places
+    places: JobPaths
     fd: int
-    past: Past
+    past: RecoveredJob
     journal: JournalFile | None
     changed: list[str]
     new: bool
@@ -51,7 +51,7 @@ def open_job(
     for what, path in ((WHAT["output"], outputs.rows), (WHAT["errors"], outputs.errors)):
         if path is not None and not path.exists():
             check_writable(path, what=what)
-    places = Places.of(outputs)
+    places = JobPaths.of(outputs)
     with told(places.output):
         fd = open_locked(places.journal, shown=outputs.rows)
         try:
@@ -66,7 +66,7 @@ def open_job(
             raise
 
 
-def _begin(fd: int, places: Places, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool) -> Opened:
+def _begin(fd: int, places: JobPaths, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool) -> Opened:
     for place in places.files.values():
         check_writable(place.shown, what=place.what)
         if not restart:
@@ -85,14 +85,14 @@ def _begin(fd: int, places: Places, outputs: Outputs, facts: Mapping[str, Any], 
         "facts": dict(facts),
     }
     journal.write(header)
-    past = Past(header=header, facts=dict(facts), end=0)
+    past = RecoveredJob(header=header, facts=dict(facts), end=0)
     return Opened(places=places, fd=fd, past=past, journal=journal, changed=[], new=True)
 
 
 def _go_on(
     fd: int,
-    past: Past,
-    places: Places,
+    past: RecoveredJob,
+    places: JobPaths,
     outputs: Outputs,
     facts: Mapping[str, Any],
     informative: tuple[str, ...],
@@ -121,7 +121,9 @@ def _go_on(
     return Opened(places=places, fd=fd, past=past, journal=journal, changed=changed, new=False)
 
 
-def _refuse_changed(past: Past, changed: list[str], places: Places, outputs: Outputs, *, allow_changed: bool) -> None:
+def _refuse_changed(
+    past: RecoveredJob, changed: list[str], places: JobPaths, outputs: Outputs, *, allow_changed: bool
+) -> None:
     fixed = differences(past.header["layout"], _layout(outputs, places))
     if fixed:
         raise InputError(
@@ -144,14 +146,14 @@ def _refuse_changed(past: Past, changed: list[str], places: Places, outputs: Out
         )
 
 
-def _began_otherwise(past: Past, places: Places, outputs: Outputs) -> bool:
+def _began_otherwise(past: RecoveredJob, places: JobPaths, outputs: Outputs) -> bool:
     """The layout is another, and what that would overwrite is this job's own: with ``atomic`` an earlier job's files
     are still there."""
     now = _layout(outputs, places)
     return past.header["layout"] != now and past.header["layout"]["atomic"] == now["atomic"]
 
 
-def _layout(outputs: Outputs, places: Places) -> dict[str, Any]:
+def _layout(outputs: Outputs, places: JobPaths) -> dict[str, Any]:
     """What decides where bytes go: it holds as long as the job."""
     errors = places.files.get("errors")
     return {
@@ -161,7 +163,7 @@ def _layout(outputs: Outputs, places: Places) -> dict[str, Any]:
     }
 
 
-def _check_files(past: Past, places: Places) -> None:
+def _check_files(past: RecoveredJob, places: JobPaths) -> None:
     """The files are as the journal says, wherever a crash between two renames left them."""
     for name, place in places.files.items():
         named = past.stage == "complete" or (past.stage == "renaming" and not place.written.exists())
@@ -172,7 +174,7 @@ def _check_files(past: Past, places: Places) -> None:
         check_file(path, past.extents.get("waiting", []), shown=str(path), journal=places.journal)
 
 
-def take_names(places: Places, journal: JournalFile, total: int) -> None:
+def take_names(places: JobPaths, journal: JournalFile, total: int) -> None:
     """Files that have all their rows get their names, and the job is complete with ``total`` rows."""
     for place in places.files.values():
         place.take_name()

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moelight.batch.crash_guard import refusal
+from moelight.batch.crash_guard import struck_row_error
 from moelight.batch.format import to_json_line
 from moelight.batch.input import Input
-from moelight.batch.progress import Progress, Shown
-from moelight.batch.rows import BadRow, Format, Row, Served, bad_row
+from moelight.batch.progress import Progress, ProgressFields
+from moelight.batch.rows import AnswerHeader, BadRow, Row, RowFormat, bad_row
 from moelight.batch.scan import Encode, check_length, duplicate, room
 from moelight.batch.stream_output import Ledger
 from moelight.core.errors import InputError, MoelightError
@@ -31,8 +31,8 @@ def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> Non
     if not left:
         return
     for row in source.rows(skip=lambda number: number not in left):
-        bad = bad_row(row.number, row.line, row.custom_id, refusal(), kind=row.kind)
-        served = Served(model=model, created=int(time.time()), job=job)
+        bad = bad_row(row.number, row.line, row.custom_id, struck_row_error(), kind=row.kind)
+        served = AnswerHeader(model=model, created=int(time.time()), job=job)
         ledger.put(row.number, to_json_line(source.format.refuse(bad, served)), failed=True)
     ledger.commit()
 
@@ -55,14 +55,14 @@ class _Open:
     completions: list[Completion] = field(default_factory=list)
 
 
-class Answering:
+class RowProcessor:
     """One run over the rows that are not done yet."""
 
     def __init__(
         self,
         ledger: Ledger,
         *,
-        answers: Format,
+        answers: RowFormat,
         encode: Encode,
         context: int,
         repeated: Collection[int],
@@ -71,7 +71,7 @@ class Answering:
         told: Progress,
     ) -> None:
         """``context`` is the model's, in tokens; an earlier row has the custom_id of those that are ``repeated``;
-        ``model`` and ``job`` are what answers say of themselves (`Served`)."""
+        ``model`` and ``job`` are what answers say of themselves (`AnswerHeader`)."""
         self._ledger, self._answers, self._encode, self._context = ledger, answers, encode, context
         self._repeated = frozenset(repeated)
         self._model, self._job, self._told = model, job, told
@@ -152,7 +152,7 @@ class Answering:
             totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
         )
         self._told.row(
-            Shown(
+            ProgressFields(
                 number=row.number,
                 prompt=_short(row.shown),
                 texts=tuple(each.text for each in completions),
@@ -171,10 +171,10 @@ class Answering:
         self.first_error = self.first_error or bad
         line = to_json_line(self._answers.refuse(bad, self._served()))
         self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)
-        self._told.row(Shown(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
+        self._told.row(ProgressFields(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
 
-    def _served(self) -> Served:
-        return Served(model=self._model, created=int(time.time()), job=self._job)
+    def _served(self) -> AnswerHeader:
+        return AnswerHeader(model=self._model, created=int(time.time()), job=self._job)
 
 
 def _short(text: str) -> str:

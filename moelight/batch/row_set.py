@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 _FULL = 0xFF
 
 
-class Numbers:
+class RowSet:
     """A set of whole numbers from 0 as bits: ten million take 1.25 MB."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Numbers:
         return next((number for number in range(full * 8, min(total, full * 8 + 8)) if number not in self), None)
 
 
-def ranges(numbers: Iterable[int]) -> list[int | list[int]]:
+def row_ranges(numbers: Iterable[int]) -> list[int | list[int]]:
     """``numbers`` in order, runs of them as ``[first, last]``: ``[[0, 3], 7]``."""
     return [first if first == last else [first, last] for first, last in _runs(numbers)]
 

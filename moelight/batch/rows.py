@@ -65,7 +65,7 @@ class BadRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
+class AnswerHeader:
     """What every answer of a job says beside its completions: the model's name as the user gave it, when the answer
     was made (seconds since 1970), and a text that is the same for one input and differs between inputs."""
 
@@ -74,15 +74,15 @@ class Served:
     job: str
 
 
-class Format(Protocol):
+class RowFormat(Protocol):
     """How rows are written in one kind of file."""
 
     name: str
 
-    def answer(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:
+    def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         """The output line of ``row``: its ``completions`` in the order of prompts, each prompt's samples in order."""
 
-    def refuse(self, bad: BadRow, served: Served) -> dict[str, Any]:
+    def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
         """The output line of a row that was not served."""
 
 

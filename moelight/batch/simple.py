@@ -11,18 +11,18 @@ from typing import Any
 
 from moelight.batch.fields import (
     FieldError,
-    Reading,
+    RowContext,
     Samplings,
     Skip,
     line_rows,
     read_custom_id,
-    read_object,
+    read_row_object,
     refused,
     unknown_field,
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
-from moelight.batch.rows import BadRow, Prompt, Row, Served
-from moelight.batch.source import Source
+from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row
+from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.chat import Conversation, check_messages
@@ -44,7 +44,7 @@ class SimpleFormat:
     token_ids: bool = False
     numbered: bool = False
 
-    def answer(self, row: Row, completions: Sequence[Completion], served: Served) -> dict[str, Any]:  # noqa: ARG002
+    def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
         """The output line of ``row``; of ``n`` samples, ``choices`` holds what else stands in the line itself."""
         head: dict[str, Any] = {} if row.custom_id is None else {"custom_id": row.custom_id}
         if self.numbered:
@@ -59,7 +59,7 @@ class SimpleFormat:
         only = completions[0]
         return {**head, **self._said(row, only), "usage": usage, **self._more(row, only), **_of_prompt(row, only)}
 
-    def refuse(self, bad: BadRow, served: Served) -> dict[str, Any]:  # noqa: ARG002
+    def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
         """The output line of a row that was not served."""
         head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
         return {**head, "line": bad.line, "error": {"code": bad.code, "message": bad.message}}
@@ -83,17 +83,17 @@ class SimpleReader:
 
     told = ""
 
-    def __init__(self, reading: Reading, source: Source) -> None:  # noqa: ARG002 (every reader is made of both)
+    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = SimpleFormat(token_ids=reading.token_ids, numbered=reading.numbered)
         self._samplings = Samplings(reading.defaults)
 
-    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         """The row in one line."""
         try:
-            values = read_object(raw, holding="prompt or messages")
+            values = read_row_object(raw, holding="prompt or messages")
         except (InputError, RecursionError) as error:
             return refused(number, line, None, error)
         return read_values(values, number, line, self._samplings)
@@ -104,11 +104,11 @@ class TextReader:
 
     told = ""
 
-    def __init__(self, reading: Reading, source: Source) -> None:  # noqa: ARG002 (every reader is made of both)
+    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = SimpleFormat(name="text", token_ids=reading.token_ids, numbered=reading.numbered)
         self._sampling = reading.defaults
 
-    def rows(self, source: Source, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:

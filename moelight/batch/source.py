@@ -33,7 +33,7 @@ _OTHER_PACKERS = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"BZh": "b
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-class Source:
+class InputSource:
     """An input as it was when it was opened; what is appended later is not read.
 
     Attributes:
@@ -132,7 +132,7 @@ class Source:
         return state.hexdigest()
 
 
-def open_source(path: Path) -> Source:
+def open_input_source(path: Path) -> InputSource:
     """The file ``path``; ``-`` is standard input. What cannot be read twice is first copied to a file without a name,
     in the folder that TMPDIR says.
 
@@ -143,15 +143,15 @@ def open_source(path: Path) -> Source:
     try:
         if path == STANDARD_STREAM:
             stream = sys.stdin.buffer
-            return Source(name, _whole_file(stream) or _copied(stream))
+            return InputSource(name, _whole_file(stream) or _copied(stream))
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
-            return Source(name, descriptor)
+            return InputSource(name, descriptor)
         with open(descriptor, "rb") as stream:
             if stat.S_ISDIR(mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            return Source(name, _copied(stream))
+            return InputSource(name, _copied(stream))
     except OSError as error:
         raise _unreadable(name, error) from None
     except ValueError as error:
@@ -161,7 +161,7 @@ def open_source(path: Path) -> Source:
 class _Window(io.RawIOBase):
     """The bytes of a descriptor from a position of its own, so that several readers may share it."""
 
-    def __init__(self, source: Source, descriptor: int) -> None:
+    def __init__(self, source: InputSource, descriptor: int) -> None:
         self._source = source
         self._descriptor = descriptor
         self._at = 0

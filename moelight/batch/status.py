@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelight.batch.live_file import Snapshot
+from moelight.batch.live_file import LiveFile
 from moelight.batch.progress import JobCounts, JobStart, Progress, State
-from moelight.batch.time_left import Eta
+from moelight.batch.time_left import TimeLeft
 from moelight.observe.stats import Binding
 
 EXTRA = ("moelight",)
@@ -42,7 +42,7 @@ class StatusFile(Progress):
         InputError: the file cannot be written at the start.
     """
 
-    def __init__(self, path: Path, facts: BatchFacts, eta: Eta, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, facts: BatchFacts, eta: TimeLeft, *, clock: Callable[[], float] = time.time) -> None:
         self._facts, self._eta, self._clock = facts, eta, clock
         self._counts = JobCounts()
         self._endpoint = facts.endpoint
@@ -51,7 +51,7 @@ class StatusFile(Progress):
         self._read: tuple[int, int, int | None] = (0, 0, None)
         self._binding: Binding | None = None
         self._errors: list[dict[str, Any]] = []
-        self._file = Snapshot(path, what="status")
+        self._file = LiveFile(path, what="status")
         self._file.begin(self._text())
 
     @property

@@ -19,8 +19,8 @@ from moelight.batch.append import AppendFile
 from moelight.batch.journal import Journal, State
 from moelight.batch.output import STANDARD_OUTPUT, check_writable, clear, writes_directly
 from moelight.batch.paths import WHAT, Outputs
-from moelight.batch.reorder_buffer import Waiting
-from moelight.batch.row_set import Numbers
+from moelight.batch.reorder_buffer import ReorderBuffer
+from moelight.batch.row_set import RowSet
 from moelight.core.errors import InputError, MoelightError
 
 _HELD_BYTES = 16 << 20
@@ -34,13 +34,13 @@ def open_outputs(
     restart: bool = False,
     allow_changed: bool = False,
 ) -> Ledger:
-    """A `Journal`; or, where ``outputs.rows`` is standard output, a pipe or a device, `DirectRows`.
+    """A `Journal`; or, where ``outputs.rows`` is standard output, a pipe or a device, `StreamRows`.
 
     Raises:
         InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is asked of a stream.
     """
     if writes_directly(outputs.rows):
-        return DirectRows(outputs)
+        return StreamRows(outputs)
     if outputs.errors is not None and writes_directly(outputs.errors):
         raise InputError(
             f"error file {outputs.errors}: is a pipe or device, and the output is a file; give a file for both, "
@@ -50,7 +50,7 @@ def open_outputs(
     return Journal.open(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
 
 
-class DirectRows:
+class StreamRows:
     """Rows as they come or in order, written at once. There is no journal: a job that ends early begins anew.
 
     A closed pipe is a BrokenPipeError.
@@ -67,9 +67,9 @@ class DirectRows:
         self.completed = self.failed = 0
         self.totals: dict[str, int] = {}
         self._order = outputs.order
-        self._done = Numbers()
+        self._done = RowSet()
         self._next = 0
-        self._waiting = Waiting()
+        self._waiting = ReorderBuffer()
         self._output = _Stream(outputs.rows, WHAT["output"])
         try:
             self._errors = self._output if outputs.errors is None else _Stream(outputs.errors, WHAT["errors"])
@@ -77,7 +77,7 @@ class DirectRows:
             self._output.close()
             raise
 
-    def __enter__(self) -> DirectRows:
+    def __enter__(self) -> StreamRows:
         return self
 
     def __exit__(
@@ -186,4 +186,4 @@ class _Stream:
             self._file.close()
 
 
-Ledger: TypeAlias = Journal | DirectRows  # where the rows of a job go, whatever it is
+Ledger: TypeAlias = Journal | StreamRows  # where the rows of a job go, whatever it is

@@ -18,7 +18,7 @@ _MOST_KINDS, _MOST_CODES, _MOST_SAMPLINGS = 16, 32, 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class InputProblem:
     """Rows refused for one reason: how many, and the line and message of the first."""
 
     count: int
@@ -46,7 +46,7 @@ class ScanSummary:
     sequences: int = 0
     prompts: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
-    problems: Mapping[str, Problem] = field(default_factory=dict)
+    problems: Mapping[str, InputProblem] = field(default_factory=dict)
     histogram: tuple[int, ...] = ()
     prompt_tokens: int = 0
     max_prompt_len: int = 0
@@ -105,7 +105,7 @@ class ScanSummary:
             KeyError, TypeError, ValueError: it is something else.
         """
         problems = {
-            str(code): Problem(count=int(count), first_line=int(line), message=str(message))
+            str(code): InputProblem(count=int(count), first_line=int(line), message=str(message))
             for code, (count, line, message) in given["problems"].items()
         }
         names = ("rows", "sequences", "prompts", "prompt_tokens", "max_prompt_len", "generated_tokens")
@@ -124,7 +124,7 @@ class Summing:
         self._counts = dict.fromkeys(("rows", "sequences", "prompts", "prompt_tokens", "generated_tokens"), 0)
         self._max_prompt_len = self._max_gen_len = 0
         self._kinds: dict[str, int] = {}
-        self._problems: dict[str, Problem] = {}
+        self._problems: dict[str, InputProblem] = {}
         self._histogram: list[int] = []
         self._samplings: set[int] = set()
 
@@ -170,9 +170,11 @@ class Summing:
         code = bad.code if bad.code in self._problems or len(self._problems) < _MOST_CODES else OTHER
         before = self._problems.get(code)
         if before is None:
-            self._problems[code] = Problem(count=1, first_line=bad.line, message=bad.message)
+            self._problems[code] = InputProblem(count=1, first_line=bad.line, message=bad.message)
         else:
-            self._problems[code] = Problem(count=before.count + 1, first_line=before.first_line, message=before.message)
+            self._problems[code] = InputProblem(
+                count=before.count + 1, first_line=before.first_line, message=before.message
+            )
 
     def _rows(self, kind: str) -> None:
         self._counts["rows"] += 1

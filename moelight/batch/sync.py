@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from moelight.batch.progress import JobCounts, Progress
-from moelight.batch.row_processor import Answering
+from moelight.batch.row_processor import RowProcessor
 from moelight.batch.run_trace import RunTrace
 from moelight.batch.stream_output import Ledger
 from moelight.batch.summary import ScanSummary
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _TOLD_EVERY_S = 1.0
 
 
-class Watch:
+class RowSync:
     """One run of an engine, watched."""
 
     def __init__(
         self,
         engine: Engine,
         ledger: Ledger,
-        answering: Answering,
+        answering: RowProcessor,
         summary: ScanSummary,
         told: Progress,
         trace: RunTrace | None,

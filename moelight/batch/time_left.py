@@ -25,7 +25,7 @@ _EVERY_S = 1.0
 _LEAST_S = 1.0  # of running, before it is believed: the first passes warm caches
 
 
-class Eta(Progress):
+class TimeLeft(Progress):
     """Seconds until the job ends, renewed once a second. Let it hear the events before those who ask it."""
 
     def __init__(self) -> None:

@@ -10,10 +10,10 @@ from moelight.core.schedule import Lane
 from moelight.observe.number_format import rate_or_count
 from moelight.observe.trace import About, LaneForecast
 from moelight.optimizer.plan import policy_as_dict
-from moelight.optimizer.simulation import Stage
+from moelight.optimizer.simulation import SimulationSetup
 
 
-def about(stage: Stage, schedule: str, *, source: str) -> About:
+def trace_header(stage: SimulationSetup, schedule: str, *, source: str) -> About:
     """The words of a trace whose passes are ``measured`` or ``simulated`` in the order ``schedule``."""
     estimate, work, crossed = stage.estimate_of(schedule), stage.workload, stage.lane_bytes(schedule)
     return About(

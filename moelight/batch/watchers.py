@@ -8,10 +8,10 @@ import os
 from moelight.batch.metrics import MetricsFile
 from moelight.batch.options import JobOptions
 from moelight.batch.status import BatchFacts, StatusFile
-from moelight.batch.time_left import Eta
+from moelight.batch.time_left import TimeLeft
 
 
-def files_that_tell(options: JobOptions, eta: Eta) -> list[StatusFile | MetricsFile]:
+def file_watchers(options: JobOptions, eta: TimeLeft) -> list[StatusFile | MetricsFile]:
     """Watchers that keep them; ``eta`` must hear every event before they do.
 
     Raises:

@@ -16,7 +16,7 @@ import typer.main
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CommandEntry:
     """``attribute`` of ``moelight.cli.module`` is the command; ``says`` is the first sentence of its help."""
 
     module: str
@@ -26,38 +26,38 @@ class Entry:
 
 
 COMMANDS = {
-    "generate": Entry(module="generate", attribute="generate", says="Answer every row of PROMPTS."),
-    "serve-batch": Entry(
+    "generate": CommandEntry(module="generate", attribute="generate", says="Answer every row of PROMPTS."),
+    "serve-batch": CommandEntry(
         module="serve_batch",
         attribute="serve_batch",
         says="Serve OpenAI's Files and Batches on this machine, or watch a folder.",
     ),
-    "optimize": Entry(
+    "optimize": CommandEntry(
         module="optimize", attribute="optimize", says="Find the fastest policy that fits the memory, and say why."
     ),
-    "simulate": Entry(module="simulate", attribute="simulate", says="Run a policy's passes on a virtual clock."),
-    "roofline": Entry(
+    "simulate": CommandEntry(module="simulate", attribute="simulate", says="Run a policy's passes on a virtual clock."),
+    "roofline": CommandEntry(
         module="roofline", attribute="roofline", says="Show roofs, turning points, and what binds a policy."
     ),
-    "report": Entry(
+    "report": CommandEntry(
         module="report",
         attribute="report",
         says="Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.",
     ),
-    "inspect": Entry(
+    "inspect": CommandEntry(
         module="inspect", attribute="inspect", says="Count a model's parameters and bytes, from its config alone."
     ),
-    "profile": Entry(
+    "profile": CommandEntry(
         module="profile",
         attribute="profile",
         says="Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
     ),
-    "doctor": Entry(
+    "doctor": CommandEntry(
         module="doctor",
         attribute="doctor",
         says="Say what torch, the processors, the memory and the kernels are on this machine.",
     ),
-    "lm-eval": Entry(
+    "lm-eval": CommandEntry(
         module="lm_eval",
         attribute="lm_eval",
         says="Evaluate a model with lm-evaluation-harness, whose own options follow.",
@@ -70,7 +70,7 @@ COMMANDS = {
             }
         },
     ),
-    "policy": Entry(
+    "policy": CommandEntry(
         module="policy", attribute="policy", says="Check, format and explain policies of which experts stay."
     ),
 }
@@ -100,7 +100,7 @@ class _Imported(MutableMapping[str, Any]):
         return len(COMMANDS)
 
 
-def _command(name: str, entry: Entry) -> Any:
+def _command(name: str, entry: CommandEntry) -> Any:
     found = getattr(importlib.import_module(f"moelight.cli.{entry.module}"), entry.attribute)
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)

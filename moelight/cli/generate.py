@@ -13,7 +13,7 @@ from moelight.cli import generate_options as opt
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
-from moelight.core.small_files import read_json, reason
+from moelight.core.small_files import read_error_text, read_json
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def read_options(given: Mapping[str, Any], *, as_table: bool) -> JobOptions:
     if given["schedule"] is not None:
         SCHEDULES.get(given["schedule"])
     planned = [given[option.removeprefix("--").replace("-", "_")] for option in _PLANNED]
-    policy = None if given["policy"] is None else read_policy(given["policy"], planned, model=given["model"])
+    policy = None if given["policy"] is None else read_policy_option(given["policy"], planned, model=given["model"])
     model, output = given["model"], given["output"]
     sizes: dict[str, Any] = {
         name: None if given[name] is None else parse_bytes(given[name], what=f"--{name.replace('_', '-')}")
@@ -173,7 +173,7 @@ def read_constraint(schema: Path | None, regex: str | None, choice: Sequence[str
     try:
         return StructuredOutputs(json=read_json(schema))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--json-schema {schema}: cannot be read as JSON ({reason(error)})") from None
+        raise ConfigError(f"--json-schema {schema}: cannot be read as JSON ({read_error_text(error)})") from None
 
 
 def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -> ExpertOptions:
@@ -191,7 +191,7 @@ def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -
     return ExpertOptions(policy=found, learn=policy != "static", profile=profile, trace=trace)
 
 
-def read_policy(path: Path, planned: Sequence[object], *, model: str | None) -> Policy:
+def read_policy_option(path: Path, planned: Sequence[object], *, model: str | None) -> Policy:
     """The policy in the file ``path``, beside which none of the options `_PLANNED` may be given; it will run ``model``,
     or the one that it names.
 

@@ -25,8 +25,8 @@ from rich.text import Text
 from moelight.batch import job
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import STANDARD_OUTPUT, writes_directly
-from moelight.batch.progress import JobCounts, JobStart, Progress, Several, Shown
-from moelight.batch.time_left import Eta
+from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressFields, ProgressGroup
+from moelight.batch.time_left import TimeLeft
 from moelight.cli.dry_run_view import print_forecast
 from moelight.cli.job_text import (
     about_text,
@@ -55,7 +55,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     with watching(quiet=rows_on_screen) as (eta, view):
         watchers = [each for each in (view, table) if each is not None]
         try:
-            result = job.run_job(options, progress=Several(watchers), eta=eta)
+            result = job.run_job(options, progress=ProgressGroup(watchers), eta=eta)
         except KeyboardInterrupt:
             if view is not None:
                 view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
@@ -111,10 +111,10 @@ def _command() -> str:
 
 
 @contextlib.contextmanager
-def watching(*, quiet: bool = False) -> Iterator[tuple[Eta, Bar | LogLines | None]]:
+def watching(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines | None]]:
     """The time left, and whoever shows it on stderr: lines that move on a terminal, a log elsewhere, nobody if
     ``quiet``. Both must hear the job's events, the first one first."""
-    eta = Eta()
+    eta = TimeLeft()
     if quiet:
         yield eta, None
         return
@@ -127,9 +127,9 @@ class TableOfRows(Progress):
     """Collects the rows of a job as a table of prompts beside completions."""
 
     def __init__(self) -> None:
-        self._rows: list[Shown] = []
+        self._rows: list[ProgressFields] = []
 
-    def row(self, shown: Shown) -> None:
+    def row(self, shown: ProgressFields) -> None:
         """Keep it."""
         self._rows.append(shown)
 
@@ -143,7 +143,7 @@ class TableOfRows(Progress):
         return table
 
 
-def _answer(shown: Shown) -> Text:
+def _answer(shown: ProgressFields) -> Text:
     if shown.error is not None:
         return Text(f"error: {printable(shown.error)}", style="red")
     answer = Text(printable("\n\n".join(shown.texts)))
@@ -155,7 +155,7 @@ def _answer(shown: Shown) -> Text:
 class _View(Progress, ABC):
     """What both views know."""
 
-    def __init__(self, eta: Eta) -> None:
+    def __init__(self, eta: TimeLeft) -> None:
         self._eta = eta
         self._counts = JobCounts()
         self._binding: Binding | None = None
@@ -209,7 +209,7 @@ class LogLines(_View):
     that says why.
     """
 
-    def __init__(self, eta: Eta) -> None:
+    def __init__(self, eta: TimeLeft) -> None:
         super().__init__(eta)
         self._held: list[str] | None = []
         self._lock = threading.RLock()  # Ctrl-C speaks within whatever the main thread was saying
@@ -271,7 +271,7 @@ def _print(line: str) -> None:
 class Bar(_View):
     """Two lines at the foot of a terminal."""
 
-    def __init__(self, console: Console, eta: Eta) -> None:
+    def __init__(self, console: Console, eta: TimeLeft) -> None:
         super().__init__(eta)
         self._console = console
         self._doing = "reading the input"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from moelight.batch.progress import JobCounts, JobStart
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import scaled_text, seconds_text, share_text
-from moelight.observe.stats import Binding, Stats
+from moelight.observe.stats import Binding, RunStats
 
 _MANY_TOKENS = 100_000
 
@@ -76,7 +76,7 @@ def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = 
     return ", ".join(said)
 
 
-def end_line(stats: Stats, *, completed: int, failed: int, output: str = "") -> str:
+def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") -> str:
     """What was done; ``output`` is where the rows are."""
     bad = f", {failed:,} failed" if failed else ""
     where = f" -> {output}" if output else ""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from moelight.core.errors import ConfigError
-from moelight.core.small_files import read_text, reason
+from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import MiB
 
 MODEL = "moelight"
@@ -82,7 +82,7 @@ def _read_config(path: Path) -> dict[str, object]:
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error})") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {path}: cannot be read ({reason(error)})") from None
+        raise ConfigError(f"--config {path}: cannot be read ({read_error_text(error)})") from None
     return values if isinstance(values, dict) else {}
 
 

@@ -16,7 +16,7 @@ from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.runtime import measure
 from moelight.runtime.cores import LINK_BYTES_PER_S, Demands, share_cores
-from moelight.runtime.numa import place_memory, refusal
+from moelight.runtime.numa import place_memory, why_not_placed
 from moelight.runtime.topology import SYS, Plug, Topology, read_topology
 
 _PROBE_BYTES = 1 << 20
@@ -36,7 +36,7 @@ def machine_facts(torch_threads: int | None, plugs: list[Plug], model: Path | No
     shares = share_cores(topology, demands, at_most=torch_threads or len(topology.cores))
     weights = [] if model is None else sorted(model.glob("*.safetensors"))
     wanted = sum(file.stat().st_size for file in weights) or int(_FREE * measure.available_bytes())
-    place = place_memory(topology, wanted, device_node=node, refusal=refusal())
+    place = place_memory(topology, wanted, device_node=node, refusal=why_not_placed())
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "cores": _cores(topology),
@@ -128,9 +128,9 @@ def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
 def _reads_directly(file: Path) -> bool:
     import torch
 
-    from moelight.kernels.reads import FileReader, Part
+    from moelight.kernels.reads import FileReader, ReadPart
 
     with FileReader([file]) as reader:
-        part = Part(file, 0, torch.empty(min(4096, file.stat().st_size), dtype=torch.uint8))
+        part = ReadPart(file, 0, torch.empty(min(4096, file.stat().st_size), dtype=torch.uint8))
         reader.submit([part]).wait()
         return reader.direct(file)

@@ -20,7 +20,7 @@ _Output = Annotated[
 ]
 
 
-def optimize(
+def optimize_command(
     model: ask.Model,
     hw: ask.Hw = ask.AUTO,
     workload: ask.WorkloadName = None,

@@ -91,9 +91,9 @@ class Question:
         Raises:
             BudgetError, ConfigError: nothing fits, or nothing can.
         """
-        from moelight.optimizer.optimize import optimize
+        from moelight.optimizer.optimize import make_plan
 
-        return optimize(
+        return make_plan(
             self.hardware,
             self.model,
             self.workload,

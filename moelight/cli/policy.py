@@ -10,14 +10,14 @@ import typer
 
 from moelight.cli import planning_options as ask
 from moelight.cli.policy_auto import auto
-from moelight.cli.policy_replay import replay
-from moelight.cli.policy_tune import tune
+from moelight.cli.policy_replay import replay_command
+from moelight.cli.policy_tune import tune_command
 from moelight.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moelight.experts.policy import ExpertPolicy
-    from moelight.lang.check import Reading
-    from moelight.lang.explain import Experts
+    from moelight.lang.check import CheckedText
+    from moelight.lang.explain import ExpertSizes
     from moelight.profiles.hardware import HardwareProfile
 
 policy = typer.Typer(name="policy", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -28,7 +28,7 @@ _File = Annotated[Path, typer.Argument(metavar="FILE.moe", help="A policy file."
 
 
 @policy.callback(invoke_without_command=True)
-def about(context: typer.Context) -> None:
+def describe_policies(context: typer.Context) -> None:
     """Check, format and explain policies of which experts stay."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -45,7 +45,7 @@ def check(
     """
     from moelight.lang.files import read_file
 
-    readings: list[tuple[str, Reading | str]] = []
+    readings: list[tuple[str, CheckedText | str]] = []
     for file in files:
         try:
             readings.append((file, read_file(file)))
@@ -64,7 +64,7 @@ def check(
         raise typer.Exit(ERRORS)
 
 
-def _row(file: str, reading: Reading | str) -> dict[str, Any]:
+def _row(file: str, reading: CheckedText | str) -> dict[str, Any]:
     if isinstance(reading, str):
         error = {"code": "unreadable", "line": 1, "column": 1, "message": reading}
         return {"file": file, "ok": False, "errors": [error], "warnings": []}
@@ -76,8 +76,8 @@ def _row(file: str, reading: Reading | str) -> dict[str, Any]:
     }
 
 
-def _print_findings(readings: list[tuple[str, Reading | str]]) -> None:
-    from moelight.lang.diagnostics import shown
+def _print_findings(readings: list[tuple[str, CheckedText | str]]) -> None:
+    from moelight.lang.diagnostics import diagnostic_lines
 
     errors = warnings = 0
     for file, reading in readings:
@@ -86,7 +86,7 @@ def _print_findings(readings: list[tuple[str, Reading | str]]) -> None:
         errors, warnings = errors + len(reading.errors), warnings + len(reading.warnings)
         lines = reading.lines
         for finding in (*reading.errors, *reading.warnings):
-            typer.echo(f"{shown(finding, file, lines)}\n")
+            typer.echo(f"{diagnostic_lines(finding, file, lines)}\n")
         if not reading.errors and not reading.warnings:
             names = ", ".join(each.name for each in reading.policies)
             typer.echo(f"{_printable(file)}: {names}: all is well")
@@ -166,14 +166,14 @@ def explain(
             typer.echo()
         _explain(each, experts, model or "", machine)
     if reading.warnings:
-        from moelight.lang.diagnostics import shown
+        from moelight.lang.diagnostics import diagnostic_lines
 
         lines = reading.lines
         for warning in reading.warnings:
-            typer.echo(f"\n{shown(warning, str(file), lines)}")
+            typer.echo(f"\n{diagnostic_lines(warning, str(file), lines)}")
 
 
-def _sound(file: Path) -> Reading:
+def _sound(file: Path) -> CheckedText:
     """The file without errors; with errors, they are shown, and that is all.
 
     Raises:
@@ -188,16 +188,16 @@ def _sound(file: Path) -> Reading:
     return reading
 
 
-def _experts(model: str) -> Experts:
+def _experts(model: str) -> ExpertSizes:
     from moelight.hrm.inventory import inventory
-    from moelight.lang.explain import Experts
+    from moelight.lang.explain import ExpertSizes
 
     profile = ask.load_model(model)
     layers, per_layer = profile.num_moe_layers, profile.experts.num_experts
-    return Experts(layers=layers, per_layer=per_layer, page_bytes=inventory(profile).page_bytes)
+    return ExpertSizes(layers=layers, per_layer=per_layer, page_bytes=inventory(profile).page_bytes)
 
 
-def _explain(each: ExpertPolicy, experts: Experts | None, model: str, machine: HardwareProfile | None) -> None:
+def _explain(each: ExpertPolicy, experts: ExpertSizes | None, model: str, machine: HardwareProfile | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -225,7 +225,7 @@ def _explain(each: ExpertPolicy, experts: Experts | None, model: str, machine: H
         console.print(indented(_memory(each, experts, machine)))
 
 
-def _memory(each: ExpertPolicy, experts: Experts, machine: HardwareProfile) -> Any:
+def _memory(each: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) -> Any:
     """Where the experts lie: those with room in the compute device's memory, the others below it."""
     from moelight.cli.tables import bar, plain_table
     from moelight.core.units import format_bytes
@@ -242,5 +242,5 @@ def _memory(each: ExpertPolicy, experts: Experts, machine: HardwareProfile) -> A
     return table
 
 
-for _more in (replay, tune, auto):
+for _more in (replay_command, tune_command, auto):
     policy.command()(_more)

@@ -35,7 +35,7 @@ _Bound = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="A JSON list, one object a policy.")]
 
 
-def replay(
+def replay_command(
     trace: TraceFile,
     policy: _Policies = None,
     model: _Model = None,
@@ -49,7 +49,7 @@ def replay(
     """
     from moelight.experts.replay import Trace
     from moelight.experts.replay import bound as bound_of
-    from moelight.experts.replay import replay as replay_all
+    from moelight.experts.replay import replay_trace as replay_all
     from moelight.lang.files import load_expert_policies
 
     if not policy:
@@ -60,9 +60,9 @@ def replay(
     profile = None if model is None else ask.load_model(model)
     machine = None
     if hw is not None and profile is not None:
-        from moelight.experts.timing import Machine
+        from moelight.experts.timing import MachineCosts
 
-        machine = Machine(profile, ask.load_machine(hw, model or ""))
+        machine = MachineCosts(profile, ask.load_machine(hw, model or ""))
     rows = Trace(trace, profile)
     outcomes = replay_all(rows, rows.shape, policies, machine)
     if bound:

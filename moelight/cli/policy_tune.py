@@ -24,7 +24,7 @@ _Memory = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 
 
-def tune(
+def tune_command(
     trace: TraceFile,
     model: ask.Model,
     hw: ask.Hw = ask.AUTO,
@@ -40,8 +40,8 @@ def tune(
     from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
     from moelight.core.units import parse_bytes
     from moelight.experts.replay import Trace
-    from moelight.experts.timing import Machine
-    from moelight.experts.tune import tune as search
+    from moelight.experts.timing import MachineCosts
+    from moelight.experts.tune import tune_policy as search
 
     if output is not None:
         if as_json and output == STANDARD_OUTPUT:
@@ -50,7 +50,7 @@ def tune(
     size = None if memory is None else parse_bytes(memory, what="--memory")
     profile = ask.load_model(model)
     hardware = ask.load_machine(hw, model)
-    machine, rows = Machine(profile, hardware), Trace(trace, profile)
+    machine, rows = MachineCosts(profile, hardware), Trace(trace, profile)
     if size is None:
         from moelight.experts.auto import room_for_experts
         from moelight.experts.sizing import RESERVE_BYTES

@@ -14,7 +14,7 @@ from moelight.cli import planning_options as ask
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from moelight.optimizer.simulation import PassRun, Rehearsal, Stage
+    from moelight.optimizer.simulation import PassRun, SimulatedRun, SimulationSetup
 
 ALL = "all"
 _MOST_BARS = 250
@@ -29,7 +29,7 @@ _Trace = Annotated[
 _Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the last pass: .png, .svg or .pdf.")]
 
 
-def simulate(
+def simulate_command(
     model: ask.OptionalModel = None,
     hw: ask.Hw = ask.AUTO,
     workload: ask.WorkloadName = None,
@@ -54,7 +54,7 @@ def simulate(
     The policy is the planner's, or that of --policy.
     """
     from moelight.batch.output import check_writable
-    from moelight.optimizer.simulation import Stage
+    from moelight.optimizer.simulation import SimulationSetup
     from moelight.scheduler import SCHEDULES
 
     if schedule not in (None, ALL):
@@ -77,7 +77,7 @@ def simulate(
         fix=fix,
         no_cache=no_cache,
     )
-    stage = Stage(chosen or question.plan().policy, question.model, question.hardware, question.workload)
+    stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, question.workload)
     names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)
     found = sorted((stage.rehearse(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
     if plot is not None:
@@ -90,7 +90,7 @@ def simulate(
         _print(stage, found, trace, plot)
 
 
-def simulation_as_dict(stage: Stage, found: Sequence[Rehearsal]) -> dict[str, Any]:
+def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) -> dict[str, Any]:
     """The same as plain values: seconds, bytes, shares; best order of work first."""
     from moelight.optimizer.plan import policy_as_dict
 
@@ -129,12 +129,12 @@ def _pass_as_dict(run: PassRun) -> dict[str, Any]:
     }
 
 
-def _write_trace(path: Path, stage: Stage, run: Rehearsal) -> None:
+def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
     from moelight.batch.output import whole_file
-    from moelight.batch.trace_header import about
+    from moelight.batch.trace_header import trace_header
     from moelight.observe.trace import TraceWriter
 
-    facts = about(stage, run.schedule, source="simulated")
+    facts = trace_header(stage, run.schedule, source="simulated")
     with whole_file(path, what="trace") as write:
         writer = TraceWriter(write)
         for timeline in run.timelines:
@@ -142,7 +142,7 @@ def _write_trace(path: Path, stage: Stage, run: Rehearsal) -> None:
         writer.finish(facts)
 
 
-def _plot(path: Path, question: ask.Question, found: Sequence[Rehearsal]) -> None:
+def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
     """As many layers from the middle of the pass as leave room for bars."""
     from moelight.cli.tables import machine_words
     from moelight.observe.gantt import excerpt, plot_timelines
@@ -163,7 +163,7 @@ def _plot(path: Path, question: ask.Question, found: Sequence[Rehearsal]) -> Non
     plot_timelines(path, rows, title=heading)
 
 
-def _print(stage: Stage, found: Sequence[Rehearsal], trace: Path | None, plot: Path | None) -> None:
+def _print(stage: SimulationSetup, found: Sequence[SimulatedRun], trace: Path | None, plot: Path | None) -> None:
     from rich.text import Text
 
     from moelight.cli.tables import heading, indented, open_console, printable, title
@@ -189,7 +189,7 @@ def _print(stage: Stage, found: Sequence[Rehearsal], trace: Path | None, plot: P
         console.print(Text(printable("\n".join(written)), style="dim"))
 
 
-def _speeds(found: Sequence[Rehearsal]) -> RenderableType:
+def _speeds(found: Sequence[SimulatedRun]) -> RenderableType:
     from moelight.cli.tables import plain_table
     from moelight.observe.number_format import rate_or_count, seconds_text
 
@@ -209,7 +209,7 @@ def _speeds(found: Sequence[Rehearsal]) -> RenderableType:
     return table
 
 
-def _lanes(found: Sequence[Rehearsal]) -> RenderableType:
+def _lanes(found: Sequence[SimulatedRun]) -> RenderableType:
     from rich.text import Text
 
     from moelight.cli.tables import plain_table

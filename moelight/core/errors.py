@@ -64,7 +64,7 @@ _LONGEST_BITS = 1000
 _SHORT_WORD = 3  # one letter of it says more
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """``value`` as an error quotes it: its beginning, where it is long."""
     if isinstance(value, int) and value.bit_length() > _LONGEST_BITS:  # Python would not write it in decimal
         return f"an integer of {value.bit_length()} bits"

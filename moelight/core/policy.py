@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moelight.core.dtypes import dtype_named
-from moelight.core.errors import ConfigError, shown
+from moelight.core.errors import ConfigError, quoted
 
 TIERS = ("device", "host", "disk")
 PROCESSORS = ("cpu", "gpu")
@@ -141,7 +141,7 @@ def check_count(name: str, count: int, *, least: int) -> None:
         ConfigError: it is; says the range.
     """
     if not least <= count <= MOST_COUNTS[name]:
-        raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {shown(count)}")
+        raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {quoted(count)}")
 
 
 def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:

@@ -101,7 +101,7 @@ def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON_BYTES) -> A
     return parse_json(read_text(path, most=most))
 
 
-def reason(error: Exception) -> str:
+def read_error_text(error: Exception) -> str:
     """What ``error``, of one of these functions, says went wrong, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 

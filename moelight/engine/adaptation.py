@@ -13,8 +13,8 @@ from dataclasses import replace
 from moelight.core.adaptation import Adaptation
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
-from moelight.engine.batcher import Admitted, Batcher, Load
-from moelight.engine.output_processor import Answers
+from moelight.engine.batcher import Admitted, Batcher, MicroBatchPlan
+from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import hardware_for
 from moelight.hrm.machine_model import speeds_of
@@ -30,7 +30,7 @@ _FIRST_LOOK_S = 3e-3  # what a look is taken to cost until one was taken
 _log = logging.getLogger(__name__)
 
 
-class Adapting:
+class PassAdaptation:
     """Stands between the passes of an engine. ``changes`` are those made so far."""
 
     def __init__(self, adapter: Adapter, batcher: Batcher, passes: PassRunner) -> None:
@@ -40,14 +40,14 @@ class Adapting:
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
         self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
         self._blocks_each = 0.0
-        self._answers: Answers | None = None
+        self._answers: OutputProcessor | None = None
         self._before = Admitted()
 
-    def begin(self, answers: Answers, busy_s: Mapping[Lane, float]) -> None:
+    def begin(self, answers: OutputProcessor, busy_s: Mapping[Lane, float]) -> None:
         """A run begins, and ``answers`` are what comes of it; the lanes have worked ``busy_s`` so far."""
         self._answers, self._before, self._busy_s = answers, replace(self._batcher.admitted), dict(busy_s)
 
-    def after(self, loads: Sequence[Load], seconds: float, busy_s: Mapping[Lane, float]) -> None:
+    def after(self, loads: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[Lane, float]) -> None:
         """A pass of ``loads`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
         before, self._busy_s = self._busy_s, dict(busy_s)
         self._passed += 1
@@ -104,7 +104,7 @@ class Adapting:
 
 def adapting_for(
     policy: Policy, plan: Plan | None, model: ModelProfile, batcher: Batcher, passes: PassRunner
-) -> Adapting | None:
+) -> PassAdaptation | None:
     """For an engine that was loaded for ``policy``; what the user fixed of ``plan`` stays. A policy without one is held
     against this machine. None where batches end together: what one pass of them carries says nothing of the next.
     """
@@ -116,10 +116,10 @@ def adapting_for(
     fixed = set() if plan is None else set(plan.fixed)
     if "num_micro_batches" in fixed:
         fixed |= {"batch_size", "micro_batch_size"}
-    return Adapting(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
+    return PassAdaptation(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
 
 
-def passed(loads: Sequence[Load], seconds: float, busy_s: Mapping[str, float]) -> Passed:
+def passed(loads: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:
     """The pass of ``loads`` as the adapter looks at it."""
     starts, prompts, prompt_tokens = [], 0, 0
     for load in loads:

@@ -14,7 +14,7 @@ from itertools import chain
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request
-from moelight.engine.prefix_cache import Prefixes
+from moelight.engine.prefix_cache import PrefixCache
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 
@@ -23,7 +23,7 @@ LEAST_SHARE = 0.5
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Generation:
+class RunningSequence:
     """One request in progress, as far as passes have been launched.
 
     Attributes:
@@ -63,11 +63,11 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SequenceChunk:
     """What one generation brings to one micro-batch: ``count`` tokens from position ``start``. It stays true while its
     generation goes on."""
 
-    generation: Generation
+    generation: RunningSequence
     start: int
     count: int
 
@@ -102,10 +102,10 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class MicroBatchPlan:
     """The pieces of one micro-batch, generated tokens first. ``fresh``: none needs the cache."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SequenceChunk, ...]
     fresh: bool
 
     @property
@@ -150,16 +150,16 @@ class Batcher:
         self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
         self._allotted = policy
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
-        self._source: Iterator[Generation] = iter(())
-        self._first: Generation | None = None  # taken from the source, and not admitted yet
+        self._source: Iterator[RunningSequence] = iter(())
+        self._first: RunningSequence | None = None  # taken from the source, and not admitted yet
         self.admitted = Admitted()
-        self._alive: dict[Generation, None] = {}
+        self._alive: dict[RunningSequence, None] = {}
         # Across a link, prompts at their beginning attend on the device, and the rest of others on the host.
         least = LEAST_SHARE if discrete and policy.attention_device == "cpu" else 0.0
-        self._prefixes = Prefixes(pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least)
+        self._prefixes = PrefixCache(pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least)
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
-    def add(self, generations: Iterable[Generation]) -> None:
+    def add(self, generations: Iterable[RunningSequence]) -> None:
         """Queue more work, served in this order, and asked for no sooner than there is room for it."""
         self._source = chain(self._source, generations)
 
@@ -174,7 +174,7 @@ class Batcher:
         return self._ahead() is not None
 
     @property
-    def alive(self) -> Collection[Generation]:
+    def alive(self) -> Collection[RunningSequence]:
         """Admitted and not finished, in the order of admission."""
         return self._alive.keys()
 
@@ -201,12 +201,12 @@ class Batcher:
             code="kv_capacity_exceeded",
         )
 
-    def next_pass(self) -> list[Load]:
+    def next_pass(self) -> list[MicroBatchPlan]:
         """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow; under static
         admission either what is left of the batch's prompts, or the whole batch decodes."""
         room = max(pass_tokens(self.policy), len(self._alive))
         static = self.policy.admission == "static"
-        prompts: list[Piece] = []
+        prompts: list[SequenceChunk] = []
         if static:
             self._admit_batch()
         prefills = static and any(not generation.chosen for generation in self._alive)
@@ -237,7 +237,7 @@ class Batcher:
         cached = decoding + [piece for piece in rest if piece.start]
         return loads + self._pack(fresh) + self._pack(cached, in_buffer=True)
 
-    def launched(self, loads: Sequence[Load]) -> None:
+    def launched(self, loads: Sequence[MicroBatchPlan]) -> None:
         """``loads`` are on their way. Of a sequence that ends with them, blocks and place are free for the next pass:
         its lanes work in order, so nothing of these is overwritten before it was read."""
         for load in loads:
@@ -251,7 +251,7 @@ class Batcher:
                     if generation.chosen == generation.max_tokens:
                         self.retire(generation)
 
-    def retire(self, generation: Generation) -> None:
+    def retire(self, generation: RunningSequence) -> None:
         """Free the blocks and the place of a generation; nothing to do where they have been freed."""
         if generation in self._alive:
             del self._alive[generation]
@@ -274,13 +274,13 @@ class Batcher:
             while self._admit() is not None:
                 pass
 
-    def _ahead(self) -> Generation | None:
+    def _ahead(self) -> RunningSequence | None:
         """Who is admitted next."""
         if self._first is None:
             self._first = next(self._source, None)
         return self._first
 
-    def _admit(self) -> Generation | None:
+    def _admit(self) -> RunningSequence | None:
         if len(self._alive) >= self.policy.batch_size or (first := self._ahead()) is None:
             return None
         shared = self._prefixes.find(first)
@@ -297,18 +297,18 @@ class Batcher:
         self.admitted.answer_tokens += first.max_tokens
         return first
 
-    def _cut(self, prompts: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    def _cut(self, prompts: list[SequenceChunk]) -> tuple[list[SequenceChunk], list[SequenceChunk]]:
         """Pieces that fill a micro-batch alone, in order, and the remainders, which come after them."""
         whole, rest, most = [], [], self.policy.micro_batch_tokens
         for piece in prompts:
             start, left = piece.start, piece.count
             while left > most:
-                whole.append(Piece(generation=piece.generation, start=start, count=most))
+                whole.append(SequenceChunk(generation=piece.generation, start=start, count=most))
                 start, left = start + most, left - most
-            rest.append(Piece(generation=piece.generation, start=start, count=left))
+            rest.append(SequenceChunk(generation=piece.generation, start=start, count=left))
         return whole, rest
 
-    def _pack(self, pieces: list[Piece], *, in_buffer: bool = False) -> list[Load]:
+    def _pack(self, pieces: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
         """``in_buffer``: where the device attends, all that these pieces see must fit its buffer together."""
         parts = partition(
             pieces,
@@ -323,9 +323,9 @@ class Batcher:
         """Places in the buffer for ``count`` tokens after ``start`` earlier ones."""
         return count + (start if self._window is None else min(start, self._window - 1))
 
-    def _load(self, pieces: list[Piece]) -> Load:
+    def _load(self, pieces: list[SequenceChunk]) -> MicroBatchPlan:
         fresh = self._discrete and all(piece.start == 0 for piece in pieces)
-        return Load(pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), fresh=fresh)
+        return MicroBatchPlan(pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), fresh=fresh)
 
 
 def places(policy: Policy, blocks: int) -> int:
@@ -335,13 +335,13 @@ def places(policy: Policy, blocks: int) -> int:
 
 
 def partition(
-    pieces: Sequence[Piece],
+    pieces: Sequence[SequenceChunk],
     *,
     max_items: int,
     max_tokens: int,
     max_seen: int | None = None,
-    seen: Callable[[Piece], int] = lambda piece: piece.start + piece.count,
-) -> list[list[Piece]]:
+    seen: Callable[[SequenceChunk], int] = lambda piece: piece.start + piece.count,
+) -> list[list[SequenceChunk]]:
     """Algorithm 2 (appendix A.2), mended: longest first, each into the lightest partition that has room.
 
     The published form tries one partition and drops what does not fit; here every partition is tried, then a new one
@@ -355,7 +355,7 @@ def partition(
     ordered = sorted(pieces, key=lambda piece: (-piece.count, -piece.start))
     if least <= 1:
         return [ordered] if ordered else []
-    parts: list[list[Piece]] = [[] for _ in range(least)]
+    parts: list[list[SequenceChunk]] = [[] for _ in range(least)]
     everything_seen = [0] * least
     lightest = [(0, 0, at) for at in range(least)]  # a heap of (tokens, context, place in ``parts``)
     for piece in ordered:
@@ -380,5 +380,5 @@ def partition(
     return [part for part in parts if part]
 
 
-def _piece(generation: Generation, count: int) -> Piece:
-    return Piece(generation=generation, start=generation.computed, count=count)
+def _piece(generation: RunningSequence, count: int) -> SequenceChunk:
+    return SequenceChunk(generation=generation, start=generation.computed, count=count)

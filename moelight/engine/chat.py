@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import CheckpointError, ConfigError, InputError
-from moelight.core.small_files import read_text, reason
+from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import KiB, format_bytes
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _read_template(path: Path) -> str:
     try:
         return read_text(path, most=_MOST_TEMPLATE_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
+        raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
 
 
 def _not_too_long(template: str, path: Path) -> str:

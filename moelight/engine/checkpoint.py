@@ -13,7 +13,7 @@ from moelight.weights.tensor_map import WeightMap, locate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class OpenCheckpoint:
     """An audited checkpoint; nothing of it is in memory yet."""
 
     directory: Path
@@ -21,7 +21,7 @@ class Source:
     weight_map: WeightMap
 
 
-def open_source(model: str) -> Source:
+def open_checkpoint(model: str) -> OpenCheckpoint:
     """Find ``model`` and audit it: every tensor present, of the right shape, none left over.
 
     Raises:
@@ -30,4 +30,4 @@ def open_source(model: str) -> Source:
     directory = resolve_model(model)
     profile = profile_from_dir(directory)
     require_computable(profile, where=str(directory / "config.json"))
-    return Source(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))
+    return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))

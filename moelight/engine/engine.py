@@ -19,15 +19,15 @@ from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
-from moelight.engine.adaptation import Adapting, adapting_for
+from moelight.engine.adaptation import PassAdaptation, adapting_for
 from moelight.engine.batcher import Batcher
-from moelight.engine.checkpoint import Source, open_source
+from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
-from moelight.engine.output_processor import Answers, check_tokens, most_tokens
+from moelight.engine.output_processor import OutputProcessor, check_tokens, most_tokens
 from moelight.engine.pass_runner import Launched, Packed, PassRunner, weight_dtype
 from moelight.engine.planning import (
-    Wishes,
+    PlanConstraints,
     choose_residents,
     plan_for,
     resolve,
@@ -38,7 +38,7 @@ from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile_files import save_profile
-from moelight.observe.stats import Binding, LaneTotals, Stats
+from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
 from moelight.runtime.allocator import device_peak, limit_device_memory, watch_device_memory
@@ -63,7 +63,7 @@ class Engine:
         *,
         device: str = "auto",
         lanes: str = "auto",
-        source: Source | None = None,
+        source: OpenCheckpoint | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
@@ -88,7 +88,7 @@ class Engine:
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
-        self._source = source or open_source(given.model)
+        self._source = source or open_checkpoint(given.model)
         self.profile = self._source.profile
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         dtype = weight_dtype(resolved, self._source, machine)
@@ -147,7 +147,7 @@ class Engine:
                 typical one of its kind.
             host_memory, device_memory: bytes, or a size such as ``"16GiB"``; None takes most of what is free.
         """
-        source = open_source(str(model))
+        source = open_checkpoint(str(model))
         plan = plan_for(
             str(model),
             source,
@@ -155,7 +155,9 @@ class Engine:
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
-            wishes=Wishes(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"),
+            wishes=PlanConstraints(
+                batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"
+            ),
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
@@ -236,7 +238,7 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        answers = Answers(requests, self.tokenizer, self._constraints, self.profile.max_positions)
+        answers = OutputProcessor(requests, self.tokenizer, self._constraints, self.profile.max_positions)
         self._batcher.add(answers.generations)
         if self._adapting is not None:
             self._adapting.begin(answers, self._totals.busy_s)
@@ -267,7 +269,7 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _land_all(self, answers: Answers) -> Generator[list[Completion]]:
+    def _land_all(self, answers: OutputProcessor) -> Generator[list[Completion]]:
         """Pass after pass, and what finished with each.
 
         When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
@@ -303,17 +305,17 @@ class Engine:
     def _pack_next(self) -> Packed | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
 
-    def _launch(self, answers: Answers, packed: Packed | None) -> Launched | None:
+    def _launch(self, answers: OutputProcessor, packed: Packed | None) -> Launched | None:
         if packed is None:
             return None
         self._batcher.launched(packed.loads)
         return self._loaded.launch(packed, answers.choose, answers.score, follows=self._batcher.busy)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> RunStats:
         """Figures of everything run so far."""
         admitted = self._batcher.admitted
-        return Stats(
+        return RunStats(
             wall_s=self._wall_s,
             load_s=self._load_s,
             prompt_tokens=admitted.prompt_tokens,
@@ -369,7 +371,7 @@ class Engine:
         """Changes of policy between passes so far."""
         return () if self._adapting is None else tuple(self._adapting.changes)
 
-    def _adapts(self, wanted: bool | None) -> Adapting | None:
+    def _adapts(self, wanted: bool | None) -> PassAdaptation | None:
         if wanted is False or (wanted is None and self.plan is None):
             return None
         return adapting_for(self.policy, self.plan, self.profile, self._batcher, self._loaded)

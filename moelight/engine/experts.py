@@ -18,7 +18,7 @@ from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile import facts_of_model
 from moelight.experts.profile_files import load_profile
-from moelight.experts.residency_manager import ModelFacts, NearExperts
+from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
 from moelight.hrm.estimate import acts_of
@@ -34,7 +34,7 @@ class ExpertChoices:
 
     def __init__(
         self,
-        near: NearExperts,
+        near: ResidencyManager,
         *,
         miss_s: Callable[[np.ndarray], np.ndarray] | None,
         fetch_s: float,
@@ -114,7 +114,7 @@ def choices_for(
     path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))
     if path is not None:
         profile = load_profile(path, model=facts.facts, num_layers=model.num_moe_layers, num_experts=facts.num_experts)
-    near = NearExperts(
+    near = ResidencyManager(
         experts,
         facts,
         resident=placement.resident,

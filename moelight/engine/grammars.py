@@ -137,7 +137,7 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
     return found[0]
 
 
-class Trial:
+class GrammarProcess:
     """The process in which grammars are tried; begun for the first, and again behind one that ended it. It ends with
     this object, and with this process."""
 
@@ -225,7 +225,7 @@ def _nothing() -> None:
     return None
 
 
-def main() -> None:
+def serve_grammars() -> None:
     """Answer each grammar on standard input, a line of JSON, by a line: why it cannot be compiled, or null."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -286,4 +286,4 @@ def _answer(value: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_grammars()

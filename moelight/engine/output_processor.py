@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, Request, SamplingParams
-from moelight.engine.batcher import Batcher, Generation, Load, Piece
+from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.constraints import Constraints
 from moelight.engine.detokenizer import cut_at_stop
 from moelight.engine.sampling import (
@@ -30,7 +30,7 @@ from moelight.engine.sampling import (
     score,
     there,
 )
-from moelight.engine.sequence_state import UNCHANGED, End, Kept, State, wants_state
+from moelight.engine.sequence_state import UNCHANGED, Kept, SequenceEnd, SequenceState, wants_state
 from moelight.engine.tokenizer import Tokenizer
 
 NO_LOGITS = (
@@ -41,10 +41,10 @@ _LIKELIEST = SamplingParams()
 _log = logging.getLogger(__name__)
 
 
-class Answers:
+class OutputProcessor:
     """The generations of one run, and the rules by which they end. Nothing is kept of those that have.
 
-    A generation whose parameters ask for more than a token drawn from the logits, until eos, has a `State` as long as
+    A generation whose parameters ask for more than a token drawn from the logits, until eos, has a `SequenceState` as long as
     it is alive.
 
     Attributes:
@@ -59,26 +59,26 @@ class Answers:
         self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._ending = {NOT_FINITE, *self._eos}
-        self._states: dict[Generation, State] = {}
+        self._states: dict[RunningSequence, SequenceState] = {}
         self._historians = self._watching = 0
         self._warned = False
         self.tokens = self.ended_tokens = self.ended_most = 0
-        self.generations: Iterator[Generation] = (made for request in requests for made in self._open(request))
+        self.generations: Iterator[RunningSequence] = (made for request in requests for made in self._open(request))
 
-    def _open(self, request: Request) -> Iterator[Generation]:
+    def _open(self, request: Request) -> Iterator[RunningSequence]:
         """The ``n`` answers to a request, one by one."""
         how = request.sampling
         seed = secrets.randbits(64) if how.seed is None else how.seed
         self._ending.update(how.stop_token_ids)
         for sample in range(how.n):
-            generation = Generation(
+            generation = RunningSequence(
                 request=request,
                 seed=sample_seed(seed, sample),
                 max_tokens=most_tokens(request, self._max_positions),
                 sample=sample,
             )
             if wants_state(how):
-                self._states[generation] = state = State(request, self._tokenizer, self._constraints)
+                self._states[generation] = state = SequenceState(request, self._tokenizer, self._constraints)
                 self._historians += state.needs_history
                 self._watching += state.matcher is not None
             yield generation
@@ -88,13 +88,13 @@ class Answers:
         """Whether some sequence's next token can be chosen only after `collect` has seen all before it."""
         return self._historians > 0
 
-    def choose(self, pieces: Sequence[Piece], logits: Tensor) -> Tensor:
+    def choose(self, pieces: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
         """The next token of each completing piece, int64 [S]; logits float32 [S, V]. `NOT_FINITE` where none can be
         chosen, whatever is asked of the row."""
         likeliest = logits.argmax(dim=-1)
         return self._chosen(pieces, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
 
-    def _chosen(self, pieces: Sequence[Piece], logits: Tensor, likeliest: Tensor) -> Tensor:
+    def _chosen(self, pieces: Sequence[SequenceChunk], logits: Tensor, likeliest: Tensor) -> Tensor:
         owners = [piece.generation for piece in pieces]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
         places = [piece.earlier for piece in pieces]
@@ -122,7 +122,7 @@ class Answers:
             _score(raw, chosen, wanted)
         return tokens
 
-    def score(self, pieces: Sequence[Piece], first: int, logits: Tensor, targets: Tensor) -> None:
+    def score(self, pieces: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
         """Keep what ``logits`` float32 [R, V] say of ``targets`` int64 [R], tokens of prompts: those that ``pieces``
         have scored, from the one with number ``first`` on."""
         every = ((piece.generation, position) for piece in pieces for position in piece.scored)
@@ -138,7 +138,9 @@ class Answers:
         """Whether some sequence may have ended before its time with ``tokens``."""
         return self._watching > 0 or any(not self._ending.isdisjoint(new) for new in tokens)
 
-    def collect(self, batcher: Batcher, loads: Sequence[Load], tokens: Sequence[Sequence[int]]) -> list[Completion]:
+    def collect(
+        self, batcher: Batcher, loads: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]]
+    ) -> list[Completion]:
         """Hand each new token to its generation; the completions of those that end with it."""
         finished = []
         for load, new in zip(loads, tokens, strict=True):
@@ -159,14 +161,14 @@ class Answers:
                     self._forget(generation)
         return finished
 
-    def _ends(self, generation: Generation, token: int | None) -> End | None:
+    def _ends(self, generation: RunningSequence, token: int | None) -> SequenceEnd | None:
         """How the sequence ends with ``token``, if it does; None where nothing is to be generated."""
         how, state = generation.request.sampling, self._states.get(generation) if self._states else None
         first = not generation.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
             return self._not_finite()
         if token is None:
-            return End("length")
+            return SequenceEnd("length")
         end = None
         if token in self._ending:
             end = self._ends_by_token(how, token)
@@ -180,21 +182,21 @@ class Answers:
         self.tokens += 1
         if state is not None and (found := state.ends(token)) is not None:
             return found
-        return End("length") if len(generation.generated) >= generation.max_tokens else None
+        return SequenceEnd("length") if len(generation.generated) >= generation.max_tokens else None
 
-    def _not_finite(self) -> End:
+    def _not_finite(self) -> SequenceEnd:
         """The end of a sequence by logits from which nothing can be chosen; the first one of a run is logged."""
         if not self._warned:
             self._warned = True
             _log.warning(NO_LOGITS)
-        return End("error", stop=NO_LOGITS, code="not_finite")
+        return SequenceEnd("error", stop=NO_LOGITS, code="not_finite")
 
-    def _ends_by_token(self, how: SamplingParams, token: int) -> End | None:
+    def _ends_by_token(self, how: SamplingParams, token: int) -> SequenceEnd | None:
         if token in self._eos and not how.ignore_eos:
-            return End("stop", closing=token)
-        return End("stop", closing=token, stop=token) if token in how.stop_token_ids else None
+            return SequenceEnd("stop", closing=token)
+        return SequenceEnd("stop", closing=token, stop=token) if token in how.stop_token_ids else None
 
-    def _completion(self, generation: Generation, end: End) -> Completion:
+    def _completion(self, generation: RunningSequence, end: SequenceEnd) -> Completion:
         request, state = generation.request, self._states.get(generation)
         how, ids = request.sampling, generation.generated
         text, stop = self._text(generation, end), end.stop
@@ -222,19 +224,19 @@ class Answers:
             prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
         )
 
-    def _text(self, generation: Generation, end: End) -> str:
+    def _text(self, generation: RunningSequence, end: SequenceEnd) -> str:
         ids = generation.generated
         if end.closing is not None and generation.request.sampling.include_stop_str_in_output:
             ids = [*ids, end.closing]
         return self._decoded(generation, ids)
 
-    def _decoded(self, generation: Generation, token_ids: Sequence[int]) -> str:
+    def _decoded(self, generation: RunningSequence, token_ids: Sequence[int]) -> str:
         tokenizer, request = self._tokenizer, generation.request
         return tokenizer.decode_after(
             tokenizer.context(request.token_ids), token_ids, skip_special_tokens=request.sampling.skip_special_tokens
         )
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: RunningSequence) -> None:
         state = self._states.pop(generation, None)
         if state is not None:
             self._historians -= state.needs_history

@@ -19,8 +19,8 @@ from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page, Schedule, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.engine.batcher import Load, Piece, places
-from moelight.engine.checkpoint import Source
+from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
+from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import ExpertChoices
 from moelight.hrm import costs
 from moelight.hrm.footprint import (
@@ -34,7 +34,7 @@ from moelight.hrm.footprint import (
 )
 from moelight.hrm.placement import moved, near_table, place
 from moelight.kernels.products import Workspace
-from moelight.kernels.reads import FileReader, Part
+from moelight.kernels.reads import FileReader, ReadPart
 from moelight.memory.arena import typed
 from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
@@ -42,20 +42,20 @@ from moelight.models.decoder import Decoder
 from moelight.optimizer.allocation import Allocation
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, Targets, find_added, find_context
-from moelight.runtime.executor import Executor, Flight
+from moelight.runtime.executor import Executor, PassInFlight
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
-from moelight.runtime.microbatch import MicroBatch, pack, present
-from moelight.runtime.moe_ops import KeptArena, Mixing
-from moelight.runtime.on_demand import Pager, Sweep
+from moelight.runtime.microbatch import MicroBatch, pack, require
+from moelight.runtime.moe_ops import MoEOps, SavedActivationArena
+from moelight.runtime.on_demand import Pager, PassPages
 from moelight.runtime.ops import Operations
-from moelight.runtime.staging import CrossingArena
+from moelight.runtime.staging import StagingArena
 from moelight.scheduler import SCHEDULES, on_demand
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
 from moelight.weights.torch_dtypes import to_torch
 
-Choose = Callable[[Sequence[Piece], Tensor], Tensor]
-Score = Callable[[Sequence[Piece], int, Tensor, Tensor], None]
+Choose = Callable[[Sequence[SequenceChunk], Tensor], Tensor]
+Score = Callable[[Sequence[SequenceChunk], int, Tensor, Tensor], None]
 _SCHEDULES_KEPT = 256
 
 
@@ -63,7 +63,7 @@ _SCHEDULES_KEPT = 256
 class Packed:
     """A pass that is ready to be launched: its loads as micro-batches."""
 
-    loads: Sequence[Load]
+    loads: Sequence[MicroBatchPlan]
     micro_batches: Sequence[MicroBatch]
     shapes: tuple[MicroBatchShape, ...]
 
@@ -73,10 +73,10 @@ class Launched:
     """A pass on its way. ``loads`` are what it carries; its micro-batches stay until it has landed."""
 
     packed: Packed
-    flight: Flight
+    flight: PassInFlight
 
     @property
-    def loads(self) -> Sequence[Load]:
+    def loads(self) -> Sequence[MicroBatchPlan]:
         """What rides in it."""
         return self.packed.loads
 
@@ -85,7 +85,7 @@ class PassRunner:
     """The loaded model: arenas filled, lanes open. A pass is one sweep through all layers: packed, launched, landed."""
 
     def __init__(
-        self, source: Source, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
+        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
     ) -> None:
         """``experts``: which of them stay near, and why; None: those that the policy places there."""
         profile = source.profile
@@ -111,19 +111,19 @@ class PassRunner:
             self._load(source, machine, torch_dtype)
             self._opened = opened.pop_all()
 
-    def _load(self, source: Source, machine: Machine, dtype: torch.dtype) -> None:
+    def _load(self, source: OpenCheckpoint, machine: Machine, dtype: torch.dtype) -> None:
         policy, profile = self._policy, self._profile
         announced = footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
         arenas = allocate_for(machine, announced, pinned_homes=self._layout.pinned_homes)
         tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
         alive = places(policy, self.pool.blocks)
         self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
-        self._crossing: CrossingArena | None = None
+        self._crossing: StagingArena | None = None
         if "crossing" in arenas:
-            self._crossing = CrossingArena(arenas["crossing"], profile, policy, self.dtype, tokens)
-        self._kept: KeptArena | None = None
+            self._crossing = StagingArena(arenas["crossing"], profile, policy, self.dtype, tokens)
+        self._kept: SavedActivationArena | None = None
         if "mixture" in arenas:
-            self._kept = KeptArena(arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
+            self._kept = SavedActivationArena(arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
         weights = load_dense(source.weight_map, profile, arenas["dense"], dtype)
         self._pages = PageStore(
             arenas,
@@ -152,7 +152,7 @@ class PassRunner:
             self.decoder,
             self._pages,
             attention=self._attention(arenas, dtype),
-            mixing=Mixing(
+            mixing=MoEOps(
                 self.decoder,
                 self._pages,
                 host_space=spaces.get("host_work"),
@@ -201,7 +201,7 @@ class PassRunner:
         self._allocation.check(policy)
         self._policy = policy
 
-    def pack(self, loads: Sequence[Load]) -> Packed:
+    def pack(self, loads: Sequence[MicroBatchPlan]) -> Packed:
         """``loads`` as micro-batches, before or while an earlier pass runs: generated tokens are looked up later."""
         micro_batches = self._pack(loads)
         shapes = tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True))
@@ -226,7 +226,7 @@ class PassRunner:
             look_ahead=self._policy.look_ahead,
             routed_only=small is not None,
             ahead=ahead,
-            foresee=ahead and present(small).near.foresees,
+            foresee=ahead and require(small).near.foresees,
         )
         completing = [
             [piece for piece in load.pieces if piece.completes and piece.generation.max_tokens] for load in packed.loads
@@ -236,10 +236,10 @@ class PassRunner:
             return choose(completing[j][first : first + len(logits)], logits)
 
         def note(j: int, first: int, logits: Tensor, targets: Tensor) -> None:
-            present(score)(packed.loads[j].pieces, first, logits, targets)
+            require(score)(packed.loads[j].pieces, first, logits, targets)
 
         schedule = self._schedule(shape)
-        sweep = Sweep(
+        sweep = PassPages(
             micro_batches=packed.micro_batches,
             position=self._position,
             small=None if small is None else small.begin(packed.micro_batches, *self._in_ring(shape.carried)),
@@ -307,7 +307,7 @@ class PassRunner:
             self._pager.land()
         self._opened.close()
 
-    def _shape(self, load: Load, mb: MicroBatch) -> MicroBatchShape:
+    def _shape(self, load: MicroBatchPlan, mb: MicroBatch) -> MicroBatchShape:
         """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""
         samples = mb.sampled.numel() + mb.targets.numel() > 0
         if mb.added is None or not self._layout.context_crosses:
@@ -318,7 +318,7 @@ class PassRunner:
         continues = any(piece.start > piece.generation.computed for piece in load.pieces)
         return replace(shape, context=mb.context.tokens, device_context=mb.context.there, continues=continues)
 
-    def _pack(self, loads: Sequence[Load]) -> list[MicroBatch]:
+    def _pack(self, loads: Sequence[MicroBatchPlan]) -> list[MicroBatch]:
         packed, row, sampled = [], 0, next(self._sampled)
         for load in loads:
             chunks = [_chunk(piece) for piece in load.pieces]
@@ -360,7 +360,7 @@ class PassRunner:
         return self._schedules[shape]
 
 
-def _chunk(piece: Piece) -> Chunk:
+def _chunk(piece: SequenceChunk) -> Chunk:
     generation = piece.generation
     plain = generation.request.sampling.prompt_logprobs is None
     return Chunk(
@@ -374,14 +374,14 @@ def _chunk(piece: Piece) -> Chunk:
     )
 
 
-def _targets(piece: Piece) -> Targets | None:
+def _targets(piece: SequenceChunk) -> Targets | None:
     scored, token_ids = piece.scored, piece.generation.request.token_ids
     if not scored:
         return None
     return Targets(row=scored.start - 1 - piece.start, token_ids=token_ids[scored.start : scored.stop])
 
 
-def _page_reader(source: Source, dtype: torch.dtype, opened: ExitStack) -> PageReader:
+def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) -> PageReader:
     """Past the page cache, unless numbers are converted on their way."""
     weight_map = source.weight_map
     if to_torch(weight_map.dtype) != dtype:
@@ -390,10 +390,12 @@ def _page_reader(source: Source, dtype: torch.dtype, opened: ExitStack) -> PageR
         files = opened.enter_context(FileReader(page_files(weight_map)))
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
-    return PageReader(weight_map, source.profile, dtype, lambda parts: files.submit([Part(*each) for each in parts]))
+    return PageReader(
+        weight_map, source.profile, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts])
+    )
 
 
-def weight_dtype(policy: Policy, source: Source, machine: Machine) -> DType:
+def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
     """The format weights have in memory: the policy's, or the checkpoint's own as far as the machine knows it."""
     if policy.weight_dtype == "auto":
         return machine.native_dtype(source.weight_map.dtype)

@@ -9,7 +9,7 @@ from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.engine.checkpoint import Source
+from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import near_share, with_room
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
@@ -41,7 +41,7 @@ _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class PlanConstraints:
     """What the user fixed; None leaves the choice to the plan."""
 
     batch_size: int | None = None
@@ -51,13 +51,13 @@ class Wishes:
 
 def plan_for(
     name: str,
-    source: Source,
+    source: OpenCheckpoint,
     machine: Machine,
     *,
     hw: str,
     host_memory: int | None,
     device_memory: int | None,
-    wishes: Wishes,
+    wishes: PlanConstraints,
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
@@ -155,7 +155,7 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
     return with_gpus(profile, 1)
 
 
-def checkpoint_bytes(source: Source) -> int:
+def checkpoint_bytes(source: OpenCheckpoint) -> int:
     """Every page lies in the checkpoint, so every one may be streamed from there."""
     model = source.profile
     return len(pages(model)) * page_bytes(model, FLOAT32)

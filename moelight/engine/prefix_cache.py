@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from moelight.memory.kv import BlockPool
 
 if TYPE_CHECKING:
-    from moelight.engine.batcher import Generation
+    from moelight.engine.batcher import RunningSequence
 
 KEY_BYTES = 16
 MOST_WAITS = 2  # a row that goes on where the one before it ends would else begin one pass after it, and so for all
 WAIT_SHARE = 0.25  # of a prompt; a pass costs too much to wait for less, such as the head of a chat template
 
 
-class Prefixes:
+class PrefixCache:
     """What prompts have in common is computed once. A full block of a prompt has a key, the digest of all tokens up to
     its end, under which the pool finds it.
 
@@ -34,9 +34,9 @@ class Prefixes:
         """``least_share``: of a prompt; a shorter beginning is not worth having."""
         self._pool, self._size = pool, block_size
         self._enabled, self._least_share = enabled, least_share
-        self._promised: dict[int, Generation] = {}
+        self._promised: dict[int, RunningSequence] = {}
 
-    def find(self, generation: Generation) -> list[int]:
+    def find(self, generation: RunningSequence) -> list[int]:
         """The blocks of the longest beginning of a prompt that is known, or promised if that is worth waiting for, in
         order. At least one token of it is left over, and all whose logits are scored."""
         if not self._enabled:
@@ -49,7 +49,7 @@ class Prefixes:
             most = min(most, request.scored_from - 1)
         blocks: list[int] = []
         known = 0
-        waits: dict[Generation, int] = {}
+        waits: dict[RunningSequence, int] = {}
         for key in islice(generation.keys, most // self._size):
             block = self._pool.find(key)
             if block is None:
@@ -65,7 +65,7 @@ class Prefixes:
             del blocks[known:]
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
-    def admit(self, generation: Generation, shared: Sequence[int], own: Sequence[int]) -> None:
+    def admit(self, generation: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
         """``generation`` holds ``shared``, which `find` named, and ``own``, and promises what it will compute."""
         generation.blocks = [*shared, *own]
         generation.cached = generation.computed = len(shared) * self._size
@@ -73,11 +73,11 @@ class Prefixes:
             if self._pool.name(block, key):
                 self._promised[block] = generation
 
-    def waiting(self, generation: Generation) -> bool:
+    def waiting(self, generation: RunningSequence) -> bool:
         """Whether it shares what no pass that was launched has computed yet."""
         return bool(self._promised and self._awaited(generation))
 
-    def computed(self, generation: Generation, before: int) -> None:
+    def computed(self, generation: RunningSequence, before: int) -> None:
         """A pass is on its way after which ``generation.computed`` tokens are in the cache, and not ``before`` only."""
         for block in generation.blocks[before // self._size : generation.computed // self._size]:
             self._promised.pop(block, None)
@@ -88,14 +88,14 @@ class Prefixes:
             self._pool.forget(block)
         self._promised.clear()
 
-    def _awaited(self, generation: Generation) -> set[Generation]:
+    def _awaited(self, generation: RunningSequence) -> set[RunningSequence]:
         """Whose promises it waits for."""
         if generation.computed != generation.cached:  # it has begun
             return set()
         shared = islice(generation.blocks, generation.cached // self._size)
         return {self._promised[block] for block in shared if block in self._promised}
 
-    def _waits(self, generation: Generation) -> int:
+    def _waits(self, generation: RunningSequence) -> int:
         """How many passes must be launched one after another before it can begin."""
         return max((1 + self._waits(owner) for owner in self._awaited(generation)), default=0)
 

@@ -83,7 +83,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             finalize=_written,
             optimized=False,  # a constant worked out by the compiler would be made again for nothing
-            extensions=[_Generation, jinja2.ext.loopcontrols],
+            extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
         )
         for name in _CLOSED_FILTERS:
             del self.filters[name]
@@ -161,10 +161,10 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if super().wrap_str_format(value) is None:
             return None
-        return _Format(self, str(value.__self__), mapped=value.__name__ == "format_map")
+        return _BoundedFormat(self, str(value.__self__), mapped=value.__name__ == "format_map")
 
 
-class _Format(Helper):
+class _BoundedFormat(Helper):
     """``str.format`` with each field within bounds and every attribute by the sandbox's rules."""
 
     def __init__(self, environment: Sandbox, text: str, *, mapped: bool) -> None:
@@ -218,12 +218,12 @@ class _Namespace(jinja2.utils.Namespace):
 
 _CALLABLE = (
     *(jinja2.runtime.Macro, jinja2.runtime.LoopContext, jinja2.runtime.BlockReference, jinja2.runtime.Undefined),
-    *(jinja2.utils.Joiner, _Format),
+    *(jinja2.utils.Joiner, _BoundedFormat),
 )
 _OWNERS = (jinja2.runtime.LoopContext, jinja2.utils.Cycler, jinja2.runtime.TemplateReference, _Dict)
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationBlock(jinja2.ext.Extension):
     """``{% generation %}`` marks the assistant's words for training; here its body is simply written."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)

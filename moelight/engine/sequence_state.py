@@ -22,7 +22,7 @@ UNCHANGED = Change()
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class SequenceEnd:
     """How a sequence ends: the ``reason``, the token that closes it and is no part of it, what ``stop`` it was, and
     whether it was a stop text, which is then still to be found in the answer. Of an error, its ``code``."""
 
@@ -38,7 +38,7 @@ def wants_state(how: SamplingParams) -> bool:
     return bool(how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None)
 
 
-class State:
+class SequenceState:
     """Of one sequence.
 
     Attributes:
@@ -93,7 +93,7 @@ class State:
             allowed=allowed,
         )
 
-    def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> End | None:
+    def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> SequenceEnd | None:
         """``token`` has arrived. ``closes``: it ends the sequence and is no part of it. The end of a sequence that
         could not go on."""
         if self.top is not None:
@@ -102,19 +102,19 @@ class State:
                 self.logprobs.append(_logprobs(token, scores, row, text))
         if self._constraint is not None and self._constraint.stuck:
             del self.logprobs[-1:]
-            return End("error", stop=f"structured_outputs: {self._constraint.why}", code="structured_outputs")
+            return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.why}", code="structured_outputs")
         if self._counts:
             self._seen[token] = self._seen.get(token, 0) + 1
         return None
 
-    def ends(self, token: int) -> End | None:
+    def ends(self, token: int) -> SequenceEnd | None:
         """How the sequence ends with ``token``, which is a part of it, if it does."""
         if self.matcher is not None and self.matcher.found(token):
-            return End("stop", by_text=True)
+            return SequenceEnd("stop", by_text=True)
         if self._constraint is not None:
             self._constraint.go_on(token)
             if self._constraint.complete:
-                return End("stop")
+                return SequenceEnd("stop")
         return None
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
 from moelight.core.panics import panics_as
-from moelight.core.small_files import read_bytes, read_object, read_text, reason
+from moelight.core.small_files import read_bytes, read_error_text, read_object, read_text
 from moelight.core.units import MiB
 from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
 from moelight.engine.detokenizer import TokenBytes
@@ -217,7 +217,7 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     except FileNotFoundError:
         return _convert_pieces(directory)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
+        raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
     return tokenizers.Tokenizer.from_str(text)
 
 
@@ -260,7 +260,7 @@ def _read_pieces(path: Path) -> bytes:
     try:
         return read_bytes(path, most=MOST_TOKENIZER_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from None
+        raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
@@ -317,4 +317,4 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({reason(error)})") from None
+        raise CheckpointError(f"{path}: cannot be read as JSON ({read_error_text(error)})") from None

@@ -43,7 +43,7 @@ class Prefetch(NamedTuple):
     evictions: IntArray
 
 
-class Stats:
+class CacheStats:
     """Counters of a cache.
 
     Attributes:

@@ -64,7 +64,7 @@ class ExpertAdaptation:
         }
 
 
-class Adapting:
+class AdaptRules:
     """The rules of one policy, held against every access.
 
     A rule fires at the access at which its condition has held over ``accesses`` accesses in a row, not again before its

@@ -17,7 +17,7 @@ from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.experts.policy import DEFAULT_POLICY, CacheRules, Capacity, ExpertPolicy, PrefetchRules
 from moelight.experts.sizing import RESERVE_BYTES, SlotPlan, Status, plan_slots
-from moelight.experts.timing import Machine
+from moelight.experts.timing import MachineCosts
 from moelight.experts.tune import share_of, uniform_layers
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes
@@ -44,7 +44,7 @@ class AutoPolicy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class ExpertMemory:
     """Memory beside the processor of the experts: ``tier``, all of it, and what is not for experts by purpose."""
 
     tier: str
@@ -57,7 +57,7 @@ class Room:
         return max(0, self.capacity_bytes - sum(self.taken.values()))
 
 
-def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size: int = 1) -> Room:
+def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size: int = 1) -> ExpertMemory:
     """What ``batch_size`` sequences of `KV_TOKENS` tokens leave of the memory beside the compute unit: a GPU's, or the
     host's where there is none; with the ring for pages on their way, which is the smaller the more of them stay."""
     device = hardware.tier("device")
@@ -87,7 +87,7 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
     }
     page = costs.page_slot_bytes(model, dtype)
     ring = _ring_pages(model, (capacity - sum(taken.values()) - RESERVE_BYTES) // page)
-    return Room(tier=tier.name, capacity_bytes=capacity, taken={**taken, "pages on their way": ring * page})
+    return ExpertMemory(tier=tier.name, capacity_bytes=capacity, taken={**taken, "pages on their way": ring * page})
 
 
 def _ring_pages(model: ModelProfile, pages: int) -> int:
@@ -111,7 +111,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
     Raises:
         BudgetError: not one expert has room. ConfigError: the model has none, or the machine lacks what it takes.
     """
-    machine = Machine(model, hardware)
+    machine = MachineCosts(model, hardware)
     room = room_for_experts(model, hardware, batch_size)
     layers, experts, active = model.num_moe_layers, model.experts.num_experts, model.router.top_k
     page = costs.page_slot_bytes(model, dtype_named(model.dtype))
@@ -189,7 +189,7 @@ def _why_capacity(model: ModelProfile, plan: SlotPlan, batch_size: int) -> str:
     return f"room for {plan.slots:,} of {layers * experts:,}, {plan.slots / layers:.1f} a layer; {rule}: {verdict}"
 
 
-def _with_schedule(policy: ExpertPolicy, machine: Machine, reasons: dict[tuple[str, str], str]) -> ExpertPolicy:
+def _with_schedule(policy: ExpertPolicy, machine: MachineCosts, reasons: dict[tuple[str, str], str]) -> ExpertPolicy:
     """Beside a GPU, ``hybrid`` where the CPU is through with one token's expert before its page has come."""
     fetch_s = machine.fetch_s
     cpu_s = float(machine.cpu_s(np.array([1]))[0]) + machine.crossing_s(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from heapq import nsmallest
 
-from moelight.experts.eviction import Setting
+from moelight.experts.eviction import EvictionContext
 from moelight.experts.scored import Entry, Ranked
 
 _NEVER = 1 << 60
@@ -14,7 +14,7 @@ _NEVER = 1 << 60
 class Belady(Ranked):
     """Of all who are resident or asked for, those stay that are asked for again soonest; the rest leave or pass by.
 
-    `Setting.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and its own
+    `EvictionContext.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and its own
     hits leave like anybody else: a kept key is an interval between two of its uses, and of intervals of which no more
     than ``capacity`` may overlap, those that end first are the most (so is the sum of hits). Nothing is ever held.
 
@@ -23,7 +23,7 @@ class Belady(Ranked):
 
     has_begin = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._batch, self._future = -1, setting.future
         # Batches that use each key, the next one last.

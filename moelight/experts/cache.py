@@ -18,12 +18,12 @@ from moelight.experts.eviction import Eviction, EvictionRules
 from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import ExpertPolicy
 from moelight.experts.prefetch import Prefetcher
-from moelight.experts.slots import Residents
+from moelight.experts.slots import CacheSlots
 
 _MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
 
 
-class ExpertCache(Residents):
+class ExpertCache(CacheSlots):
     """Places for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
 
     A batch is served as its distinct ids one after the other, first those that are resident, then the others, each in

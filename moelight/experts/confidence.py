@@ -21,7 +21,7 @@ _KINDS = 64
 _MARGIN_STEP = 0.125  # of the logarithm; the last kind is of everything above
 
 
-class _Record:
+class _HitRecord:
     """The share of guesses of each kind that came true."""
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class _Record:
         np.add.at(self._made, kinds, 1.0)
 
 
-class Trust:
+class PrefetchConfidence:
     """Guesses that come as lists, the likeliest first: trusted by their place in it."""
 
     def __init__(self) -> None:
-        self._record = _Record()
+        self._record = _HitRecord()
         self._open: dict[int, IntArray] = {}
 
     def likely(self, row: int, ids: IntArray) -> IntArray:
@@ -59,7 +59,7 @@ class Trust:
             self._record.settle(_places(ids), np.isin(ids, chosen))
 
 
-class Foresight:
+class PrefetchDecision:
     """Guesses of a layer's own router, asked one layer early: trusted by how clearly it chose, token by token.
 
     The margin of a choice is the logarithm of its weight over that of the token's least one.
@@ -67,7 +67,7 @@ class Foresight:
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
-        self._record = _Record()
+        self._record = _HitRecord()
         self._open: dict[int, list[tuple[NDArray[Any], IntArray]]] = {}
 
     def add(self, row: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:

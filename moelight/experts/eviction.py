@@ -32,7 +32,7 @@ class EvictionRules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class EvictionContext:
     """What an eviction is built from.
 
     Attributes:
@@ -55,7 +55,7 @@ class Eviction(ABC):
     """The residents of one pool of ``capacity`` places, in the order they would leave."""
 
     uses_scores = False
-    # It reads `Setting.frequency`, which the cache must then keep.
+    # It reads `EvictionContext.frequency`, which the cache must then keep.
     uses_frequency = False
     # Who is refused by `admit_all` is refused because all others are held; then everybody behind it is.
     fills_in_order = False
@@ -65,7 +65,7 @@ class Eviction(ABC):
     has_visit = False
     has_note = False
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         self.capacity = setting.capacity
         self.population = setting.population
         self.rules = setting.rules
@@ -181,7 +181,7 @@ class Lru(Eviction):
 
     fills_in_order = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._order: OrderedDict[int, None] = OrderedDict()
         self._pinned: set[int] = set()
@@ -301,7 +301,7 @@ def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def make_eviction(names: Sequence[str], setting: Setting) -> Eviction:
+def make_eviction(names: Sequence[str], setting: EvictionContext) -> Eviction:
     """One name, or two: what the first gives up the second keeps for a while.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from moelight.experts.eviction import EvictionRules, Setting
+from moelight.experts.eviction import EvictionContext, EvictionRules
 from moelight.experts.scored import Entry, Ranked
 
 
@@ -20,7 +20,7 @@ class FrequencyThreshold(Ranked):
     has_begin = True
     has_note = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._last: deque[int] = deque()
         self._counts: dict[int, int] = {}

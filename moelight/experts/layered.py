@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.experts.eviction import Eviction, EvictionRules, Setting
+from moelight.experts.eviction import Eviction, EvictionContext, EvictionRules
 
 
 def split(capacity: int) -> tuple[int, int]:
@@ -21,7 +21,7 @@ class Layered(Eviction):
     second gives up leaves. Where the first takes nobody (all pinned or held, or not frequent enough), the second does.
     Both are told of all accesses. Pinned keys are in the first."""
 
-    def __init__(self, setting: Setting, first: Eviction, second: Eviction) -> None:
+    def __init__(self, setting: EvictionContext, first: Eviction, second: Eviction) -> None:
         super().__init__(setting)
         self.first, self.second = first, second
         self.uses_scores = first.uses_scores or second.uses_scores

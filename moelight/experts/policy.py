@@ -1,7 +1,7 @@
 """An expert policy as a value: which experts stay, which are fetched ahead, where a missing one is computed.
 
 The fields are those of the ``.moe`` language; ``lang`` turns text into these objects and back. Values are within the
-language's rules when they come from there; whoever builds them by hand may ask `lang.builder.check_policy`.
+language's rules when they come from there; whoever builds them by hand may ask `lang.builder.check_expert_policy`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
     return order[scores[order] > 0]
 
 
-class Nothing:
+class NoPredictor:
     """Guesses nothing: strategy ``none``."""
 
     steps = 1
@@ -73,7 +73,7 @@ class Nothing:
         """There is nothing to forget."""
 
 
-class Previous(Nothing):
+class PreviousPredictor(NoPredictor):
     """What a layer's last batch chose, by router weight; it will choose so again."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -91,7 +91,7 @@ class Previous(Nothing):
         self._mass.fill(0.0)
 
 
-class Frequency(Nothing):
+class FrequencyPredictor(NoPredictor):
     """What a layer chooses most: the share of tokens of each expert, averaged over batches with ``decay`` a batch."""
 
     def __init__(self, num_layers: int, num_experts: int, *, decay: float = FREQUENCY_DECAY) -> None:
@@ -111,7 +111,7 @@ class Frequency(Nothing):
         self._share.fill(0.0)
 
 
-class History(Nothing):
+class HistoryPredictor(NoPredictor):
     """What most of a layer's last ``window`` batches chose; with ``steps`` above 1, ``lookahead``."""
 
     def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
@@ -137,14 +137,14 @@ class History(Nothing):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transitions:
-    """What `Affinity` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
+class TransitionPredictor:
+    """What `AffinityPredictor` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
 
     matrix: Matrix
     times: Ints
 
 
-class Affinity(Nothing):
+class AffinityPredictor(NoPredictor):
     """How likely an expert is after one of the layer before, learned as batches go by.
 
     ``matrix`` [L, E, E] float32: P(j in the layer behind l | i in l). Each time i is chosen in l and the layer behind
@@ -160,9 +160,9 @@ class Affinity(Nothing):
         self.times = np.zeros((num_layers, num_experts), dtype=np.int64)
         self.threshold = threshold
         self._least = 1.0 - decay
-        self._last: _Chosen | None = None
+        self._last: _ChosenPredictor | None = None
 
-    def learned(self, transitions: Transitions) -> None:
+    def learned(self, transitions: TransitionPredictor) -> None:
         """Go on from ``transitions``, of a saved profile.
 
         Raises:
@@ -184,7 +184,9 @@ class Affinity(Nothing):
             rate = np.maximum(self._least, 1.0 / seen).astype(np.float32)
             self.matrix[last.layer][last.ids] = last.rows + rate[:, None] * (now - last.rows)
         rows = self.matrix[layer].take(ids, axis=0)
-        self._last = _Chosen(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
+        self._last = _ChosenPredictor(
+            layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows
+        )
 
     def predict(self, layer: int, budget: int) -> Ints:
         """Experts that follow at least one of those just chosen in the layer before with at least the threshold; in
@@ -196,7 +198,7 @@ class Affinity(Nothing):
         scores[last.rows.max(axis=0) < self.threshold] = 0.0
         return likeliest(scores, budget)
 
-    def _before(self, layer: int) -> _Chosen | None:
+    def _before(self, layer: int) -> _ChosenPredictor | None:
         """The batch of the layer before ``layer``, if it was the last one and chose anything."""
         last = self._last
         return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
@@ -207,7 +209,7 @@ class Affinity(Nothing):
         self._last = None
 
 
-class _Chosen(NamedTuple):
+class _ChosenPredictor(NamedTuple):
     """One batch: ``mass`` of its ``ids``, and what is known to follow each, ``rows`` [n, E]."""
 
     layer: int
@@ -216,7 +218,7 @@ class _Chosen(NamedTuple):
     rows: Matrix
 
 
-class NextRouter(Nothing):
+class NextRouterPredictor(NoPredictor):
     """What the layer's own router said of the hidden state of the layer before: only somebody above the waterline can
     compute that, and gives it as a `hint`, of those that are sure enough to be worth a page. A hint is good for one
     batch."""
@@ -247,13 +249,13 @@ def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -
     """
     shape = num_layers, num_experts
     makers: dict[str, Callable[[], Predictor]] = {
-        "none": Nothing,
-        "previous": lambda: Previous(*shape),
-        "frequency": lambda: Frequency(*shape),
-        "history": lambda: History(*shape, window=rules.history_window),
-        "lookahead": lambda: History(*shape, window=rules.history_window, steps=rules.lookahead),
-        "affinity": lambda: Affinity(*shape, threshold=rules.affinity_threshold),
-        "next_router": lambda: NextRouter(*shape),
+        "none": NoPredictor,
+        "previous": lambda: PreviousPredictor(*shape),
+        "frequency": lambda: FrequencyPredictor(*shape),
+        "history": lambda: HistoryPredictor(*shape, window=rules.history_window),
+        "lookahead": lambda: HistoryPredictor(*shape, window=rules.history_window, steps=rules.lookahead),
+        "affinity": lambda: AffinityPredictor(*shape, threshold=rules.affinity_threshold),
+        "next_router": lambda: NextRouterPredictor(*shape),
     }
     if rules.strategy not in makers:
         near = did_you_mean(rules.strategy, STRATEGIES)

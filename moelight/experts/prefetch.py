@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moelight.experts.policy import PrefetchRules
-from moelight.experts.predict import Affinity, Floats, Ints, Predictor, Transitions, make_predictor
+from moelight.experts.predict import AffinityPredictor, Floats, Ints, Predictor, TransitionPredictor, make_predictor
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -82,7 +82,7 @@ class Prefetcher:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.qualities: dict[str, Quality] = {}
         self._predictors: dict[str, Predictor] = {}
-        self._known: Transitions | None = None
+        self._known: TransitionPredictor | None = None
         self.use(rules.strategy)
 
     def use(self, strategy: str) -> None:
@@ -100,7 +100,7 @@ class Prefetcher:
                 found.learned(self._known)
         self.rules = rules
 
-    def know(self, transitions: Transitions) -> None:
+    def know(self, transitions: TransitionPredictor) -> None:
         """What ``affinity`` goes on from, whenever it is used for the first time.
 
         Raises:
@@ -130,10 +130,10 @@ class Prefetcher:
         return self.qualities[self.rules.strategy]
 
     @property
-    def affinity(self) -> Affinity | None:
+    def affinity(self) -> AffinityPredictor | None:
         """What is worth saving, if there is any."""
         found = self._predictors.get("affinity")
-        return found if isinstance(found, Affinity) else None
+        return found if isinstance(found, AffinityPredictor) else None
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None = None) -> None:
         """As `Predictor.observe`; settles the guesses about this visit first."""

@@ -17,11 +17,11 @@ from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
 from moelight.experts.access import Access, IntArray
 from moelight.experts.cache import ExpertCache
-from moelight.experts.confidence import Trust
+from moelight.experts.confidence import PrefetchConfidence
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.residency import Residency
-from moelight.experts.timing import Clock, Machine
-from moelight.experts.trace import Row, read_rows
+from moelight.experts.timing import Clock, MachineCosts
+from moelight.experts.trace import TraceRow, read_rows
 from moelight.hrm import costs
 from moelight.profiles.model import ModelProfile
 
@@ -80,10 +80,10 @@ class Trace:
             raise ConfigError(f"trace {self.path} has no rows with experts; record one with generate --routing-trace")
         return Shape(layers=tuple(sorted(layers)), num_experts=most + 1)
 
-    def _read(self) -> Iterable[Row]:
+    def _read(self) -> Iterable[TraceRow]:
         return read_rows(self.path) if self._kept is None else self._kept
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TraceRow]:
         """Raises ConfigError: a row is not of the model."""
         for row in self._read():
             at = self._row_of.get(row.layer)
@@ -94,7 +94,7 @@ class Trace:
                 self._refuse(row, f"expert {int(row.ids.max())}: {self._name} has {self.shape.num_experts} a layer")
             yield replace(row, layer=at)
 
-    def _refuse(self, row: Row, complaint: str) -> NoReturn:
+    def _refuse(self, row: TraceRow, complaint: str) -> NoReturn:
         raise ConfigError(f"trace {self.path}:{row.line}: {complaint}; give the model that the trace is of")
 
 
@@ -159,7 +159,12 @@ class Replay:
     """
 
     def __init__(
-        self, policy: ExpertPolicy, shape: Shape, machine: Machine | None = None, *, cache: ExpertCache | None = None
+        self,
+        policy: ExpertPolicy,
+        shape: Shape,
+        machine: MachineCosts | None = None,
+        *,
+        cache: ExpertCache | None = None,
     ) -> None:
         """``cache``: in the place of the one that ``policy`` describes.
 
@@ -182,7 +187,7 @@ class Replay:
         )
         if cache is not None:
             self._residency.cache = cache
-        self._pages, self._tokens, self._trust = 0, 0.0, Trust()
+        self._pages, self._tokens, self._trust = 0, 0.0, PrefetchConfidence()
         self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
@@ -205,7 +210,7 @@ class Replay:
         first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
         self._residency.cache.fill(first)
 
-    def step(self, row: Row) -> None:
+    def step(self, row: TraceRow) -> None:
         """One batch; ``row.layer`` counts layers with experts."""
         tokens = len(row.ids) / (self.shape.top_k or 1)
         self._tokens += tokens
@@ -222,7 +227,7 @@ class Replay:
         if len(found.misses):
             self._most = max(self._most, len(self._residency.cache))
 
-    def _leave(self, row: Row, tokens: float) -> tuple[IntArray, float]:
+    def _leave(self, row: TraceRow, tokens: float) -> tuple[IntArray, float]:
         """Missing experts of the batch that the CPU computes where they lie, and how long it takes."""
         if self._machine is None:
             return row.ids[:0], 0.0
@@ -288,8 +293,8 @@ def _notes(policy: ExpertPolicy, may_compute: bool) -> Iterator[str]:
         yield f"{policy.schedule.mode} needs a GPU's --hw (and --model) to decide by; here every miss is fetched"
 
 
-def replay(
-    rows: Iterable[Row], shape: Shape, policies: Sequence[ExpertPolicy], machine: Machine | None = None
+def replay_trace(
+    rows: Iterable[TraceRow], shape: Shape, policies: Sequence[ExpertPolicy], machine: MachineCosts | None = None
 ) -> list[Outcome]:
     """Each of ``policies`` over the same ``rows``, which are read once and not kept.
 
@@ -309,10 +314,10 @@ def replay(
 
 
 def bound(
-    rows: Iterable[Row],
+    rows: Iterable[TraceRow],
     shape: Shape,
     slots: int,
-    machine: Machine | None = None,
+    machine: MachineCosts | None = None,
     *,
     policies: Sequence[ExpertPolicy] = (),
 ) -> Outcome:

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moelight.experts.access import Access, Prefetch
-from moelight.experts.adapt import Adapting, ExpertAdaptation
+from moelight.experts.adapt import AdaptRules, ExpertAdaptation
 from moelight.experts.cache import ExpertCache
 from moelight.experts.controls import Controls
 from moelight.experts.placement import MissPlacement, place_misses
 from moelight.experts.policy import ExpertPolicy
-from moelight.experts.predict import Floats, Ints, Transitions
+from moelight.experts.predict import Floats, Ints, TransitionPredictor
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, judge_slots
 from moelight.experts.stats import expert_stats
@@ -68,7 +68,7 @@ class Residency:
             )
         self.controls = Controls(policy, self.cache, page_bytes=page_bytes, most_slots=most_slots)
         self.monitor = Monitor(policy.monitor) if policy.monitor or policy.adapt else None
-        self.adapting = Adapting(policy.adapt, self.controls, self.monitor) if self.monitor else None
+        self.adapting = AdaptRules(policy.adapt, self.controls, self.monitor) if self.monitor else None
         self._evictions = 0
         after = policy.cache.warm_pin
         self.warm = WarmPin(after, active=active) if after is not None else None
@@ -139,10 +139,12 @@ class Residency:
         return list(self.adapting.log) if self.adapting is not None else []
 
     @property
-    def transitions(self) -> Transitions | None:
+    def transitions(self) -> TransitionPredictor | None:
         """The affinities learned so far, a copy; None where nobody learns them."""
         learned = self.cache.predictor.affinity
-        return None if learned is None else Transitions(matrix=learned.matrix.copy(), times=learned.times.copy())
+        return (
+            None if learned is None else TransitionPredictor(matrix=learned.matrix.copy(), times=learned.times.copy())
+        )
 
     def profile(self) -> ActivationProfile | None:
         """What was counted, with the affinities learned, ready to be saved."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
 from moelight.experts.access import Access, IntArray
-from moelight.experts.confidence import Foresight, Trust
+from moelight.experts.confidence import PrefetchConfidence, PrefetchDecision
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
@@ -36,7 +36,7 @@ class ModelFacts:
     facts: Facts
 
 
-class NearExperts:
+class ResidencyManager:
     """Who is near, as passes go by.
 
     Attributes:
@@ -80,7 +80,7 @@ class NearExperts:
             batch=batch,
             most_slots=len(resident),
         )
-        self._trust, self._foresight = Trust(), Foresight(model.num_experts)
+        self._trust, self._foresight = PrefetchConfidence(), PrefetchDecision(model.num_experts)
         self._missing: dict[int, float] = {}  # by the binary digits of a number of tokens
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moelight.experts.access import FloatArray
-from moelight.experts.eviction import Eviction, Setting
+from moelight.experts.eviction import Eviction, EvictionContext
 
 # Visits that shares of use look back on, about: short ones follow tasks that change, long ones tell rare experts apart
 # where nothing changes. How much each counts is learned (docs/log.md).
@@ -36,7 +36,7 @@ class Reuse(Eviction):
 
     has_visit = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._first, self._experts = setting.first, setting.experts
         layers = self.population // self._experts

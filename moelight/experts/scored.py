@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-from moelight.experts.eviction import Eviction, Setting
+from moelight.experts.eviction import Eviction, EvictionContext
 
 DECAY_EVERY = 100  # accesses, the reference's
 
@@ -20,7 +20,7 @@ class Ranked(Eviction):
     rank may rise without touching the heap; who lowers one pushes it. Entries of keys that left are dropped at the top.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self.rank: dict[int, Entry] = {}
         self.pinned: dict[int, Entry] = {}
@@ -160,7 +160,7 @@ class Lfu(Ranked):
     has_note = True
     fills_in_order = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._one = 1.0  # what an access adds now
         self._until_decay = DECAY_EVERY

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.experts.access import IntArray, Stats
+from moelight.experts.access import CacheStats, IntArray
 from moelight.experts.budgets import Selections, share_out
-from moelight.experts.eviction import Eviction, EvictionRules, Setting, eviction_names, make_eviction
+from moelight.experts.eviction import Eviction, EvictionContext, EvictionRules, eviction_names, make_eviction
 from moelight.experts.expiry import Expiry, MemoryPressure
 from moelight.experts.policy import PerLayerRules, PrefetchRules
 from moelight.experts.prefetch import Prefetcher
@@ -17,7 +17,7 @@ from moelight.experts.prefetch import Prefetcher
 _FEW = 12  # keys up to which a loop over them is faster than numpy
 
 
-class Residents:
+class CacheSlots:
     """What `ExpertCache` knows about places; see there for the arguments.
 
     Invariants: `slot_table` and the pools name the same keys; a slot is one key's or free; whoever leaves goes through
@@ -49,7 +49,7 @@ class Residents:
         self.predictor = predictor if isinstance(predictor, Prefetcher) else self._prefetcher(predictor)
         self.pressure, self.on_evict = pressure, on_evict
         self.per_layer = per_layer
-        self.stats = Stats(num_layers, num_experts)
+        self.stats = CacheStats(num_layers, num_experts)
         self.clock = 0
         self._future = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._table = np.full((num_layers, num_experts), -1, np.int32)
@@ -94,7 +94,7 @@ class Residents:
 
     def _make_pool(self, capacity: int, layer: int, layers: int, future: Sequence[Sequence[int]]) -> Eviction:
         """Of ``layers`` from ``layer`` on."""
-        setting = Setting(
+        setting = EvictionContext(
             capacity=capacity,
             population=layers * self.num_experts,
             rules=self.rules,

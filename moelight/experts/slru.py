@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from moelight.experts.eviction import Setting
+from moelight.experts.eviction import EvictionContext
 from moelight.experts.scored import Entry, Ranked
 
 
@@ -20,7 +20,7 @@ class Slru(Ranked):
 
     uses_frequency = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._frequency = setting.frequency
         # Key to the moment of its last use, least recent first; pinned ones are in `pinned`.

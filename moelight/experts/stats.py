@@ -12,7 +12,7 @@ from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
-from moelight.experts.adapt import Adapting
+from moelight.experts.adapt import AdaptRules
 from moelight.experts.predict import Ints, likeliest
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.sizing import SlotPlan
@@ -55,7 +55,7 @@ def expert_stats(
     warm: WarmPin | None = None,
     prefetcher: Prefetcher | None = None,
     monitor: Monitor | None = None,
-    adapting: Adapting | None = None,
+    adapting: AdaptRules | None = None,
     sizing: SlotPlan | None = None,
     stalls: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:

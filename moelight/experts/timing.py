@@ -16,7 +16,7 @@ from moelight.core.policy import Policy
 from moelight.experts.access import FloatArray, IntArray
 from moelight.experts.policy import ScheduleRules
 from moelight.hrm import costs
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import acts_of
 from moelight.hrm.machine_model import Unit, speeds_of
 from moelight.profiles.hardware import HardwareProfile
@@ -27,7 +27,7 @@ CONTEXT = 512
 HOST_SHARE = 0.8  # of host memory that experts may take beside a GPU; what has no room there comes from disk
 
 
-class Machine:
+class MachineCosts:
     """What the tokens of a trace cost on one machine with one model.
 
     Attributes:
@@ -94,7 +94,7 @@ class Machine:
         return found
 
 
-def _fetch_s(acts: Acts, hardware: HardwareProfile) -> float:
+def _fetch_s(acts: CostModel, hardware: HardwareProfile) -> float:
     """Seconds of a page that is not near: from the disk; or over the link, with the share that host memory has no room
     for as slow as the disk."""
     size, disk, host = acts.page_bytes(), acts.speeds.disk, hardware.tier("host")
@@ -122,7 +122,7 @@ class Clock:
         pages: that crossed the link.
     """
 
-    def __init__(self, machine: Machine, *, overlap: bool) -> None:
+    def __init__(self, machine: MachineCosts, *, overlap: bool) -> None:
         self._machine, self._overlap = machine, overlap
         self.now, self.stall_s, self.pages = 0.0, 0.0, 0
         self._link_free, self._routed = 0.0, 0.0

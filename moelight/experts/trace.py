@@ -34,7 +34,7 @@ Refuse = Callable[[str], NoReturn]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TraceRow:
     """One batch of one layer, from ``line`` of its file: ``ids`` int64 [n] and ``scores`` float64 [n], if there are."""
 
     line: int
@@ -43,7 +43,7 @@ class Row:
     scores: FloatArray | None = None
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[TraceRow]:
     """The rows of ``path`` in order, one at a time; empty lines are passed over.
 
     Raises:
@@ -61,7 +61,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
 
 
-def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[Row]:
+def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[TraceRow]:
     number = 0
     while data := file.readline(MOST_LINE_BYTES + 1):
         number += 1
@@ -73,7 +73,7 @@ def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[Row]:
             yield _row(path, number, data)
 
 
-def _row(path: Path, number: int, data: bytes) -> Row:
+def _row(path: Path, number: int, data: bytes) -> TraceRow:
     def refuse(complaint: str) -> NoReturn:
         _refuse(path, number, complaint)
 
@@ -87,7 +87,7 @@ def _row(path: Path, number: int, data: bytes) -> Row:
         if type(each) is not int or not 0 <= each < MOST_EXPERTS:
             refuse(f"key 'e': expected expert ids from 0 to {MOST_EXPERTS - 1}, not {_shown(each)}")
     scores = _scores(row["s"], len(ids), refuse) if row.get("s") is not None else None
-    return Row(line=number, layer=layer, ids=np.array(ids, np.int64), scores=scores)
+    return TraceRow(line=number, layer=layer, ids=np.array(ids, np.int64), scores=scores)
 
 
 def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:

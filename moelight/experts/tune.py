@@ -14,8 +14,8 @@ from decimal import ROUND_CEILING, Decimal
 
 from moelight.experts.policy import EVICTIONS, CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.replay import Outcome, Replay, Shape
-from moelight.experts.timing import Machine
-from moelight.experts.trace import Row
+from moelight.experts.timing import MachineCosts
+from moelight.experts.trace import TraceRow
 
 # Shares of each layer's experts that are tried, beside all of them and as many as have room.
 SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
@@ -53,7 +53,9 @@ class Tuning:
         return tuple(each for each in self.found if each.on_front)
 
 
-def tune(rows: Sequence[Row], shape: Shape, machine: Machine, *, most_slots: int | None = None) -> Tuning:
+def tune_policy(
+    rows: Sequence[TraceRow], shape: Shape, machine: MachineCosts, *, most_slots: int | None = None
+) -> Tuning:
     """Search policies with room for at most ``most_slots`` experts (None: all), as many in each layer.
 
     Raises:
@@ -64,7 +66,7 @@ def tune(rows: Sequence[Row], shape: Shape, machine: Machine, *, most_slots: int
     if not rows or most < 1:
         raise ValueError(f"{len(rows)} rows, and room for {most} experts of a layer")
     counts = {max(1, round(share * shape.num_experts)) for share in SHARES}
-    search = _Search(rows, shape, machine)
+    search = _TuneSearch(rows, shape, machine)
     found: list[Tuned] = []
     for count in sorted({each for each in counts if each < most} | {most}):
         policy, outcome = search.best(count, found[-1].policy if found else None)
@@ -91,10 +93,10 @@ def _seconds(outcome: Outcome) -> float:
     return outcome.total_s or 0.0
 
 
-class _Search:
+class _TuneSearch:
     """Replays of parts of one trace, counted."""
 
-    def __init__(self, rows: Sequence[Row], shape: Shape, machine: Machine) -> None:
+    def __init__(self, rows: Sequence[TraceRow], shape: Shape, machine: MachineCosts) -> None:
         self._rows, self._shape, self._machine = rows, shape, machine
         self._scored = any(row.scores is not None for row in rows)
         self.replays = 0

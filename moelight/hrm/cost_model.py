@@ -26,7 +26,7 @@ KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Acts:
+class CostModel:
     """One model in its dtypes on one machine. ``dtype`` is what units work in, ``page_dtype`` the experts' own.
 
     ``pinned_homes``: experts at home in host memory cross the link from there.

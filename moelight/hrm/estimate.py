@@ -15,10 +15,10 @@ import numpy as np
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.hrm import costs
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
 from moelight.hrm.machine_model import Speeds
-from moelight.hrm.pass_cost import Homes, PassCost, pass_cost
+from moelight.hrm.pass_cost import PassCost, PlacementCounts, pass_cost
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.schedule_time import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
 from moelight.hrm.workload_model import KINDS, Passes, cached_sequences, decode_pass, passes_of, static_passes_of
@@ -60,10 +60,10 @@ class Estimate:
     phases: tuple[Phase, ...] = field(default=())
 
 
-def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> Acts:
+def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> CostModel:
     """The acts of ``policy``; ``dtype`` is what units work in where it is not the model's own."""
     own = dtype or dtype_named(model.dtype)
-    return Acts(
+    return CostModel(
         model=model,
         speeds=speeds,
         dtype=own,
@@ -75,10 +75,10 @@ def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | 
     )
 
 
-def homes_of(placement: Placement, policy: Policy) -> Homes:
+def homes_of(placement: Placement, policy: Policy) -> PlacementCounts:
     """The counts of a placement, page by page."""
     from_disk = list(placement.homes.values()).count("disk")
-    return Homes(
+    return PlacementCounts(
         from_host=len(placement.streamed) - from_disk,
         from_disk=from_disk,
         computed=len(placement.computed),
@@ -134,7 +134,7 @@ def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
     return of(workload, alive_of(model, workload, sizes), riding_tokens(sizes))
 
 
-def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes) -> Any:
+def job_s(acts: CostModel, workload: Workload, order: str, sizes: Sizes, homes: PlacementCounts) -> Any:
     """Seconds of the whole job for many candidates at once; ``sizes`` and ``homes`` hold arrays of one length, or
     numbers. Kinds of passes that a candidate does not have are not priced."""
     kinds = kinds_of(acts.model, workload, sizes)
@@ -152,7 +152,7 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
     cost = _cost(
         acts,
         some,
-        Homes(**{name: each(getattr(homes, name)) for name in Homes.__dataclass_fields__}),
+        PlacementCounts(**{name: each(getattr(homes, name)) for name in PlacementCounts.__dataclass_fields__}),
         order=order,
         alive=each(alive),
         batches=each(_batches_of(workload, sizes, alive)),
@@ -165,10 +165,10 @@ def job_s(acts: Acts, workload: Workload, order: str, sizes: Sizes, homes: Homes
 
 
 def cost_of(
-    acts: Acts,
+    acts: CostModel,
     workload: Workload,
     kinds: Passes,
-    homes: Homes,
+    homes: PlacementCounts,
     sizes: Sizes,
     order: str,
     *,
@@ -192,9 +192,9 @@ def cost_of(
 
 
 def _cost(
-    acts: Acts,
+    acts: CostModel,
     kinds: Passes,
-    homes: Homes,
+    homes: PlacementCounts,
     *,
     order: str,
     alive: Any,
@@ -237,7 +237,9 @@ def flops_per_token(model: ModelProfile) -> float:
     return 2.0 * (dense + model.num_moe_layers * model.router.top_k * costs.page_elements(model))
 
 
-def _phase(acts: Acts, workload: Workload, policy: Policy, homes: Homes, name: str, kind: Passes) -> Phase:
+def _phase(
+    acts: CostModel, workload: Workload, policy: Policy, homes: PlacementCounts, name: str, kind: Passes
+) -> Phase:
     cost = cost_of(acts, workload, kind, homes, policy, policy.schedule)
     return Phase(
         name=name,

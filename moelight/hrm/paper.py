@@ -27,7 +27,7 @@ FUSED_KERNEL = 1.2  # what the fused expert kernel takes over its operands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class PaperSetting:
     """Model, machine and workload in the estimator's terms. Bytes, bytes per second, flop per second.
 
     Attributes:
@@ -71,7 +71,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PaperPolicy:
     """A policy in the estimator's terms; every field but the last may be an array.
 
     ``micro_batch_size`` μ (g), ``num_micro_batches`` n_ub (nb), ``weights_host`` w_c, ``kv_host`` c_c,
@@ -106,7 +106,7 @@ class LayerTime:
 
 def setting_of(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, *, weight_dtype: DType, kv_dtype: DType
-) -> Setting:
+) -> PaperSetting:
     """The setting of a machine, a model and a workload. A grouped ``weight_dtype`` is the experts' only.
 
     Raises:
@@ -121,7 +121,7 @@ def setting_of(
             "use the calibrated estimator"
         )
     attention, experts = model.attention, model.experts
-    return Setting(
+    return PaperSetting(
         prompt_len=workload.prompt_len,
         gen_len=workload.gen_len,
         num_layers=model.num_layers,
@@ -156,33 +156,33 @@ def bytes_each(dtype: DType) -> float:
 # What work there is
 
 
-def expert_layer_bytes(setting: Setting) -> float:
+def expert_layer_bytes(setting: PaperSetting) -> float:
     """W_i = 6 h1 h2 n_e: all experts of one layer."""
     return 3 * setting.hidden_size * setting.expert_size * setting.num_experts * setting.expert_bytes
 
 
-def projection_layers_bytes(setting: Setting) -> float:
+def projection_layers_bytes(setting: PaperSetting) -> float:
     """W_oth = l (4 h1² + 4 h1² / G): the attention projections of all layers, always on the GPU."""
     widths = 2 * setting.query_size + 2 * setting.kv_size
     return setting.num_layers * setting.hidden_size * widths * setting.projection_bytes
 
 
-def ffn_flops(setting: Setting, tokens: Any) -> Any:
+def ffn_flops(setting: PaperSetting, tokens: Any) -> Any:
     """6 t h1 h2 k: three products for each of ``tokens`` in each of its experts, one layer."""
     return 6.0 * tokens * setting.hidden_size * setting.expert_size * setting.top_k
 
 
-def ffn_bytes(setting: Setting, tokens: Any) -> Any:
+def ffn_bytes(setting: PaperSetting, tokens: Any) -> Any:
     """2 t h1 + 2 t h2 + W_i: what the experts of one layer read and write; all weights are read."""
     return ACTIVATION_BYTES * tokens * (setting.hidden_size + setting.expert_size) + expert_layer_bytes(setting)
 
 
-def attention_flops(setting: Setting, sequences: Any, queries: int, context: float) -> Any:
+def paper_attention_flops(setting: PaperSetting, sequences: Any, queries: int, context: float) -> Any:
     """2 g q L n_q d_h + 2 g q L n_q: scores and softmax of one layer. The product with the values is not counted."""
     return sequences * queries * context * (2.0 * setting.query_size + 2.0 * setting.num_heads)
 
 
-def attention_bytes(setting: Setting, sequences: Any, queries: int, context: float) -> Any:
+def paper_attention_bytes(setting: PaperSetting, sequences: Any, queries: int, context: float) -> Any:
     """4 g q n_q d_h + 4 g L n_kv d_h: queries in, outputs out, keys and values read."""
     crossing = 2 * ACTIVATION_BYTES * queries * setting.query_size
     return sequences * (crossing + 2 * setting.kv_bytes * context * setting.kv_size)
@@ -192,7 +192,7 @@ def attention_bytes(setting: Setting, sequences: Any, queries: int, context: flo
 # Seconds of one layer
 
 
-def decode_link_s(setting: Setting, choice: Choice) -> Any:
+def decode_link_s(setting: PaperSetting, choice: PaperPolicy) -> Any:
     """comm (decode) = [W_i w_c + 4 (s + n/2) h_kv N c_c A_g] / b_cg."""
     moved = expert_layer_bytes(setting) * choice.weights_host
     if choice.gpu_attention:
@@ -201,13 +201,13 @@ def decode_link_s(setting: Setting, choice: Choice) -> Any:
     return moved / setting.link_bandwidth
 
 
-def prefill_link_s(setting: Setting, choice: Choice) -> Any:
+def prefill_link_s(setting: PaperSetting, choice: PaperPolicy) -> Any:
     """comm (prefill) = [W_i w_c + 2 N s h1] / b_cg."""
     hidden = ACTIVATION_BYTES * choice.batch_size * setting.prompt_len * setting.hidden_size
     return (expert_layer_bytes(setting) * choice.weights_host + hidden) / setting.link_bandwidth
 
 
-def ffn_s(setting: Setting, choice: Choice, tokens_each: int) -> Any:
+def ffn_s(setting: PaperSetting, choice: PaperPolicy, tokens_each: int) -> Any:
     """nb max(6 t h1 h2 k / p_g, (2 t h1 + 2 t h2 + W_i) / b_g), t = g ``tokens_each``: every micro-batch reads all
     experts again."""
     tokens = choice.micro_batch_size * tokens_each
@@ -216,16 +216,16 @@ def ffn_s(setting: Setting, choice: Choice, tokens_each: int) -> Any:
     return choice.num_micro_batches * np.maximum(compute_s, memory_s)
 
 
-def attention_s(setting: Setting, choice: Choice, *, queries: int, context: int, on_gpu: bool) -> Any:
+def attention_s(setting: PaperSetting, choice: PaperPolicy, *, queries: int, context: int, on_gpu: bool) -> Any:
     """nb max(flops / p_d, bytes / b_d) on the device d that attends, eq. (14)."""
     flops_per_s = setting.gpu_flops if on_gpu else setting.cpu_flops
     bandwidth = setting.device_bandwidth if on_gpu else setting.host_bandwidth
-    compute_s = attention_flops(setting, choice.micro_batch_size, queries, context) / flops_per_s
-    memory_s = attention_bytes(setting, choice.micro_batch_size, queries, context) / bandwidth
+    compute_s = paper_attention_flops(setting, choice.micro_batch_size, queries, context) / flops_per_s
+    memory_s = paper_attention_bytes(setting, choice.micro_batch_size, queries, context) / bandwidth
     return choice.num_micro_batches * np.maximum(compute_s, memory_s)
 
 
-def decode_time(setting: Setting, choice: Choice) -> LayerTime:
+def decode_time(setting: PaperSetting, choice: PaperPolicy) -> LayerTime:
     """One layer of a decode step, eqs (12) to (14): attention over the final length L, on the CPU unless A_g."""
     attention = attention_s(setting, choice, queries=1, context=setting.context, on_gpu=choice.gpu_attention)
     experts = ffn_s(setting, choice, 1)
@@ -236,7 +236,7 @@ def decode_time(setting: Setting, choice: Choice) -> LayerTime:
     )
 
 
-def prefill_time(setting: Setting, choice: Choice) -> LayerTime:
+def prefill_time(setting: PaperSetting, choice: PaperPolicy) -> LayerTime:
     """One layer of the prompts: attention s x s and experts over g s tokens, both on the GPU."""
     prompt = setting.prompt_len
     attention = attention_s(setting, choice, queries=prompt, context=prompt, on_gpu=True)
@@ -247,12 +247,12 @@ def prefill_time(setting: Setting, choice: Choice) -> LayerTime:
     )
 
 
-def decode_tokens_per_s(setting: Setting, batch_size: int, layer_s: float) -> float:
+def decode_tokens_per_s(setting: PaperSetting, batch_size: int, layer_s: float) -> float:
     """N n / (T (n-1) l): what the artifact reports. Prompts are left out, and the token they yield is counted."""
     return batch_size * setting.gen_len / (layer_s * (setting.gen_len - 1) * setting.num_layers)
 
 
-def job_tokens_per_s(setting: Setting, batch_size: int, prefill_layer_s: float, layer_s: float) -> float:
+def job_tokens_per_s(setting: PaperSetting, batch_size: int, prefill_layer_s: float, layer_s: float) -> float:
     """N n / (T_prefill l + T (n-1) l): generated tokens over the whole time of one batch, from the same formulas.
 
     The prompts' pass yields the first token of each sequence, n-1 decode steps the others. The artifact computes both
@@ -265,14 +265,14 @@ def job_tokens_per_s(setting: Setting, batch_size: int, prefill_layer_s: float, 
 # Bytes of each memory, by purpose; a formula is the sum of what its function returns
 
 
-def prefill_work_bytes(setting: Setting, choice: Choice) -> Any:
+def prefill_work_bytes(setting: PaperSetting, choice: PaperPolicy) -> Any:
     """inter = 2.4 (g k h1 tp s + 3 g k h2 s): activations of the fused expert kernel over one micro-batch's prompts."""
     width = setting.hidden_size * setting.gpus + 3 * setting.expert_size
     rows = choice.micro_batch_size * setting.top_k * setting.prompt_len
     return ACTIVATION_BYTES * FUSED_KERNEL * rows * width
 
 
-def device_decode_bytes(setting: Setting, choice: Choice) -> dict[str, Any]:
+def device_decode_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
     """home_d + work, home_d = W_oth + W_i l w_g + 4 h1 N tp + 4 L h_kv N l (c_g + c_c A_g).
 
     With A_g = 1 all of the cache counts, wherever it is at home.
@@ -287,7 +287,7 @@ def device_decode_bytes(setting: Setting, choice: Choice) -> dict[str, Any]:
     }
 
 
-def device_prefill_bytes(setting: Setting, choice: Choice) -> dict[str, Any]:
+def device_prefill_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
     """home_p + work, home_p = W_oth + W_i l w_g + 4 s h_kv N c_g + tp (4 h1 g s + 2 h1 N s) + 8 s h_kv g c_c.
 
     2 h1 N s is the residual of the whole batch; of the cache one layer is counted.
@@ -304,7 +304,7 @@ def device_prefill_bytes(setting: Setting, choice: Choice) -> dict[str, Any]:
     }
 
 
-def host_use_bytes(setting: Setting, choice: Choice) -> dict[str, Any]:
+def host_use_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
     """W_i l w_c + 4 L h_kv N l c_c + 2 h1 N s tp + 2 W_i (1 - w_g); the last is pinned."""
     experts = expert_layer_bytes(setting) * choice.weights_host
     cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * choice.batch_size * setting.num_layers
@@ -317,7 +317,7 @@ def host_use_bytes(setting: Setting, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _device_weights(setting: Setting, choice: Choice) -> dict[str, Any]:
+def _device_weights(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
     """W_oth, W_i l w_g, and the double buffer 2 W_i (1 - w_g)."""
     experts = expert_layer_bytes(setting)
     return {

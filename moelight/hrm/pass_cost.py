@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm import costs
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.machine_model import Unit
 from moelight.hrm.workload_model import Passes
 
@@ -20,7 +20,7 @@ NO_DISK_BYTES_PER_S = 1e-3  # a page on a disk that is not there takes for ever,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Homes:
+class PlacementCounts:
     """How many pages live where, over all layers, and the share of the cache on the device.
 
     ``from_host`` and ``from_disk`` are streamed every pass; ``computed`` are computed by the CPU where they lie, beside
@@ -32,10 +32,10 @@ class Homes:
     computed: Any = 0.0
     device_kv: Any = 0.0
 
-    def at(self, index: Any) -> Homes:
+    def at(self, index: Any) -> PlacementCounts:
         """The candidates that ``index`` picks, where these are several."""
         names = ("from_host", "from_disk", "computed", "device_kv")
-        return Homes(**{name: np.asarray(getattr(self, name))[index] for name in names})
+        return PlacementCounts(**{name: np.asarray(getattr(self, name))[index] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class PassCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Batches:
+class _MicroBatches:
     """``count`` micro-batches of ``tokens`` each."""
 
     count: Any
@@ -89,9 +89,9 @@ class _Batches:
 
 
 def pass_cost(
-    acts: Acts,
+    acts: CostModel,
     kind: Passes,
-    homes: Homes,
+    homes: PlacementCounts,
     *,
     alive: Any,
     batches: Any,
@@ -126,7 +126,9 @@ def pass_cost(
     return replace(_on_the_cpu(acts, kind, homes, together, whole, share), apart=apart)
 
 
-def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole: bool, share: Any) -> PassCost:
+def _on_the_cpu(
+    acts: CostModel, kind: Passes, homes: PlacementCounts, batches: _MicroBatches, whole: bool, share: Any
+) -> PassCost:
     """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages.
 
     Reading takes processors and memory from computing, and computing from reading: while both go on, each keeps a share
@@ -166,7 +168,13 @@ def _on_the_cpu(acts: Acts, kind: Passes, homes: Homes, batches: _Batches, whole
 
 
 def _beside_a_gpu(
-    acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts: _Batches, whole: bool, share: Any
+    acts: CostModel,
+    kind: Passes,
+    homes: PlacementCounts,
+    decode: _MicroBatches,
+    prompts: _MicroBatches,
+    whole: bool,
+    share: Any,
 ) -> PassCost:
     """Decoding sequences and prompts ride in micro-batches of their own; every crossing is a transfer."""
     layers, speeds, near = acts.model.num_layers, acts.speeds, acts.near
@@ -183,7 +191,7 @@ def _beside_a_gpu(
     head = count * acts.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
     moved = _crossings(acts, kind, homes, decode, prompts)
-    host = _HostExperts.of(acts, decode, prompts, on_cpu)
+    host = _CpuExperts.of(acts, decode, prompts, on_cpu)
     cpu = speeds.cpu.touch_s(2 * moved.stored) + host.cpu_s
     attention_on_cpu = 1.0 if acts.attention_device == "cpu" else 0.0
     first, second, third = _pages_s(acts, homes)
@@ -221,7 +229,7 @@ def _beside_a_gpu(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Moved:
+class _AttentionTraffic:
     """What attention moves in one pass: bytes up and down in so many transfers, bytes down for one decoding
     micro-batch, and bytes that the host writes into its cache."""
 
@@ -233,7 +241,9 @@ class _Moved:
     stored: Any
 
 
-def _crossings(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts: _Batches) -> _Moved:
+def _crossings(
+    acts: CostModel, kind: Passes, homes: PlacementCounts, decode: _MicroBatches, prompts: _MicroBatches
+) -> _AttentionTraffic:
     model, dtype, layers = acts.model, acts.dtype, acts.model.num_layers
     new = layers * costs.kv_bytes(model, dtype, 1)
     if acts.attention_device == "cpu":
@@ -243,7 +253,7 @@ def _crossings(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts
         on_host, each_down = 1.0 - homes.device_kv, new
         up = on_host * layers * acts.kv_read_bytes(kind.decode_tokens, kind.context)
     down = (each_down * kind.decode_tokens + new * kind.prompt_tokens) * on_host
-    return _Moved(
+    return _AttentionTraffic(
         up=up,
         ups=layers * decode.count,
         down=down,
@@ -254,7 +264,7 @@ def _crossings(acts: Acts, kind: Passes, homes: Homes, decode: _Batches, prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _HostExperts:
+class _CpuExperts:
     """Experts that the CPU computes beside a GPU: CPU seconds and link seconds (each way) of a pass, both of one
     decoding micro-batch, and bytes of weights read from host memory."""
 
@@ -265,7 +275,7 @@ class _HostExperts:
     bytes: Any
 
     @classmethod
-    def of(cls, acts: Acts, decode: _Batches, prompts: _Batches, share: Any) -> _HostExperts:
+    def of(cls, acts: CostModel, decode: _MicroBatches, prompts: _MicroBatches, share: Any) -> _CpuExperts:
         if acts.ffn_device == "gpu":
             return cls(cpu_s=0.0, cross_s=0.0, one_s=0.0, one_cross_s=0.0, bytes=0.0)
         layers, cpu_s, cross_s, size, ones = acts.model.num_moe_layers, 0.0, 0.0, 0.0, []
@@ -280,7 +290,7 @@ class _HostExperts:
         return cls(cpu_s=cpu_s, cross_s=cross_s, one_s=ones[0][0], one_cross_s=ones[0][1], bytes=size)
 
 
-def _acts_s(acts: Acts, tokens: Any) -> Any:
+def _acts_s(acts: CostModel, tokens: Any) -> Any:
     """Both acts of one micro-batch of ``tokens`` in all layers, experts aside."""
     total = 0.0
     for elements, moe, layers in acts.layer_kinds():
@@ -288,11 +298,11 @@ def _acts_s(acts: Acts, tokens: Any) -> Any:
     return np.where(tokens > 0, total, 0.0)
 
 
-def _experts_s(acts: Acts, unit: Unit, tokens: Any, share: Any) -> Any:
+def _experts_s(acts: CostModel, unit: Unit, tokens: Any, share: Any) -> Any:
     return np.where(tokens > 0, acts.model.num_moe_layers * acts.experts_s(unit, tokens, share), 0.0)
 
 
-def _pages_s(acts: Acts, homes: Homes) -> tuple[Any, Any, Any]:
+def _pages_s(acts: CostModel, homes: PlacementCounts) -> tuple[Any, Any, Any]:
     """Seconds on the link, in the staging copy and on the disk for the pages of one pass."""
     page, speeds = acts.page_bytes(), acts.speeds
     disk = homes.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
@@ -302,7 +312,7 @@ def _pages_s(acts: Acts, homes: Homes) -> tuple[Any, Any, Any]:
     return (homes.from_host + homes.from_disk) * page / speeds.h2d, staged * homes.from_host * page / speeds.stage, disk
 
 
-def _staged_bytes(acts: Acts, homes: Homes) -> Any:
+def _staged_bytes(acts: CostModel, homes: PlacementCounts) -> Any:
     """Host memory touched by streamed pages."""
     if acts.ffn_device == "cpu":
         return homes.from_disk * acts.page_bytes()
@@ -310,17 +320,17 @@ def _staged_bytes(acts: Acts, homes: Homes) -> Any:
     return (from_host + costs.staging_passes(from_disk=True) * homes.from_disk) * acts.page_bytes()
 
 
-def _computed_share(acts: Acts, homes: Homes) -> Any:
+def _computed_share(acts: CostModel, homes: PlacementCounts) -> Any:
     """The share of the experts that the CPU computes."""
     if acts.ffn_device == "cpu":
         return 1.0
     return homes.computed / (acts.model.num_moe_layers * acts.model.experts.num_experts)
 
 
-def _cut(tokens: Any, count: Any) -> _Batches:
+def _cut(tokens: Any, count: Any) -> _MicroBatches:
     some = tokens > 0
-    return _Batches(count=np.where(some, count, 0.0), tokens=np.where(some, tokens / count, 0.0))
+    return _MicroBatches(count=np.where(some, count, 0.0), tokens=np.where(some, tokens / count, 0.0))
 
 
-def _where(batches: _Batches, seconds: Any) -> Any:
+def _where(batches: _MicroBatches, seconds: Any) -> Any:
     return np.where(batches.count > 0, seconds, 0.0)

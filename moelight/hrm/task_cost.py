@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from moelight.core.schedule import CHOSEN_KINDS, Lane, Task, TaskKind
 from moelight.hrm import costs
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class TaskCost:
     """``seconds`` of one lane, alone on the machine, and the bytes of host memory it touches in that time."""
 
     seconds: float
@@ -21,7 +21,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class MicroBatchLoad:
     """What one micro-batch carries: sequences that decode at ``context`` tokens each, and prompts of ``prompt_len``
     each, ``prompt_tokens`` in all. ``rows`` of it get a new token."""
 
@@ -38,8 +38,13 @@ class Load:
 
 
 def pass_costs(
-    acts: Acts, placement: Placement, loads: Sequence[Load], *, host_kv: float = 1.0, routed_only: bool = False
-) -> Callable[[Task], Cost]:
+    acts: CostModel,
+    placement: Placement,
+    loads: Sequence[MicroBatchLoad],
+    *,
+    host_kv: float = 1.0,
+    routed_only: bool = False,
+) -> Callable[[Task], TaskCost]:
     """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate;
     ``host_kv`` is the share of the cache in host memory. Where only routed pages move, they cost their expected share:
     nobody knows which they will be."""
@@ -51,7 +56,7 @@ def pass_costs(
         """The share of a micro-batch's experts that ran before the others were there."""
         return table.near_share(task) if routed_only and not acts.discrete and task.micro_batch >= 0 else 0.0
 
-    by_kind: Mapping[TaskKind, Callable[[Task], Cost]] = {
+    by_kind: Mapping[TaskKind, Callable[[Task], TaskCost]] = {
         TaskKind.EMBED: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
         TaskKind.PRE_ATTENTION: lambda task: _alone(acts.before_s(table.elements(task), table.tokens(task))),
         TaskKind.ATTENTION: table.attention,
@@ -65,21 +70,21 @@ def pass_costs(
         TaskKind.CPU_EXPERTS: table.cpu_experts,
         TaskKind.COMBINE: lambda task: _alone(acts.near.touch_s(3 * table.residual_bytes(task))),
         TaskKind.SAMPLE: lambda task: _alone(acts.head_s(table.load(task).rows)),
-        TaskKind.CARRIED_PAGE: lambda _: Cost(seconds=0.0),
+        TaskKind.CARRIED_PAGE: lambda _: TaskCost(seconds=0.0),
     }
 
-    def priced(task: Task) -> Cost:
+    def priced(task: Task) -> TaskCost:
         if task.kind in by_kind:
             return by_kind[task.kind](task)
         found = _moved(acts, task)
         if task.kind not in CHOSEN_KINDS:
             return found
-        return Cost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
+        return TaskCost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
 
     # All that a price depends on. Micro-batches of a pass carry few different loads.
-    known: dict[tuple[TaskKind, Lane, int, bool, Load, int], Cost] = {}
+    known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int], TaskCost] = {}
 
-    def cost(task: Task) -> Cost:
+    def cost(task: Task) -> TaskCost:
         key = (task.kind, task.lane, task.layer, task.micro_batch < 0, table.load(task), task.bytes)
         found = known.get(key)
         if found is None:
@@ -92,16 +97,16 @@ def pass_costs(
 class _Table:
     """Look-ups by task: its load, its layer's matrices, and the layer's share of experts that the CPU computes."""
 
-    def __init__(self, acts: Acts, placement: Placement, loads: Sequence[Load], host_kv: float) -> None:
+    def __init__(self, acts: CostModel, placement: Placement, loads: Sequence[MicroBatchLoad], host_kv: float) -> None:
         self._acts, self._loads, self._host_kv = acts, loads, host_kv
         self._elements = costs.layer_elements(acts.model)
         on_cpu = Counter(page.layer for page in placement.computed)
         self._streamed = Counter(page.layer for page in placement.streamed)
         self._computed = {layer: count / acts.model.experts.num_experts for layer, count in on_cpu.items()}
         together = [sum(getattr(load, name) for load in loads) for name in ("decode_tokens", "prompt_tokens", "rows")]
-        self._all = Load(decode_tokens=together[0], prompt_tokens=together[1], rows=together[2])
+        self._all = MicroBatchLoad(decode_tokens=together[0], prompt_tokens=together[1], rows=together[2])
 
-    def load(self, task: Task) -> Load:
+    def load(self, task: Task) -> MicroBatchLoad:
         """Of the task's micro-batch, or of the whole pass."""
         return self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
 
@@ -118,7 +123,7 @@ class _Table:
     def elements(self, task: Task) -> costs.LayerElements:
         return self._elements[task.layer]
 
-    def attention(self, task: Task) -> Cost:
+    def attention(self, task: Task) -> TaskCost:
         """Decoding rows read the cache; prompts attend over themselves on the compute unit."""
         acts, load = self._acts, self.load(task)
         unit = acts.speeds.cpu if task.lane is Lane.CPU else acts.near
@@ -128,12 +133,12 @@ class _Table:
             read = float(acts.kv_read_bytes(load.decode_tokens, load.context))
         if load.prompt_tokens:
             seconds += float(acts.prefill_attention_s(unit, load.prompt_tokens, load.prompt_len))
-        return Cost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
+        return TaskCost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
 
-    def stored(self, task: Task) -> Cost:
+    def stored(self, task: Task) -> TaskCost:
         """New keys and values written into the cache in host memory."""
         size = 2.0 * self._host_kv * self.tokens(task) * costs.kv_bytes(self._acts.model, self._acts.dtype, 1)
-        return Cost(seconds=float(self._acts.speeds.cpu.touch_s(size)), dram_bytes=size)
+        return TaskCost(seconds=float(self._acts.speeds.cpu.touch_s(size)), dram_bytes=size)
 
     def after_s(self, task: Task) -> float:
         moe = self._acts.model.moe_layers[task.layer]
@@ -146,26 +151,26 @@ class _Table:
             return 0.0
         return float(acts.experts_s(acts.near, self.tokens(task), 1.0 - self._computed.get(task.layer, 0.0)))
 
-    def cpu_experts(self, task: Task) -> Cost:
+    def cpu_experts(self, task: Task) -> TaskCost:
         """Experts that the CPU computes beside a GPU."""
         acts = self._acts
         share = 1.0 if acts.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
         cpu = acts.speeds.cpu
         met = share * float(costs.distinct_experts(acts.model, self.tokens(task)))
         seconds = float(acts.experts_s(cpu, self.tokens(task), share)) + cpu.task_s
-        return Cost(seconds=seconds, dram_bytes=met * acts.page_bytes())
+        return TaskCost(seconds=seconds, dram_bytes=met * acts.page_bytes())
 
 
-def _moved(acts: Acts, task: Task) -> Cost:
+def _moved(acts: CostModel, task: Task) -> TaskCost:
     """A transfer. Host memory is written and read by a staging copy, and touched once by everything else."""
     speeds = acts.speeds
     if task.lane is Lane.DISK:
-        return Cost(seconds=task.bytes / speeds.disk if speeds.disk else float("inf"), dram_bytes=task.bytes)
+        return TaskCost(seconds=task.bytes / speeds.disk if speeds.disk else float("inf"), dram_bytes=task.bytes)
     if task.lane is Lane.STAGE:
-        return Cost(seconds=task.bytes / speeds.stage, dram_bytes=2.0 * task.bytes)
+        return TaskCost(seconds=task.bytes / speeds.stage, dram_bytes=2.0 * task.bytes)
     rate = acts.up_s if task.lane is Lane.H2D else acts.down_s
-    return Cost(seconds=float(rate(task.bytes)), dram_bytes=task.bytes)
+    return TaskCost(seconds=float(rate(task.bytes)), dram_bytes=task.bytes)
 
 
-def _alone(seconds: float) -> Cost:
-    return Cost(seconds=float(seconds))
+def _alone(seconds: float) -> TaskCost:
+    return TaskCost(seconds=float(seconds))

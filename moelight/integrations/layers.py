@@ -26,7 +26,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorSlice:
     """One tensor of an expert: ``shape`` of ``dtype`` from byte ``offset`` of its page on."""
 
     name: str
@@ -69,7 +69,7 @@ class MoeLayer:
     block: nn.Module
     router: nn.Module | None
     num_experts: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     parameters: list[Held] = field(default_factory=list)
 
     @property
@@ -90,7 +90,7 @@ class Held:
     owner: nn.Module
     key: str
     parameter: nn.Parameter
-    piece: Piece
+    piece: TensorSlice
     expert: int | None
 
     def parts(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -177,10 +177,10 @@ def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | Non
     return None
 
 
-def _lay_out(tensors: dict[str, Tensor]) -> tuple[Piece, ...]:
+def _lay_out(tensors: dict[str, Tensor]) -> tuple[TensorSlice, ...]:
     pieces, offset = [], 0
     for name, tensor in tensors.items():
-        piece = Piece(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset)
+        piece = TensorSlice(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset)
         pieces.append(piece)
         offset = align_up(offset + piece.nbytes, _TENSOR_ALIGNMENT)
     return tuple(pieces)

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from moelight.integrations.page_stores import Arriving, Home, Into
+from moelight.integrations.page_stores import Into, OffloadStore, PendingBytes
 from moelight.runtime.lanes import LaneRunner, PendingLane, StreamLane, Ticket
 
 
-class Flight:
+class SlotTransfer:
     """One page on its way into a slot. ``arrived``: whoever computes may use it without another wait."""
 
     __slots__ = ("_ticket", "_wait", "arrived")
@@ -43,12 +43,12 @@ class Flight:
         return end - begin
 
 
-class Link(Protocol):
+class PageLink(Protocol):
     """The way from a home to the slots. ``held``: a slot in flight must not be given away before it has arrived."""
 
     held: bool
 
-    def start(self, home: Home, layer: int, expert: int, into: Into) -> Flight:
+    def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
         """Begin to move a page; in the order of calls."""
         ...
 
@@ -65,8 +65,8 @@ class HostLink:
     def __init__(self) -> None:
         self._lane: LaneRunner = PendingLane("experts")
 
-    def start(self, home: Home, layer: int, expert: int, into: Into) -> Flight:
-        flight = Flight()
+    def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
+        flight = SlotTransfer()
         ticket = self._lane.submit(lambda: _Landing(home.start(layer, expert, into), flight), ())
         flight.sent(ticket, lambda sent: sent.wait())
         return flight
@@ -78,7 +78,7 @@ class HostLink:
 class _Landing:
     """Notes the arrival in the lane's own thread."""
 
-    def __init__(self, arriving: Arriving | None, flight: Flight) -> None:
+    def __init__(self, arriving: PendingBytes | None, flight: SlotTransfer) -> None:
         self._arriving, self._flight = arriving, flight
 
     def wait(self) -> None:
@@ -109,8 +109,8 @@ class StreamLink:
 
         return cls(StreamLane.on(device), compute)
 
-    def start(self, home: Home, layer: int, expert: int, into: Into) -> Flight:
-        flight = Flight()
+    def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
+        flight = SlotTransfer()
         before = self._compute().submit(_nothing, ())
         ticket = self._copies.submit(lambda: home.start(layer, expert, into), (before,))
         flight.sent(ticket, self._wait_for)

@@ -24,7 +24,7 @@ from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
-from moelight.engine.checkpoint import open_source
+from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.tokenizer import Tokenizer
 from moelight.optimizer.plan import policy_as_dict
 from moelight.profiles.workload import Workload
@@ -92,7 +92,7 @@ class MoELightLM(TemplateLM):
         self.engine: Engine | None = None if isinstance(pretrained, str) else pretrained
         self._lent = not isinstance(pretrained, str)
         self._scores = False  # what the engine was planned for
-        source = open_source(self._name)
+        source = open_checkpoint(self._name)
         self.profile = source.profile
         self.tokenizer = Tokenizer.from_dir(source.directory)
         self._max_length = max_length or self.profile.max_positions

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moelight.integrations.layers import MoeLayer
-from moelight.integrations.links import Link
-from moelight.integrations.page_stores import Home
+from moelight.integrations.links import PageLink
+from moelight.integrations.page_stores import OffloadStore
 
 
-def put_away(home: Home, number: int, layer: MoeLayer) -> None:
+def put_away(home: OffloadStore, number: int, layer: MoeLayer) -> None:
     """Copy the experts of layer ``number`` to ``home`` and free their memory."""
     home.keep(number, layer)
     for held in layer.parameters:
@@ -34,7 +34,7 @@ def trim() -> None:
         give(0)
 
 
-def bring_back(home: Home, link: Link, number: int, layer: MoeLayer) -> None:
+def bring_back(home: OffloadStore, link: PageLink, number: int, layer: MoeLayer) -> None:
     """Give the parameters of layer ``number`` their bytes and their places in the model again.
 
     Raises:

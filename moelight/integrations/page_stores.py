@@ -19,13 +19,13 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.units import format_bytes
 from moelight.integrations.layers import MoeLayer
-from moelight.kernels.reads import FileReader, Part, Ticket
+from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
 from moelight.memory.locking import on_huge_pages, page_locked
 
 Into = Sequence[tuple[int, Tensor]]  # (byte of the page, where it and those after it go: uint8 [n], contiguous)
 
 
-class Arriving(Protocol):
+class PendingBytes(Protocol):
     """Bytes on their way."""
 
     def wait(self) -> None:
@@ -33,7 +33,7 @@ class Arriving(Protocol):
         ...
 
 
-class Home(Protocol):
+class OffloadStore(Protocol):
     """Holds every page of a model. ``where`` says where, in words."""
 
     where: str
@@ -46,7 +46,7 @@ class Home(Protocol):
         """All layers are here."""
         ...
 
-    def start(self, layer: int, expert: int, into: Into) -> Arriving | None:
+    def start(self, layer: int, expert: int, into: Into) -> PendingBytes | None:
         """Begin to copy a page, or parts of it; None if that is done, or enqueued on the current stream."""
         ...
 
@@ -55,7 +55,7 @@ class Home(Protocol):
         ...
 
 
-class DiskHome:
+class DiskStore:
     """Pages in a file of their own, read past the page cache. The file has no name once it is written: it goes with the
     process, however that ends.
 
@@ -101,11 +101,11 @@ class DiskHome:
         self._reader = FileReader([self._file])
         self._unname()
 
-    def start(self, layer: int, expert: int, into: Into) -> Arriving:
+    def start(self, layer: int, expert: int, into: Into) -> PendingBytes:
         assert self._reader is not None  # `kept` comes before
         at = self._at(layer, expert)
-        ticket = self._reader.submit([Part(self._file, at + begin, dest) for begin, dest in into])
-        return _Reading(ticket, layer, expert)
+        ticket = self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into])
+        return _DiskRead(ticket, layer, expert)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -122,7 +122,7 @@ class DiskHome:
         return (layer * self._num_experts + expert) * self._slot_bytes
 
 
-class MemoryHome:
+class HostStore:
     """Pages in memory of the host, locked where a ``device`` fetches them across a link."""
 
     def __init__(self, device: torch.device, num_layers: int, slot_bytes: int) -> None:
@@ -156,10 +156,10 @@ class MemoryHome:
         return on_huge_pages(size)
 
 
-class _Reading:
+class _DiskRead:
     """A page on its way from the disk."""
 
-    def __init__(self, ticket: Ticket, layer: int, expert: int) -> None:
+    def __init__(self, ticket: ReadTicket, layer: int, expert: int) -> None:
         self._ticket, self._layer, self._expert = ticket, layer, expert
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, UserError
-from moelight.integrations.layers import MoeLayer, Piece
+from moelight.integrations.layers import MoeLayer, TensorSlice
 from moelight.integrations.pager import ExpertPager, Slots, Turn
 
 # A call of transformers' experts over all slots costs as much as one for a single expert and a twenty-fifth of it for
@@ -44,7 +44,7 @@ class NotTrainable(torch.autograd.Function):
         raise UserError("experts under moelight.attach have no gradients; call detach() before training")
 
 
-class Served:
+class PagedExperts:
     """One layer's experts under a pager, from `install` to `remove`. ``ahead`` is told the hidden states that the
     layer's experts get, before anything is fetched ahead."""
 
@@ -76,7 +76,7 @@ class Served:
             self._undo.append(lambda: module.__dict__.update(forward=before))
 
 
-class ServedFused(Served):
+class PagedFusedExperts(PagedExperts):
     """Experts of one module, called once a layer with (hidden states [T, H], ids [T, k], weights [T, k])."""
 
     def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
@@ -170,7 +170,7 @@ class ServedFused(Served):
 class _Lookup:
     """A tensor over experts, of which only those that are looked up are there."""
 
-    def __init__(self, turn: Turn, piece: Piece, slots: Tensor) -> None:
+    def __init__(self, turn: Turn, piece: TensorSlice, slots: Tensor) -> None:
         self._turn, self._piece, self._slots = turn, piece, slots
         self.dtype, self.device = piece.dtype, slots.device
 
@@ -178,7 +178,7 @@ class _Lookup:
         return self._piece.of(self._slots[self._turn.slot(int(expert))])
 
 
-class ServedList(Served):
+class PagedExpertList(PagedExperts):
     """Experts that are modules of a list. Their block asks for one after the other; which ones, its router has said
     before where ``asked`` understands what that returns."""
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.experts.residency import Residency
-from moelight.integrations.links import Flight, Link
-from moelight.integrations.page_stores import Home
+from moelight.integrations.links import PageLink, SlotTransfer
+from moelight.integrations.page_stores import OffloadStore
 
 # Pages of experts that got no slot, on their way at once.
 STAGED = 4
@@ -31,7 +31,7 @@ Slots = dict[int, int]  # expert -> slot
 
 
 @dataclass(slots=True)
-class Moved:
+class PagerStats:
     """Counts so far: of visits of layers (``turns``), of pages that crossed the link and how long
     the computation waited for them. ``streamed``: misses that got no slot. ``issued`` pages were fetched ahead;
     ``useful``: those that were in their slot, or on the way, when their layer wanted them."""
@@ -52,16 +52,16 @@ class ExpertPager:
     One thread at a time has a turn; others wait for its end.
     """
 
-    def __init__(self, residency: Residency, home: Home, link: Link, slots: Tensor) -> None:
+    def __init__(self, residency: Residency, home: OffloadStore, link: PageLink, slots: Tensor) -> None:
         self.residency, self.cache, self.home, self.slots = residency, residency.cache, home, slots
-        self.moved = Moved()
+        self.moved = PagerStats()
         self.link = link
         self._turn = threading.RLock()
         self._resident = slots.shape[0] - STAGED
         self._tags: list[tuple[int, int] | None] = [None] * slots.shape[0]
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, SlotTransfer] = {}
         self._guessed: set[int] = set()
-        self._ahead: list[tuple[int, Ids, list[Flight]]] = []
+        self._ahead: list[tuple[int, Ids, list[SlotTransfer]]] = []
 
     def turn(self, layer: int) -> Turn:
         """The pager's attention for one layer, until its ``with`` block ends."""
@@ -93,7 +93,7 @@ class ExpertPager:
         with self._turn:
             self.link.close()
 
-    def _start(self, layer: int, expert: int, slot: int) -> Flight:
+    def _start(self, layer: int, expert: int, slot: int) -> SlotTransfer:
         before = self._flights.get(slot)
         if before is not None and not before.arrived:
             before.wait()  # nobody wants what comes any more, but two must not write into one slot

@@ -128,7 +128,7 @@ def policy_for(
     return policy, reason
 
 
-def read_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
+def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
     """A policy as it is, from the text of a ``.moe`` file (which has braces), or from the path of one.
 
     Raises:

@@ -20,12 +20,12 @@ from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.units import align_up, format_bytes
 from moelight.experts.policy import ExpertPolicy
 from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
-from moelight.integrations.links import HostLink, Link, StreamLink
+from moelight.integrations.links import HostLink, PageLink, StreamLink
 from moelight.integrations.offload import bring_back, put_away, trim
-from moelight.integrations.page_stores import DiskHome, Home, MemoryHome
-from moelight.integrations.paged_modules import Served, ServedFused, ServedList
+from moelight.integrations.page_stores import DiskStore, HostStore, OffloadStore
+from moelight.integrations.paged_modules import PagedExpertList, PagedExperts, PagedFusedExperts
 from moelight.integrations.pager import STAGED, ExpertPager
-from moelight.integrations.policies import policy_for, read_policy, residency_of
+from moelight.integrations.policies import policy_for, read_expert_policy, residency_of
 from moelight.integrations.routers import ask, chosen, top_k
 from moelight.memory.locking import on_huge_pages
 from moelight.runtime.measure import available_bytes
@@ -59,7 +59,7 @@ def attach(
         BudgetError: the memory for the slots is not there.
     """
     _refuse_attached(model)
-    return Attachment(model, read_policy(policy), home=home, directory=directory)
+    return Attachment(model, read_expert_policy(policy), home=home, directory=directory)
 
 
 def auto_attach(
@@ -103,7 +103,7 @@ class Attachment:
         self._layers, self._turn = moe_layers(model), threading.Lock()
         layers, device, page_bytes = self._layers, self._layers[0].device, _slot_bytes(self._layers)
         self._top_k = [top_k(layer, getattr(model, "config", None)) for layer in layers]
-        self._device, self._served, self._away = device, list[Served](), list[int]()
+        self._device, self._served, self._away = device, list[PagedExperts](), list[int]()
         residency, most = residency_of(policy, model, layers, page_bytes, active=self._top_k[0])
         slots = _slots(most + STAGED, page_bytes, device)
         self._home = _home(home, directory, layers, page_bytes)
@@ -164,7 +164,7 @@ class Attachment:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.detach()
 
-    def _server(self, number: int) -> Served:
+    def _server(self, number: int) -> PagedExperts:
         layer, k = self._layers[number], self._top_k[number]
         following = (number + 1) % len(self._layers)
         hint = _Hint(self.pager, following, self._layers[following].router, self._layers[following].num_experts, k)
@@ -174,8 +174,8 @@ class Attachment:
                 "choose another predictor"
             )
         if layer.fused:
-            return ServedFused(layer, number, self.pager, hint)
-        return ServedList(layer, number, self.pager, hint, lambda output: chosen(output, layer.num_experts, k))
+            return PagedFusedExperts(layer, number, self.pager, hint)
+        return PagedExpertList(layer, number, self.pager, hint, lambda output: chosen(output, layer.num_experts, k))
 
 
 class _Hint:
@@ -252,19 +252,19 @@ def _slots(count: int, slot_bytes: int, device: torch.device) -> Tensor:
     return near.view(count, slot_bytes)
 
 
-def _home(home: str | None, directory: str | Path | None, layers: list[MoeLayer], slot_bytes: int) -> Home:
+def _home(home: str | None, directory: str | Path | None, layers: list[MoeLayer], slot_bytes: int) -> OffloadStore:
     device = layers[0].device
     if home is not None and home not in HOMES:
         raise ConfigError(f"home {home!r}: known are {', '.join(HOMES)}{did_you_mean(home, HOMES)}")
     if home == "disk" and device.type != "cpu":
         raise ConfigError(f"home 'disk' is for models on a CPU; experts of one on {device} go to memory")
     if home == "memory" or device.type != "cpu":
-        return MemoryHome(device, len(layers), slot_bytes)
+        return HostStore(device, len(layers), slot_bytes)
     most = max(layer.num_experts for layer in layers)
-    return DiskHome(Path(directory or tempfile.gettempdir()), len(layers), most, slot_bytes)
+    return DiskStore(Path(directory or tempfile.gettempdir()), len(layers), most, slot_bytes)
 
 
-def _link(device: torch.device) -> Link:
+def _link(device: torch.device) -> PageLink:
     return HostLink() if device.type == "cpu" else StreamLink.on(device)
 
 
@@ -272,6 +272,6 @@ def _free_bytes(device: torch.device) -> int:
     return available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
 
 
-def _let_go(link: Link, home: Home) -> None:
+def _let_go(link: PageLink, home: OffloadStore) -> None:
     link.close()
     home.close()

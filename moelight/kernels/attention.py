@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import checks, native, reference
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 from moelight.kernels.prefill_cpu import cpu_prefill_attention
 
 __all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
@@ -54,12 +54,12 @@ def cpu_gqa_decode(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
     """
-    scale, window, threads = checks.scalars(scale, window, threads)
-    softcap = checks.softcap(softcap)
-    extension = native.module()
+    scale, window, threads = checks.check_scalars(scale, window, threads)
+    softcap = checks.check_softcap(softcap)
+    extension = native.extension()
     if extension is None:
-        checks.decode(q, k_cache, v_cache, block_tables, seq_lens, window, out)
-        checks.decode_extras(q, k_cache, sinks, k_scale, v_scale, k_new, v_new)
+        checks.check_decode(q, k_cache, v_cache, block_tables, seq_lens, window, out)
+        checks.check_decode_extras(q, k_cache, sinks, k_scale, v_scale, k_new, v_new)
         if k_new is not None and v_new is not None:
             reference.kv_append_last(k_cache, v_cache, k_new, v_new, block_tables, seq_lens, k_scale, v_scale)
         result = reference.gqa_decode(
@@ -76,15 +76,15 @@ def cpu_gqa_decode(
             v_scale=v_scale,
         )
         return result if out is None else out.copy_(result)
-    queries = view("q", q)
+    queries = as_dlpack("q", q)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     extension.gqa_decode(
         queries,
-        view("k_cache", k_cache),
-        view("v_cache", v_cache),
-        view("block_tables", block_tables),
-        view("seq_lens", seq_lens),
+        as_dlpack("k_cache", k_cache),
+        as_dlpack("v_cache", v_cache),
+        as_dlpack("block_tables", block_tables),
+        as_dlpack("seq_lens", seq_lens),
         scale,
         window or 0,
         _optional("sinks", sinks),
@@ -93,7 +93,7 @@ def cpu_gqa_decode(
         _optional("v_scale", v_scale),
         _optional("k_new", k_new),
         _optional("v_new", v_new),
-        view("out", out),
+        as_dlpack("out", out),
         threads,
     )
     return out
@@ -125,18 +125,18 @@ def cpu_kv_append(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or slot.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
-    extension = native.module()
+    _, _, threads = checks.check_scalars(1.0, None, threads)
+    extension = native.extension()
     if extension is None:
-        checks.append(k_cache, v_cache, k_new, v_new, slots, k_scale, v_scale)
+        checks.check_append(k_cache, v_cache, k_new, v_new, slots, k_scale, v_scale)
         reference.kv_append(k_cache, v_cache, k_new, v_new, slots, k_scale=k_scale, v_scale=v_scale)
         return
     extension.kv_append(
-        view("k_cache", k_cache),
-        view("v_cache", v_cache),
-        view("k_new", k_new),
-        view("v_new", v_new),
-        view("slots", slots),
+        as_dlpack("k_cache", k_cache),
+        as_dlpack("v_cache", v_cache),
+        as_dlpack("k_new", k_new),
+        as_dlpack("v_new", v_new),
+        as_dlpack("slots", slots),
         _optional("k_scale", k_scale),
         _optional("v_scale", v_scale),
         threads,
@@ -172,23 +172,23 @@ def cpu_mla_decode(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
     """
-    scale, _, threads = checks.scalars(scale, None, threads)
-    extension = native.module()
+    scale, _, threads = checks.check_scalars(scale, None, threads)
+    extension = native.extension()
     if extension is None:
-        checks.latent_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
+        checks.check_latent_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
         result = reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale)
         return result if out is None else out.copy_(result)
-    queries = view("q_nope_absorbed", q_nope_absorbed)
+    queries = as_dlpack("q_nope_absorbed", q_nope_absorbed)
     if out is None:
         out = torch.empty_like(q_nope_absorbed, memory_format=torch.contiguous_format)
     extension.mla_decode(
         queries,
-        view("q_rope", q_rope),
-        view("cache", cache),
-        view("block_tables", block_tables),
-        view("seq_lens", seq_lens),
+        as_dlpack("q_rope", q_rope),
+        as_dlpack("cache", cache),
+        as_dlpack("block_tables", block_tables),
+        as_dlpack("seq_lens", seq_lens),
         scale,
-        view("out", out),
+        as_dlpack("out", out),
         threads,
     )
     return out
@@ -206,14 +206,14 @@ def cpu_mla_append(cache: Tensor, new: Tensor, slots: Tensor, *, threads: int | 
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or slot.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
-    extension = native.module()
+    _, _, threads = checks.check_scalars(1.0, None, threads)
+    extension = native.extension()
     if extension is None:
-        checks.latent_append(cache, new, slots)
+        checks.check_latent_append(cache, new, slots)
         reference.mla_append(cache, new, slots)
         return
-    extension.mla_append(view("cache", cache), view("new", new), view("slots", slots), threads)
+    extension.mla_append(as_dlpack("cache", cache), as_dlpack("new", new), as_dlpack("slots", slots), threads)
 
 
 def _optional(name: str, tensor: Tensor | None) -> object:
-    return None if tensor is None else view(name, tensor)
+    return None if tensor is None else as_dlpack(name, tensor)

@@ -17,7 +17,7 @@ SOFTCAPS = (1e-6, 1e6)
 _FOREVER = 1 << 62
 
 
-def scalars(scale: object, window: object, threads: object) -> tuple[float, int | None, int]:
+def check_scalars(scale: object, window: object, threads: object) -> tuple[float, int | None, int]:
     """The three numbers of a call, `threads` resolved."""
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale: must be a finite number, is {scale!r}")
@@ -30,7 +30,7 @@ def scalars(scale: object, window: object, threads: object) -> tuple[float, int 
     return scale, window if window is None else min(window, _FOREVER), min(threads, _FOREVER)
 
 
-def softcap(cap: object) -> float | None:
+def check_softcap(cap: object) -> float | None:
     """The cap of scores; beyond these bounds it has no meaning that float32 could hold."""
     if cap is None:
         return None
@@ -39,7 +39,7 @@ def softcap(cap: object) -> float | None:
     return float(cap)
 
 
-def decode(
+def check_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -48,7 +48,7 @@ def decode(
     window: int | None,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_gqa_decode` but for those of `decode_extras`."""
+    """The arguments of `cpu_gqa_decode` but for those of `check_decode_extras`."""
     blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
     _tensor("q", q)
     _layout("q", q, 3, _new_dtype("q", q, k_cache))
@@ -62,7 +62,7 @@ def decode(
     _sequences(block_tables, seq_lens, batch, window, blocks, block_size)
 
 
-def decode_extras(
+def check_decode_extras(
     q: Tensor,
     k_cache: Tensor,
     sinks: Tensor | None,
@@ -85,7 +85,7 @@ def decode_extras(
             _shape(name, one, (batch, k_cache.shape[1], head_dim))
 
 
-def append(
+def check_append(
     k_cache: Tensor,
     v_cache: Tensor,
     k_new: Tensor,
@@ -106,7 +106,7 @@ def append(
     _slots(slots, blocks * block_size)
 
 
-def latent_decode(
+def check_latent_decode(
     q_nope_absorbed: Tensor,
     q_rope: Tensor,
     cache: Tensor,
@@ -133,7 +133,7 @@ def latent_decode(
     _sequences(block_tables, seq_lens, batch, None, blocks, block_size)
 
 
-def latent_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+def check_latent_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
     """The arguments of `cpu_mla_append`."""
     blocks, block_size, row = _latent_cache(cache)
     _layout("slots", slots, 1, torch.int64)

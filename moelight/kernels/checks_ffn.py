@@ -23,7 +23,7 @@ _FOREVER = 1 << 62
 Tensors = Sequence[Tensor | None]
 
 
-def scalars(group_size: object, threads: object) -> tuple[int | None, int]:
+def check_ffn_scalars(group_size: object, threads: object) -> tuple[int | None, int]:
     """The two numbers of a call, `threads` resolved."""
     if group_size is not None and (
         isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or group_size % GROUP_STEP
@@ -36,13 +36,13 @@ def scalars(group_size: object, threads: object) -> tuple[int | None, int]:
     return group_size if group_size is None else min(group_size, _FOREVER), min(threads, _FOREVER)
 
 
-def activation(name: object) -> None:
+def check_activation(name: object) -> None:
     """A name in `reference_ffn.ACTIVATIONS`."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, is {name!r}")
 
 
-def types(dtype: object, weight_dtype: object) -> tuple[int, int]:
+def check_types(dtype: object, weight_dtype: object) -> tuple[int, int]:
     """Of tokens and weights: their places in `FLOATS` and `FLOATS + INTEGERS`, which are the extension's."""
     stored = FLOATS + INTEGERS
     if dtype not in FLOATS:
@@ -52,7 +52,7 @@ def types(dtype: object, weight_dtype: object) -> tuple[int, int]:
     return FLOATS.index(dtype), stored.index(weight_dtype)
 
 
-def sizes(**named: object) -> None:
+def check_sizes(**named: object) -> None:
     """Positive integers, but for the tokens, of which there may be none."""
     for name, size in named.items():
         least = 0 if name == "tokens" else 1
@@ -60,7 +60,7 @@ def sizes(**named: object) -> None:
             raise ValueError(f"{name}: must be an integer from {least} up, is {size!r}")
 
 
-def linear(
+def check_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, group_size: int | None, out: Tensor | None
 ) -> None:
     """The arguments of `cpu_linear`."""
@@ -73,7 +73,7 @@ def linear(
     _out(out, (x.shape[0], shape[0]), x.dtype)
 
 
-def experts(
+def check_experts(
     x: Tensor,
     gate_up: Tensors,
     down: Tensors,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import checks, native
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 
 
 def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
@@ -20,10 +20,10 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, or an overlap.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
-    extension = native.module()
+    _, _, threads = checks.check_scalars(1.0, None, threads)
+    extension = native.extension()
     if extension is not None:
-        extension.copy_pages(view("dst", dst), view("src", src), threads)
+        extension.copy_pages(as_dlpack("dst", dst), as_dlpack("src", src), threads)
         return
     for name, tensor in (("dst", dst), ("src", src)):
         checks._layout(name, tensor, 1, torch.uint8)

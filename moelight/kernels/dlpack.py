@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
 
-def view(name: str, tensor: Tensor) -> object:
+def as_dlpack(name: str, tensor: Tensor) -> object:
     """A capsule that lends the tensor's memory to the extension; ValueError, naming the argument, where it cannot."""
     try:
         return to_dlpack(tensor)

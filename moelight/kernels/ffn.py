@@ -56,10 +56,10 @@ def cpu_linear(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    group_size, threads = checks_ffn.scalars(group_size, threads)
-    extension = native.module()
+    group_size, threads = checks_ffn.check_ffn_scalars(group_size, threads)
+    extension = native.extension()
     if extension is None:
-        checks_ffn.linear(x, weight, bias, scale, group_size, out)
+        checks_ffn.check_linear(x, weight, bias, scale, group_size, out)
         result = reference_ffn.linear(x, weight, bias, scale=scale, group_size=group_size)
         return result if out is None else out.copy_(result)
     if out is None:
@@ -109,17 +109,17 @@ def cpu_expert_ffn(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or offset.
     """
-    group_size, threads = checks_ffn.scalars(group_size, threads)
-    checks_ffn.activation(activation)
+    group_size, threads = checks_ffn.check_ffn_scalars(group_size, threads)
+    checks_ffn.check_activation(activation)
     optional = {
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
         "gate_up_scale": gate_up_scale,
         "down_scale": down_scale,
     }
-    extension = native.module()
+    extension = native.extension()
     if extension is None:
-        checks_ffn.experts(x, gate_up, down, offsets, optional, group_size, out)
+        checks_ffn.check_experts(x, gate_up, down, offsets, optional, group_size, out)
         cuts = offsets.tolist()
         result = reference_ffn.expert_ffn(
             x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional
@@ -157,10 +157,10 @@ def cpu_linear_workspace(
 
     Raises ValueError, naming the argument, for a size or dtype that the call would refuse.
     """
-    types = checks_ffn.types(dtype, weight_dtype)
-    checks_ffn.sizes(tokens=tokens, outputs=outputs, inputs=inputs)
-    _, threads = checks_ffn.scalars(None, threads)
-    extension = native.module()
+    types = checks_ffn.check_types(dtype, weight_dtype)
+    checks_ffn.check_sizes(tokens=tokens, outputs=outputs, inputs=inputs)
+    _, threads = checks_ffn.check_ffn_scalars(None, threads)
+    extension = native.extension()
     return 0 if extension is None else int(extension.linear_workspace(*types, tokens, outputs, inputs, threads))
 
 
@@ -181,10 +181,10 @@ def cpu_expert_ffn_workspace(
 
     Raises ValueError, naming the argument, for a size or dtype that the call would refuse.
     """
-    types = checks_ffn.types(dtype, weight_dtype)
-    checks_ffn.sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
-    _, threads = checks_ffn.scalars(None, threads)
-    extension = native.module()
+    types = checks_ffn.check_types(dtype, weight_dtype)
+    checks_ffn.check_sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
+    _, threads = checks_ffn.check_ffn_scalars(None, threads)
+    extension = native.extension()
     if extension is None:
         return 0
     return int(extension.expert_ffn_workspace(*types, tokens, hidden, intermediate, experts, threads))

@@ -19,14 +19,14 @@ def _load() -> tuple[ModuleType | None, str]:
     return extension, f"built, {extension.isa()} of {', '.join(extension.isa_available())}"
 
 
-def module() -> ModuleType | None:
+def extension() -> ModuleType | None:
     """The extension, loaded once; None where it is missing."""
     return _load()[0]
 
 
 def available() -> bool:
     """Whether native kernels serve this process."""
-    return module() is not None
+    return extension() is not None
 
 
 def reason() -> str:
@@ -36,19 +36,19 @@ def reason() -> str:
 
 def isa() -> str | None:
     """The instruction set in force (`scalar`, `avx2`, `avx512`); None without the extension."""
-    native = module()
+    native = extension()
     return None if native is None else str(native.isa())
 
 
 def bf16_products() -> str | None:
     """How bfloat16 is multiplied under AVX-512 (`wide`, `pairs`, `tiles`); None without the extension."""
-    native = module()
+    native = extension()
     return None if native is None else str(native.bf16_products())
 
 
 def cpu_features() -> dict[str, bool]:
     """Instruction-set extensions of this processor by name; empty without the extension."""
-    native = module()
+    native = extension()
     return {} if native is None else dict(native.cpu_features())
 
 
@@ -62,6 +62,6 @@ def has_tiles() -> bool:
 def has_fast_bfloat16() -> bool:
     """Whether bfloat16 products beat float32 ones: in tiles, or on AMD's AVX-512 (4 to 5 times), but not on Intel's
     without tiles, whose dot product issues every other cycle (docs/log.md). False where nobody can tell."""
-    native = module()
+    native = extension()
     amd = native is not None and native.cpu_vendor() == "AuthenticAMD"
     return has_tiles() or (amd and cpu_features().get("avx512_bf16", False))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import checks, native, reference
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None) -> Tensor:
@@ -53,9 +53,9 @@ def cpu_rms_norm(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or number.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
+    _, _, threads = checks.check_scalars(1.0, None, threads)
     eps = _epsilon(eps)
-    extension = native.module()
+    extension = native.extension()
     if extension is None:
         _rows("x", x)
         checks._layout("weight", weight, 1, x.dtype)
@@ -69,7 +69,7 @@ def cpu_rms_norm(
     rows, added = _headed("x", x), None if add is None else _headed("add", add)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    extension.rms_norm(rows, view("weight", weight), eps, added, _headed("out", out), threads)
+    extension.rms_norm(rows, as_dlpack("weight", weight), eps, added, _headed("out", out), threads)
     return out
 
 
@@ -85,8 +85,8 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
-    extension = native.module()
+    _, _, threads = checks.check_scalars(1.0, None, threads)
+    extension = native.extension()
     if extension is None:
         _rows("x", x)
         if x.ndim != 3 or x.shape[2] % 2:
@@ -95,10 +95,10 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
             checks._layout(name, angles, 2, x.dtype)
             checks._shape(name, angles, (x.shape[0], x.shape[2]))
         return _output(out, x).copy_(reference.rotate(x, cos, sin))
-    rows = view("x", x)
+    rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    extension.rotate(rows, view("cos", cos), view("sin", sin), view("out", out), threads)
+    extension.rotate(rows, as_dlpack("cos", cos), as_dlpack("sin", sin), as_dlpack("out", out), threads)
     return out
 
 
@@ -131,4 +131,4 @@ def _output(out: Tensor | None, x: Tensor) -> Tensor:
 
 def _headed(name: str, x: Tensor) -> object:
     """[T, G, H], or [T, H] as tokens of one head, lent to the extension."""
-    return view(name, x.unsqueeze(1) if getattr(x, "ndim", 0) == 2 else x)
+    return as_dlpack(name, x.unsqueeze(1) if getattr(x, "ndim", 0) == 2 else x)

@@ -1,6 +1,6 @@
 """Causal attention of packed, ragged prompts through torch's fused kernel, one sequence at a time; no padding.
 
-Knows any device torch serves. Refuses to know who owns the cache. Its twin is `reference.prefill_attention`.
+Knows any device torch serves. Refuses to know who owns the cache. Its twin is `reference.causal_attention`.
 
 Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, C earlier positions.
 """

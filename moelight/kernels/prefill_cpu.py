@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moelight.kernels import checks, native
 from moelight.kernels import reference_prefill as reference
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 from moelight.kernels.reference_prefill import Cache
 
 
@@ -58,11 +58,11 @@ def cpu_prefill_attention(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
     """
-    scale, window, threads = checks.scalars(scale, window, threads)
+    scale, window, threads = checks.check_scalars(scale, window, threads)
     _softcap(softcap)
     _cache(cache, k_scale, v_scale)
     sinks = _sinks(sinks)
-    extension = native.module()
+    extension = native.extension()
     if extension is None:
         _check(q, k, v, cu_seqlens, window, sinks, cache, k_scale, v_scale, out)
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "cache": cache}
@@ -72,17 +72,17 @@ def cpu_prefill_attention(
     names = ("k_cache", "v_cache", "block_tables", "context_lens")
     context = _lend(**dict(zip(names, cache or (), strict=False))) or [None] * 4
     scales = [None] * 2 if k_scale is None or v_scale is None else _lend(k_scale=k_scale, v_scale=v_scale)
-    sink = None if sinks is None else view("sinks", sinks)
+    sink = None if sinks is None else as_dlpack("sinks", sinks)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     extension.prefill_attention(
-        *prompts, scale, window or 0, sink, softcap or 0.0, *context, *scales, view("out", out), threads
+        *prompts, scale, window or 0, sink, softcap or 0.0, *context, *scales, as_dlpack("out", out), threads
     )
     return out
 
 
 def _lend(**tensors: Tensor) -> list[object]:
-    return [view(name, tensor) for name, tensor in tensors.items()]
+    return [as_dlpack(name, tensor) for name, tensor in tensors.items()]
 
 
 def _softcap(softcap: object) -> None:

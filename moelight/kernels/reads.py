@@ -22,7 +22,7 @@ from torch import Tensor
 from moelight.core.units import MiB
 from moelight.hrm.footprint import READ_CHUNK_BYTES, READ_DEPTH
 from moelight.kernels import checks, native
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 from moelight.kernels.reference_reads import PreadReader
 
 MAX_DEPTH = 64
@@ -34,7 +34,7 @@ _GLANCE_S = 0.1
 Fault = tuple[int, str, str]  # errno, what at which byte, file: the arguments of OSError
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """Bytes ``offset`` and on of ``file`` go into ``dest``: uint8 [n], contiguous, in CPU memory, pinned or not."""
 
     file: Path
@@ -52,10 +52,10 @@ class ReadCounts:
     busy_s: float
 
 
-class Ticket:
+class ReadTicket:
     """Parts on their way. Keeps their memory alive until they are there."""
 
-    def __init__(self, parts: Sequence[Part], *, told: bool) -> None:
+    def __init__(self, parts: Sequence[ReadPart], *, told: bool) -> None:
         self._parts = tuple(parts)
         self._told = told
         self._request: Any = None
@@ -115,7 +115,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         direct: bool = True,
     ) -> None:
         self._closed = True
-        self._running: list[Ticket] = []
+        self._running: list[ReadTicket] = []
         self._turn = threading.Lock()
         paths = [_path(file) for file in files]
         self._index = {path: position for position, path in enumerate(dict.fromkeys(paths))}
@@ -123,14 +123,14 @@ class FileReader(AbstractContextManager["FileReader"]):
         _whole("chunk_bytes", chunk_bytes, CHUNK_STEP, MAX_CHUNK_BYTES)
         if chunk_bytes % CHUNK_STEP:
             raise ValueError(f"chunk_bytes: must be a multiple of {CHUNK_STEP}, is {chunk_bytes}")
-        extension = native.module()
+        extension = native.extension()
         opened = PreadReader if extension is None else extension.open_reader
-        self._lend: Callable[[str, Tensor], object] = _numpy if extension is None else view
+        self._lend: Callable[[str, Tensor], object] = _numpy if extension is None else as_dlpack
         self._reader: Any = opened([os.fsencode(path) for path in self._index], depth, chunk_bytes, bool(direct))
         self._closed = False
         _OPEN.add(self)
 
-    def submit(self, parts: Sequence[Part], done: Callable[[OSError | None], None] | None = None) -> Ticket:
+    def submit(self, parts: Sequence[ReadPart], done: Callable[[OSError | None], None] | None = None) -> ReadTicket:
         """Have ``parts`` read.
 
         ``done`` is called once, in a thread of the reader, with None or what went wrong. It must not wait for reads;
@@ -143,7 +143,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         found = [self._check(part) for part in parts]
         if not found:
             raise ValueError("parts: must be at least one")
-        ticket = Ticket(found, told=done is not None)
+        ticket = ReadTicket(found, told=done is not None)
         tell = None if done is None else lambda fault: done(None if fault is None else OSError(*fault))
         ticket._request = self._reader.submit(
             [self._index[part.file] for part in found],
@@ -192,7 +192,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         except RuntimeError:  # let go of by its own callback, in a thread that cannot wait for itself
             threading.Thread(target=self.close, name="moelight-reader-closing").start()
 
-    def _check(self, part: object) -> Part:
+    def _check(self, part: object) -> ReadPart:
         if not isinstance(part, tuple) or len(part) != 3:
             raise ValueError(f"parts: each is (file, offset, dest), not {type(part).__name__}")
         file, offset, dest = part
@@ -202,7 +202,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         _whole("offset", offset, 0, 1 << 62)
         checks._tensor("dest", dest)
         checks._layout("dest", dest, 1, torch.uint8)
-        return Part(path, offset, dest)
+        return ReadPart(path, offset, dest)
 
 
 def _path(file: object) -> Path:

@@ -162,7 +162,7 @@ def mla_decode(
     return out
 
 
-def prefill_attention(
+def causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

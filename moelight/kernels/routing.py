@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moelight.kernels import checks, native
 from moelight.kernels import reference_routing as reference
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 
 MOST_EXPERTS = 1 << 16
 _MOST_ROWS = (1 << 31) - 1
@@ -48,8 +48,8 @@ def cpu_route(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
-    extension = native.module()
+    _, _, threads = checks.check_scalars(1.0, None, threads)
+    extension = native.extension()
     lent = _lend("logits", logits)
     if extension is None:
         _floats("logits", logits)
@@ -62,7 +62,7 @@ def cpu_route(
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
     extension.route(
-        lent, top_k, bool(normalize), bool(round_weights), view("weights", weights), view("ids", ids), threads
+        lent, top_k, bool(normalize), bool(round_weights), as_dlpack("weights", weights), as_dlpack("ids", ids), threads
     )
     return weights, ids
 
@@ -72,7 +72,7 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or id.
     """
-    extension = native.module()
+    extension = native.extension()
     lent_ids = _lend("ids", ids)
     if extension is None:
         checks._layout("ids", ids, 2, torch.int32)
@@ -90,7 +90,7 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
         position=torch.empty(tokens, top_k, dtype=torch.int32),
         offsets=torch.empty(experts + 1, dtype=torch.int32),
     )
-    lent = (view(name, tensor) for name, tensor in zip(found._fields, found, strict=True))
+    lent = (as_dlpack(name, tensor) for name, tensor in zip(found._fields, found, strict=True))
     extension.sort_by_expert(lent_ids, experts, *lent)
     return found
 
@@ -105,18 +105,18 @@ def cpu_gather_rows(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or token.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
-    extension = native.module()
+    _, _, threads = checks.check_scalars(1.0, None, threads)
+    extension = native.extension()
     if extension is None:
         _floats("x", x)
         checks._layout("token_of_row", token_of_row, 1, torch.int32)
         out = _output(out, x, token_of_row.shape[0])
         _range("token_of_row", token_of_row, 0, x.shape[0])
         return out.copy_(reference.gather_rows(x, token_of_row))
-    rows, tokens = _lend("x", x), view("token_of_row", token_of_row)
+    rows, tokens = _lend("x", x), as_dlpack("token_of_row", token_of_row)
     if out is None:
         out = torch.empty(token_of_row.numel(), x.shape[1], dtype=x.dtype)
-    extension.gather_rows(rows, tokens, view("out", out), threads)
+    extension.gather_rows(rows, tokens, as_dlpack("out", out), threads)
     return out
 
 
@@ -144,10 +144,10 @@ def cpu_scatter_sum(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or position.
     """
-    _, _, threads = checks.scalars(1.0, None, threads)
+    _, _, threads = checks.check_scalars(1.0, None, threads)
     if residual and out is None:
         raise ValueError("out: must hold the residual")
-    extension = native.module()
+    extension = native.extension()
     if extension is None:
         _floats("rows", rows)
         checks._layout("position", position, 2, torch.int32)
@@ -159,13 +159,13 @@ def cpu_scatter_sum(
     lent, places = _lend("rows", rows), _lend("position", position)
     if out is None:
         out = torch.empty(position.shape[0], rows.shape[1], dtype=rows.dtype)
-    extension.scatter_sum(lent, places, view("weights", weights), view("out", out), bool(residual), threads)
+    extension.scatter_sum(lent, places, as_dlpack("weights", weights), as_dlpack("out", out), bool(residual), threads)
     return out
 
 
 def _lend(name: str, tensor: Tensor) -> object:
     """A matrix lent to the extension, which checks all but what its face needs to know."""
-    lent = view(name, tensor)
+    lent = as_dlpack(name, tensor)
     if tensor.ndim != 2:
         raise ValueError(f"{name}: must have 2 dimensions, has shape {list(tensor.shape)}")
     return lent

@@ -14,7 +14,7 @@ from typing import Any
 from moelight.kernels import native
 
 
-class Gang:
+class ThreadTeam:
     """At most ``threads`` threads, the caller among them; fewer where a call asks for fewer.
 
     With ``places``, one for each thread and each a list of processors, threads are bound to them where the system
@@ -31,7 +31,7 @@ class Gang:
         if any(not place or min(place) < 0 for place in places):
             raise ValueError("places: each must name processors, by numbers from 0 on")
         self.threads, self.places = threads, tuple(tuple(place) for place in places)
-        self._extension = native.module()
+        self._extension = native.extension()
         self._gang: Any = None if self._extension is None else self._extension.make_gang(threads, self.places)
 
     @contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 
 from moelight.core.errors import did_you_mean
 from moelight.experts.policy import ACTION_KEYS, METRICS, OPERATORS, TRIGGERS, Action, AdaptRule
-from moelight.lang.diagnostics import Complaint
-from moelight.lang.keys import KEYS, SWAPS, WrongValueError, typed, word_of
+from moelight.lang.diagnostics import LanguageError
+from moelight.lang.keys import KEYS, SWAPS, WrongValueError, typed_value, word_of
 from moelight.lang.syntax import Command, Condition, Name, Rule, Span, Value
 
 _OLD_NAMES = {"lfu_decay": "frequency_decay"}
@@ -21,7 +21,7 @@ _NEAR = {
 _VERBS = ("trigger", "rebalance")
 
 
-def read_condition(condition: Condition, complaints: list[Complaint]) -> tuple[str, str, float] | None:
+def read_condition(condition: Condition, complaints: list[LanguageError]) -> tuple[str, str, float] | None:
     """Metric, operator and threshold; None, and a complaint for each, where one of them cannot be."""
     before = len(complaints)
     threshold: Any = None
@@ -31,13 +31,15 @@ def read_condition(condition: Condition, complaints: list[Complaint]) -> tuple[s
         lambda: word_of("comparison", OPERATORS, _as_value(operator)),
     ):
         _try(attempt, complaints)
-    threshold = _try(lambda: typed("the threshold", KEYS["cache"]["freq_threshold"], condition.threshold), complaints)
+    threshold = _try(
+        lambda: typed_value("the threshold", KEYS["cache"]["freq_threshold"], condition.threshold), complaints
+    )
     if len(complaints) > before:
         return None
     return metric.text, operator.text, threshold
 
 
-def read_rule(rule: Rule, complaints: list[Complaint], *, whole: bool) -> tuple[AdaptRule, Span] | None:
+def read_rule(rule: Rule, complaints: list[LanguageError], *, whole: bool) -> tuple[AdaptRule, Span] | None:
     """The rule and where its action's value stands; None, and complaints, where it is none. ``whole``: nothing of the
     text was left out, so that an empty rule is an empty rule."""
     condition = read_condition(rule.condition, complaints)
@@ -46,7 +48,7 @@ def read_rule(rule: Rule, complaints: list[Complaint], *, whole: bool) -> tuple[
         if whole:
             extra = rule.commands[1].verb.span if rule.commands else rule.condition.metric.span
             message = f"a rule has exactly one action, and this one has {len(rule.commands)}"
-            complaints.append(Complaint(code="adapt", message=message, span=extra))
+            complaints.append(LanguageError(code="adapt", message=message, span=extra))
         for command in rule.commands:
             _action(command, complaints)
         return None
@@ -63,55 +65,55 @@ def _as_value(name: Name) -> Value:
     return Value("name", name.text, name.span)
 
 
-def _try(attempt: Any, complaints: list[Complaint]) -> Any:
+def _try(attempt: Any, complaints: list[LanguageError]) -> Any:
     try:
         return attempt()
     except WrongValueError as error:
-        complaints.append(Complaint(code=error.code, message=str(error), span=error.span))
+        complaints.append(LanguageError(code=error.code, message=str(error), span=error.span))
         return None
 
 
-def _accesses(rule: Rule, complaints: list[Complaint]) -> int | None:
+def _accesses(rule: Rule, complaints: list[LanguageError]) -> int | None:
     """Over how many accesses in a row the condition must hold; 1 where the rule does not say."""
     if rule.count is None or rule.unit is None:
         return 1
     if rule.unit.text != "accesses":
         message = f"{rule.unit.text!r} is not counted; write for N accesses"
-        complaints.append(Complaint(code="unknown_value", message=message, span=rule.unit.span))
+        complaints.append(LanguageError(code="unknown_value", message=message, span=rule.unit.span))
     counted = rule.count
-    count = _try(lambda: typed("for", KEYS["cache"]["ttl"], counted), complaints)
+    count = _try(lambda: typed_value("for", KEYS["cache"]["ttl"], counted), complaints)
     if count == 0:
         message = "for 0 accesses would fire at once, whatever the condition; write at least 1"
-        complaints.append(Complaint(code="range", message=message, span=counted.span))
+        complaints.append(LanguageError(code="range", message=message, span=counted.span))
         return None
     return count if rule.unit.text == "accesses" and isinstance(count, int) else None
 
 
-def _action(command: Command, complaints: list[Complaint]) -> Action | None:
+def _action(command: Command, complaints: list[LanguageError]) -> Action | None:
     verb, span = command.verb.text, command.verb.span
     if command.value is not None:
         return _setting(verb, span, command.value, complaints)
     what = command.what
     if verb not in _VERBS or what is None:
         message = f"{verb!r} is no action{did_you_mean(verb, _VERBS)}; write KEY = VALUE, trigger or rebalance"
-        complaints.append(Complaint(code="unknown_key", message=message, span=span))
+        complaints.append(LanguageError(code="unknown_key", message=message, span=span))
         return None
     if verb == "trigger" and _try(lambda: word_of("trigger", TRIGGERS, _as_value(what)), complaints) is None:
         return None
     return Action(kind=verb, name=what.text)
 
 
-def _setting(verb: str, span: Span, value: Value, complaints: list[Complaint]) -> Action | None:
+def _setting(verb: str, span: Span, value: Value, complaints: list[LanguageError]) -> Action | None:
     name = _OLD_NAMES.get(verb, verb)
     if name != verb:
         message = f"{verb} is an old name; write {name}"
-        complaints.append(Complaint(code="deprecated", message=message, span=span, warning=True))
+        complaints.append(LanguageError(code="deprecated", message=message, span=span, warning=True))
     if name not in ACTION_KEYS:
         near = _NEAR.get(name)
         guess = f" (did you mean {near!r}?)" if near else did_you_mean(name.lower(), ACTION_KEYS)
         message = f"rules cannot set {verb!r}{guess}; they set {', '.join(ACTION_KEYS)}"
-        complaints.append(Complaint(code="unknown_key", message=message, span=span))
+        complaints.append(LanguageError(code="unknown_key", message=message, span=span))
         return None
     block, key = SWAPS[name]
-    found = _try(lambda: typed(name, KEYS[block][key], value), complaints)
+    found = _try(lambda: typed_value(name, KEYS[block][key], value), complaints)
     return None if found is None else Action(kind="set", name=name, value=found)

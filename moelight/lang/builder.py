@@ -101,7 +101,7 @@ def expert_policy(define: Callable[[PolicyBuilder], object]) -> ExpertPolicy:
     return builder.build()
 
 
-def check_policy(policy: ExpertPolicy) -> None:
+def check_expert_policy(policy: ExpertPolicy) -> None:
     """Hold a policy that was built by hand against the rules of the language.
 
     Raises:

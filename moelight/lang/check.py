@@ -12,7 +12,7 @@ from moelight.core.errors import did_you_mean
 from moelight.experts.policy import METRICS, Action, AdaptRule, ExpertPolicy
 from moelight.lang import lint
 from moelight.lang.adapt_rules import read_condition, read_rule
-from moelight.lang.diagnostics import Complaint, Finding, located
+from moelight.lang.diagnostics import Diagnostic, LanguageError, located
 from moelight.lang.keys import (
     BLOCKS,
     FOREIGN_BLOCKS,
@@ -22,25 +22,25 @@ from moelight.lang.keys import (
     VERSION,
     Key,
     WrongValueError,
-    typed,
+    typed_value,
 )
 from moelight.lang.lower import lower
 from moelight.lang.parse import parse
-from moelight.lang.rules import Broken, Place, broken_rules, swapped
-from moelight.lang.syntax import Block, Conditional, Entry, File, Name, PolicyNode, Rule, Span
+from moelight.lang.rules import BrokenRule, Place, broken_rules, swapped
+from moelight.lang.syntax import Assignment, Block, Conditional, Name, PolicyNode, PolicyText, Rule, Span
 
 _SHARED = ("prefetch", "strategy")  # two spellings, one place
 _EXAMPLE = "policy NAME { cache { capacity = 16 } }"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class CheckedText:
     """What a text says: its policies (none where it has errors), and what is wrong with it or pointless in it."""
 
     text: str
     policies: tuple[ExpertPolicy, ...]
-    errors: tuple[Finding, ...]
-    warnings: tuple[Finding, ...]
+    errors: tuple[Diagnostic, ...]
+    warnings: tuple[Diagnostic, ...]
 
     @property
     def lines(self) -> list[str]:
@@ -48,7 +48,7 @@ class Reading:
         return self.text.split("\n")
 
 
-def read(text: str) -> Reading:
+def read(text: str) -> CheckedText:
     """The policies of ``text``, and every error and warning about it, in the order of the text."""
     tree, complaints = parse(text)
     whole = not complaints
@@ -56,25 +56,31 @@ def read(text: str) -> Reading:
     findings = located(complaints, text)
     errors = tuple(finding for finding in findings if not finding.warning)
     warnings = tuple(finding for finding in findings if finding.warning)
-    return Reading(text=text, policies=() if errors else tuple(policies), errors=errors, warnings=warnings)
+    return CheckedText(text=text, policies=() if errors else tuple(policies), errors=errors, warnings=warnings)
 
 
-def _file(tree: File, complaints: list[Complaint], whole: bool) -> list[ExpertPolicy]:
+def _file(tree: PolicyText, complaints: list[LanguageError], whole: bool) -> list[ExpertPolicy]:
     version = tree.version
     if version is not None:
         if not isinstance(version.value, int | float):
-            complaints.append(Complaint(code="type", message="version takes a number such as 0.7", span=version.span))
+            complaints.append(
+                LanguageError(code="type", message="version takes a number such as 0.7", span=version.span)
+            )
         elif version.value > VERSION:
             message = f"version {version.value:g} is newer than {VERSION}, the newest that is known here"
-            complaints.append(Complaint(code="version", message=message, span=version.span))
+            complaints.append(LanguageError(code="version", message=message, span=version.span))
     if not tree.policies and whole:
-        complaints.append(Complaint(code="empty", message=f"there is no policy here; write {_EXAMPLE}", span=(0, 0)))
+        complaints.append(
+            LanguageError(code="empty", message=f"there is no policy here; write {_EXAMPLE}", span=(0, 0))
+        )
     names: set[str] = set()
     policies = []
     for node in tree.policies:
         if node.name.text in names:
             message = f"a policy {node.name.text!r} was there before; by its name only the first is found"
-            complaints.append(Complaint(code="duplicate_policy", message=message, span=node.name.span, warning=True))
+            complaints.append(
+                LanguageError(code="duplicate_policy", message=message, span=node.name.span, warning=True)
+            )
         names.add(node.name.text)
         policies.append(_PolicyReading(complaints=complaints, whole=whole).policy(node))
     return policies
@@ -84,7 +90,7 @@ def _file(tree: File, complaints: list[Complaint], whole: bool) -> list[ExpertPo
 class _PolicyReading:
     """One policy on its way from tree to object. ``whole``: no part of the text was left out as unreadable."""
 
-    complaints: list[Complaint]
+    complaints: list[LanguageError]
     whole: bool
     values: dict[Place, Any] = field(default_factory=dict)
     spans: dict[Place, Span] = field(default_factory=dict)
@@ -110,7 +116,7 @@ class _PolicyReading:
         return policy
 
     def _complain(self, code: str, message: str, span: Span, *, warning: bool = False) -> None:
-        self.complaints.append(Complaint(code=code, message=message, span=span, warning=warning))
+        self.complaints.append(LanguageError(code=code, message=message, span=span, warning=warning))
 
     def _block(self, block: Block) -> bool:
         """Take the block in; True where it may stand for the ``cache`` that is missing otherwise."""
@@ -148,7 +154,7 @@ class _PolicyReading:
         if found is not None:
             self.rules.append(found)
 
-    def _entry(self, entry: Entry, block: str) -> bool:
+    def _entry(self, entry: Assignment, block: str) -> bool:
         """Take the entry in; True where it may stand for the ``capacity`` that is missing otherwise."""
         name, span = entry.key.text, entry.key.span
         keys = KEYS.get(block, {})
@@ -183,11 +189,11 @@ class _PolicyReading:
         self._complain("unknown_key", f"{block} has no key {name!r}{hint}", span)
         return "'capacity'" in guess
 
-    def _value(self, entry: Entry, key: Key, place: Place) -> None:
+    def _value(self, entry: Assignment, key: Key, place: Place) -> None:
         given = entry.value
         name = entry.key.text
         if not isinstance(given, Conditional):
-            self.values[place] = found = typed(name, key, given)
+            self.values[place] = found = typed_value(name, key, given)
             self.spans[place] = given.span
             if key.kind == "names" and isinstance(found, tuple) and UNMEASURED in found:
                 self.values[place] = tuple(word for word in found if word != UNMEASURED) or METRICS[:1]
@@ -199,12 +205,12 @@ class _PolicyReading:
                 "conditional", f"{name} takes no second value; rules cannot change it", given.second.span
             )
         try:
-            self.values[place] = typed(name, key, given.first)
+            self.values[place] = typed_value(name, key, given.first)
             self.spans[place] = given.first.span
         except WrongValueError as error:
             self.spoiled.add(place)
             self._complain(error.code, str(error), error.span)
-        second: Any = typed(name, key, given.second)
+        second: Any = typed_value(name, key, given.second)
         condition = read_condition(given.condition, self.complaints)
         if condition is not None:
             metric, operator, threshold = condition
@@ -232,7 +238,7 @@ class _PolicyReading:
                 span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
                 self._complain(found.code, found.message, span, warning=True)
 
-    def _judge_rule(self, policy: ExpertPolicy, rule: AdaptRule, span: Span, before: list[Broken]) -> None:
+    def _judge_rule(self, policy: ExpertPolicy, rule: AdaptRule, span: Span, before: list[BrokenRule]) -> None:
         after = swapped(policy, rule.action)
         said = {(found.code, found.places) for found in before if len(found.places) > 1}
         wrong = False
@@ -247,10 +253,10 @@ class _PolicyReading:
             for words in filter(None, (lint.never_or_always(rule), lint.pointless_rule(policy, rule))):
                 self._complain("pointless", words, span, warning=True)
 
-    def _excused(self, found: Broken, action: Action) -> bool:
+    def _excused(self, found: BrokenRule, action: Action) -> bool:
         return any(place in self.spoiled and not _changes(action, place) for place in found.places)
 
-    def _span(self, found: Broken, name: Span) -> Span:
+    def _span(self, found: BrokenRule, name: Span) -> Span:
         for place in found.places:
             if place in self.spans:
                 return self.spans[place]

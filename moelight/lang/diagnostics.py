@@ -14,7 +14,7 @@ _SHOWN = 100  # characters of a source line on either side of the place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Complaint:
+class LanguageError:
     """Something is wrong, or pointless if it is a ``warning``. ``where``: in words, as ``cache.capacity``."""
 
     code: str
@@ -25,7 +25,7 @@ class Complaint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Diagnostic:
     """A complaint at its place: ``line`` and ``column`` count from 1, in characters; ``length`` of them are meant."""
 
     code: str
@@ -40,7 +40,7 @@ class Finding:
         return {"code": self.code, "line": self.line, "column": self.column, "message": self.message}
 
 
-def located(complaints: list[Complaint], text: str) -> list[Finding]:
+def located(complaints: list[LanguageError], text: str) -> list[Diagnostic]:
     """The complaints at their places, in the order of the text."""
     if not complaints:
         return []
@@ -53,7 +53,7 @@ def located(complaints: list[Complaint], text: str) -> list[Finding]:
         start = min(start, len(text))
         line = bisect_right(starts, start)
         findings.append(
-            Finding(
+            Diagnostic(
                 code=complaint.code,
                 message=complaint.message,
                 line=line,
@@ -65,7 +65,7 @@ def located(complaints: list[Complaint], text: str) -> list[Finding]:
     return sorted(findings, key=lambda finding: (finding.line, finding.column, finding.warning))
 
 
-def shown(finding: Finding, file: str, lines: Sequence[str]) -> str:
+def diagnostic_lines(finding: Diagnostic, file: str, lines: Sequence[str]) -> str:
     """What is wrong where, the line of it among ``lines`` of the text, and a caret under the place: three lines."""
     line = lines[finding.line - 1] if finding.line <= len(lines) else ""
     at = finding.column - 1

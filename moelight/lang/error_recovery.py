@@ -20,7 +20,7 @@ _OPEN_ENDED = ("=", ":", "|", ",", "[")
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class RecoveredText:
     """The text after mending. What goes wrong at ``start`` to ``end``, blanks after it included, is the same error."""
 
     text: str
@@ -32,13 +32,13 @@ class Mended:
         return self.start <= at and not self.text[self.end : at].strip()
 
 
-def mend(text: str, at: int) -> Mended | None:
+def recover(text: str, at: int) -> RecoveredText | None:
     """``text`` without what is wrong at ``at``; None where nothing can be said."""
     clear = _clear(text)
     opened = _open_braces(clear, at)
     depth = len(opened)
     if at >= len(text):
-        return Mended(text + "}" * depth, len(text), len(text) + depth) if depth else None
+        return RecoveredText(text + "}" * depth, len(text), len(text) + depth) if depth else None
     if clear[at] == "," or (depth == 0 and clear[at] == "}"):
         return _blanked(text, at, at + 1)
     if depth == 0:
@@ -106,14 +106,14 @@ def missing_braces(clear: str, at: int, depth: int) -> tuple[int, int] | None:
     return None
 
 
-def _closed(text: str, before: int, count: int) -> Mended | None:
+def _closed(text: str, before: int, count: int) -> RecoveredText | None:
     """``count`` closing braces in the blanks right before ``before``; None where there is no room."""
     if text[before - count : before].strip():
         return None
-    return Mended(text[: before - count] + "}" * count + text[before:], before - count, before)
+    return RecoveredText(text[: before - count] + "}" * count + text[before:], before - count, before)
 
 
-def _without_statement(text: str, clear: str, at: int, brace: int) -> Mended:
+def _without_statement(text: str, clear: str, at: int, brace: int) -> RecoveredText:
     start, end = brace + 1, len(clear)
     word = _word_before(clear, at)
     if word is not None and lacks_value(text, at):
@@ -143,6 +143,6 @@ def _closing(clear: str, opening: int) -> int:
     return len(clear)
 
 
-def _blanked(text: str, start: int, end: int) -> Mended:
+def _blanked(text: str, start: int, end: int) -> RecoveredText:
     kept = "".join(c if c == "\n" else " " for c in text[start:end])
-    return Mended(text[:start] + kept + text[end:], start, end)
+    return RecoveredText(text[:start] + kept + text[end:], start, end)

@@ -122,7 +122,7 @@ _KEYS: Mapping[Place, str | Callable[[ExpertPolicy], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meaning:
+class Explanation:
     """One line of a policy and what it does; ``block`` is empty but on the first line of each."""
 
     block: str
@@ -130,10 +130,10 @@ class Meaning:
     words: str
 
 
-def meanings(policy: ExpertPolicy) -> list[Meaning]:
+def meanings(policy: ExpertPolicy) -> list[Explanation]:
     """Every line of the canonical text, and what goes without saying about eviction and prefetch."""
     said = {("cache", "eviction"), ("prefetch", "strategy"), ("schedule", "mode")}
-    found: list[Meaning] = []
+    found: list[Explanation] = []
     last = ""
     seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
     for block, key, text in entries(policy, written=said):
@@ -141,10 +141,10 @@ def meanings(policy: ExpertPolicy) -> list[Meaning]:
         swap = seconds.get(KEYS[block][key].swap)
         if swap is not None:
             words += f"; {_change(swap)}"
-        found.append(Meaning(block="" if block == last else block, line=f"{key} = {text}", words=words))
+        found.append(Explanation(block="" if block == last else block, line=f"{key} = {text}", words=words))
         last = block
     for index, rule in enumerate(rule for rule in policy.adapt if not rule.conditional):
-        found.append(Meaning(block="adapt" if index == 0 else "", line=rule_text(rule), words=_change(rule)))
+        found.append(Explanation(block="adapt" if index == 0 else "", line=rule_text(rule), words=_change(rule)))
     return found
 
 
@@ -170,7 +170,7 @@ def _change(rule: AdaptRule) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
+class ExpertSizes:
     """The experts of a model: ``layers`` with ``per_layer`` each, of ``page_bytes`` each."""
 
     layers: int
@@ -183,7 +183,7 @@ class Experts:
         return self.layers * self.per_layer
 
 
-def cached_experts(policy: ExpertPolicy, experts: Experts) -> int:
+def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
     """How many experts of the model have room at once.
 
     Raises:
@@ -203,7 +203,7 @@ def cached_experts(policy: ExpertPolicy, experts: Experts) -> int:
     return total
 
 
-def memory_words(policy: ExpertPolicy, experts: Experts, model: str) -> str:
+def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
     """One sentence on the room that the policy asks for on a model."""
     count = cached_experts(policy, experts)
     share = count / experts.count
@@ -217,7 +217,7 @@ def memory_words(policy: ExpertPolicy, experts: Experts, model: str) -> str:
     )
 
 
-def pressure_words(policy: ExpertPolicy, experts: Experts) -> str:
+def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
     """What a memory threshold amounts to in experts, or an empty string. Its sizes are the policy's own."""
     cache = policy.cache
     if cache.memory_threshold is None:
@@ -230,7 +230,7 @@ def pressure_words(policy: ExpertPolicy, experts: Experts) -> str:
     )
 
 
-def spread(policy: ExpertPolicy, experts: Experts, capacities: Mapping[str, int]) -> dict[str, int]:
+def spread(policy: ExpertPolicy, experts: ExpertSizes, capacities: Mapping[str, int]) -> dict[str, int]:
     """Experts by tier, the fastest first: the cache in the first (``device``, or ``host`` without a GPU), the others in
     the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
     tiers = [tier for tier in ("device", "host", "disk") if capacities.get(tier)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 
 from moelight.core.errors import ConfigError, did_you_mean
-from moelight.core.small_files import open_regular, reason
+from moelight.core.small_files import open_regular, read_error_text
 from moelight.experts.policy import ExpertPolicy
-from moelight.lang.check import Reading, read
-from moelight.lang.diagnostics import Complaint, located
+from moelight.lang.check import CheckedText, read
+from moelight.lang.diagnostics import LanguageError, located
 from moelight.lang.parse import MOST_CHARACTERS
 
 _MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of a text that is just not too long, and a little to see that it is
 
 
-def read_file(path: str | os.PathLike[str]) -> Reading:
+def read_file(path: str | os.PathLike[str]) -> CheckedText:
     """What the file says, with its errors and warnings.
 
     Raises:
@@ -24,15 +24,15 @@ def read_file(path: str | os.PathLike[str]) -> Reading:
         with open(open_regular(path), "rb") as file:
             data = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be read: {reason(error)}") from None
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {read_error_text(error)}") from None
     try:
         return read(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode("utf-8", "replace").removeprefix("\ufeff")
         text = before + data[error.start :].decode("utf-8", "replace")
         message = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        found = located([Complaint(code="encoding", message=message, span=(len(before), len(before) + 1))], text)
-        return Reading(text=text, policies=(), errors=tuple(found), warnings=())
+        found = located([LanguageError(code="encoding", message=message, span=(len(before), len(before) + 1))], text)
+        return CheckedText(text=text, policies=(), errors=tuple(found), warnings=())
 
 
 def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ...]:

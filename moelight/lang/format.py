@@ -20,7 +20,7 @@ from moelight.lang.check import read
 from moelight.lang.keys import KEYS
 from moelight.lang.parse import parse
 from moelight.lang.rules import Place
-from moelight.lang.syntax import Entry, File, Rule
+from moelight.lang.syntax import Assignment, PolicyText, Rule
 
 INDENT = "    "
 COOLDOWN = 50  # accesses; the language has no other
@@ -58,7 +58,7 @@ def format_text(text: str) -> str:
     places = dict(_anchors(tree))
     lines: list[Line] = []
     if tree.version is not None:
-        lines.append(((-1, "", ""), f"version {number_text(tree.version.value)}"))
+        lines.append(((-1, "", ""), f"version {number_literal(tree.version.value)}"))
     for number, policy in enumerate(reading.policies):
         if lines:
             lines.append(((number, "blank", ""), ""))
@@ -97,7 +97,7 @@ def rule_text(rule: AdaptRule) -> str:
 
 def condition_text(rule: AdaptRule) -> str:
     """``hit_rate < 0.4``."""
-    return f"{rule.metric} {rule.op} {number_text(rule.threshold)}"
+    return f"{rule.metric} {rule.op} {number_literal(rule.threshold)}"
 
 
 def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str:
@@ -107,7 +107,7 @@ def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return number_text(value)
+        return number_literal(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]" if listed else " | ".join(map(str, value))
     if quoted:
@@ -116,16 +116,16 @@ def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str
     return str(value)
 
 
-def number_text(value: Any) -> str:
+def number_literal(value: Any) -> str:
     """Exact, and without a point where it is whole."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
 def _capacity_text(capacity: Capacity) -> str:
     if capacity.unit == "percent":
-        return f"{Decimal(number_text(capacity.value)):f}%"
+        return f"{Decimal(number_literal(capacity.value)):f}%"
     if capacity.unit != "bytes":
-        return number_text(capacity.value)
+        return number_literal(capacity.value)
     size = int(capacity.value)
     for unit, factor in _UNITS:
         if size >= factor and size % factor == 0:
@@ -178,7 +178,7 @@ def _check_sayable(policy: ExpertPolicy) -> None:
 # Comments
 
 
-def _anchors(tree: File) -> Iterator[tuple[int, Anchor]]:
+def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
     """Where in the text the lines begin that come from it, in its order."""
     if tree.version is not None and tree.version.span is not None:
         yield tree.version.span[0], (-1, "", "")
@@ -190,7 +190,7 @@ def _anchors(tree: File) -> Iterator[tuple[int, Anchor]]:
                 yield block.name.span[0], (number, block.name.text, "")
             rules = 0
             for item in block.items:
-                if isinstance(item, Entry) and item.key.span is not None:
+                if isinstance(item, Assignment) and item.key.span is not None:
                     key = "strategy" if item.key.text == "predictor" else item.key.text
                     yield item.key.span[0], (number, block.name.text, key)
                 elif isinstance(item, Rule) and item.condition.metric.span is not None:

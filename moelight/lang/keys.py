@@ -19,7 +19,7 @@ MONITOR_METRICS = (*METRICS, UNMEASURED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """What a key takes: a ``kind`` of `typed`, for words and names one of ``choices``. ``swap``: the name under which
+    """What a key takes: a ``kind`` of `typed_value`, for words and names one of ``choices``. ``swap``: the name under which
     rules may change it, and so that it may have a second value."""
 
     kind: str
@@ -107,7 +107,7 @@ _WANTED = {
 }
 
 
-def typed(name: str, key: Key, value: Value) -> object:
+def typed_value(name: str, key: Key, value: Value) -> object:
     """``value`` as the objects hold it.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moelight.experts.policy import AdaptRule, ExpertPolicy
-from moelight.lang.rules import Broken, swapped
+from moelight.lang.rules import BrokenRule, swapped
 
 _MEMORY_KEYS = ("memory_headroom", "memory_budget_gb", "expert_size_gb")
 _ENTROPY_KEYS = ("entropy_window", "rebalance_interval")
@@ -35,7 +35,7 @@ def _words(value: object) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else ()
 
 
-def unread_keys(policy: ExpertPolicy) -> Iterator[Broken]:
+def unread_keys(policy: ExpertPolicy) -> Iterator[BrokenRule]:
     """The keys that no eviction, strategy or mode of the policy, now or later, ever reads."""
     evictions = reached(policy, "eviction", policy.cache.eviction)
     strategies = reached(policy, "prefetch_strategy", (policy.prefetch.strategy,))
@@ -61,21 +61,21 @@ def unread_keys(policy: ExpertPolicy) -> Iterator[Broken]:
             yield _unread("per_layer", key, "allocation = entropy", "uniform budgets never change")
 
 
-def _unread(block: str, key: str, reader: str, instead: str) -> Broken:
+def _unread(block: str, key: str, reader: str, instead: str) -> BrokenRule:
     message = f"{key} is read only by {reader}, and {instead}"
-    return Broken(code="unread", message=message, places=((block, key),))
+    return BrokenRule(code="unread", message=message, places=((block, key),))
 
 
-def pointless(policy: ExpertPolicy) -> Iterator[Broken]:
+def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
     """Values that say the same twice."""
     cache = policy.cache
     if len(set(cache.pin)) < len(cache.pin):
-        yield Broken(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
+        yield BrokenRule(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
     if len(cache.eviction) > 1 and len(set(cache.eviction)) == 1:
         message = f"two layers of the same policy; write eviction = {cache.eviction[0]}"
-        yield Broken(code="pointless", message=message, places=(("cache", "eviction"),))
+        yield BrokenRule(code="pointless", message=message, places=(("cache", "eviction"),))
     if policy.monitor is not None and len(set(policy.monitor.metrics)) < len(policy.monitor.metrics):
-        yield Broken(code="pointless", message="metrics names one twice", places=(("monitor", "metrics"),))
+        yield BrokenRule(code="pointless", message="metrics names one twice", places=(("monitor", "metrics"),))
 
 
 def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> str:

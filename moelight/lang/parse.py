@@ -1,6 +1,6 @@
 """Text to tree: the grammar of ``moe.lark`` (LALR, contextual words) and what syntax errors say.
 
-After an error the parse goes on behind the faulty statement (`mend`), so that one slip hides nothing else.
+After an error the parse goes on behind the faulty statement (`recover`), so that one slip hides nothing else.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import parse_bytes
-from moelight.lang.diagnostics import Complaint
-from moelight.lang.error_recovery import Mended, lacks_value, mend, unclosed
+from moelight.lang.diagnostics import LanguageError
+from moelight.lang.error_recovery import RecoveredText, lacks_value, recover, unclosed
 from moelight.lang.syntax import (
+    Assignment,
     Block,
     Command,
     Condition,
     Conditional,
-    Entry,
-    File,
     Name,
     PolicyNode,
+    PolicyText,
     Rule,
     Value,
 )
@@ -57,14 +57,14 @@ _EXPECTED = {
 }
 
 
-def parse(text: str) -> tuple[File, list[Complaint]]:
+def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
     """The tree of ``text`` and its syntax errors; what they made unreadable is missing from the tree."""
     if len(text) > MOST_CHARACTERS:
         message = f"the file has {len(text):,} characters; a policy file has at most {MOST_CHARACTERS:,}"
-        return File(None, ()), [Complaint(code="too_long", message=message, span=(0, 0))]
-    complaints: list[Complaint] = []
+        return PolicyText(None, ()), [LanguageError(code="too_long", message=message, span=(0, 0))]
+    complaints: list[LanguageError] = []
     left = text
-    last: Mended | None = None
+    last: RecoveredText | None = None
     for _ in range(2 * _MOST_SYNTAX_ERRORS):
         try:
             return _run(left), complaints
@@ -74,15 +74,15 @@ def parse(text: str) -> tuple[File, list[Complaint]]:
                 complaints.append(_complaint(error, left, at))
             if len(complaints) >= _MOST_SYNTAX_ERRORS:
                 break
-            last = mend(left, at)
+            last = recover(left, at)
             if last is None or last.text == left:
                 break
             left = last.text
-    return File(None, ()), complaints
+    return PolicyText(None, ()), complaints
 
 
-def _run(text: str) -> File:
-    return cast(File, _parser().parse(text))
+def _run(text: str) -> PolicyText:
+    return cast(PolicyText, _parser().parse(text))
 
 
 @cache
@@ -103,9 +103,9 @@ def _span(token: Token) -> tuple[int, int]:
 class _Tree(Transformer[Token, Any]):
     """Lark calls a method with the parts of each production; the tokens are the language's own."""
 
-    def file(self, parts: list[Any]) -> File:
+    def file(self, parts: list[Any]) -> PolicyText:
         version = parts.pop(0) if parts and isinstance(parts[0], Value) else None
-        return File(version, tuple(parts))
+        return PolicyText(version, tuple(parts))
 
     def version(self, parts: list[Any]) -> Value:
         return _number(parts[0])
@@ -119,8 +119,8 @@ class _Tree(Transformer[Token, Any]):
     def foreign(self, parts: list[Any]) -> Block:
         return Block(_name(parts[0]), (), True)
 
-    def entry(self, parts: list[Any]) -> Entry:
-        return Entry(_name(parts[0]), parts[1])
+    def entry(self, parts: list[Any]) -> Assignment:
+        return Assignment(_name(parts[0]), parts[1])
 
     def conditional(self, parts: list[Any]) -> Conditional:
         return Conditional(*parts)
@@ -197,16 +197,16 @@ def _place(error: UnexpectedInput, text: str) -> int:
     return int(getattr(error, "pos_in_stream", None) or 0)
 
 
-def _complaint(error: UnexpectedInput, text: str, at: int) -> Complaint:
+def _complaint(error: UnexpectedInput, text: str, at: int) -> LanguageError:
     opened = unclosed(text, at)
     if opened is not None:
         what, span = opened
-        return Complaint(code="syntax", message=f"the '{{' of {what} is never closed; write '}}'", span=span)
+        return LanguageError(code="syntax", message=f"the '{{' of {what} is never closed; write '}}'", span=span)
     if at >= len(text):
-        return Complaint(code="syntax", message=f"the file ends where {_wanted(error)}", span=_last_word(text))
+        return LanguageError(code="syntax", message=f"the file ends where {_wanted(error)}", span=_last_word(text))
     found = _WORD.match(text, at)
     word = found.group() if found else text[at]
-    return Complaint(code="syntax", message=f"{_hint(error, text, at, word)}", span=(at, at + len(word)))
+    return LanguageError(code="syntax", message=f"{_hint(error, text, at, word)}", span=(at, at + len(word)))
 
 
 def _last_word(text: str) -> tuple[int, int]:

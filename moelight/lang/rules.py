@@ -18,7 +18,7 @@ Place = tuple[str, str]  # block, key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
+class BrokenRule:
     """A rule that a policy breaks. ``places``: what it is about, the likeliest to be wrong first."""
 
     code: str
@@ -48,50 +48,50 @@ _ALONE: tuple[tuple[str, str, str, _Holds, str], ...] = (
 )
 
 
-def broken_rules(policy: ExpertPolicy) -> list[Broken]:
+def broken_rules(policy: ExpertPolicy) -> list[BrokenRule]:
     """Every rule that ``policy`` breaks; rules about its ``adapt`` are `swapped` and the same again."""
     found = list(_capacity(policy))
     for code, block, key, holds, words in _ALONE:
         section = getattr(policy, block)
         value = None if section is None else getattr(section, key)
         if value is not None and not holds(value):
-            found.append(Broken(code=code, message=f"{key} is {value:g}; it {words}", places=((block, key),)))
+            found.append(BrokenRule(code=code, message=f"{key} is {value:g}; it {words}", places=((block, key),)))
     return [*found, *_together(policy)]
 
 
-def _capacity(policy: ExpertPolicy) -> Iterator[Broken]:
+def _capacity(policy: ExpertPolicy) -> Iterator[BrokenRule]:
     capacity, pins = policy.cache.capacity, policy.cache.pin
     place = (("cache", "capacity"),)
     if capacity.unit == "slots" and not 1 <= capacity.value <= MOST_SLOTS:
         more = "" if capacity.value < 1 else "; for more, write a share such as 25% or a size such as 2GiB"
         message = f"capacity is {capacity.value:g}; a count must lie within 1 and {MOST_SLOTS}{more}"
-        yield Broken(code="V1", message=message, places=place)
+        yield BrokenRule(code="V1", message=message, places=place)
     if capacity.unit == "percent" and not 0 < capacity.value <= 100:
         message = f"capacity is {capacity.value:g}%; a share must be above 0% and at most 100%"
-        yield Broken(code="V1", message=message, places=place)
+        yield BrokenRule(code="V1", message=message, places=place)
     if capacity.unit == "bytes" and not capacity.value > 0:
-        yield Broken(code="V1", message="capacity is no size above 0 bytes that a machine could have", places=place)
+        yield BrokenRule(code="V1", message="capacity is no size above 0 bytes that a machine could have", places=place)
     far = [expert for expert in pins if not 0 <= expert <= MOST_ID]
     if far:
         message = f"pin holds {', '.join(map(str, far[:4]))}; expert ids lie within 0 and {MOST_ID}"
-        yield Broken(code="V2", message=message, places=(("cache", "pin"),))
+        yield BrokenRule(code="V2", message=message, places=(("cache", "pin"),))
     if capacity.unit == "slots" and len(pins) > capacity.value:
         message = f"pin holds {len(pins)} ids, and capacity is {capacity.value:g}; all pinned experts must have room"
-        yield Broken(code="V3", message=message, places=(("cache", "pin"), *place))
+        yield BrokenRule(code="V3", message=message, places=(("cache", "pin"), *place))
 
 
-def _together(policy: ExpertPolicy) -> Iterator[Broken]:
+def _together(policy: ExpertPolicy) -> Iterator[BrokenRule]:
     cache, prefetch, schedule, layers = policy.cache, policy.prefetch, policy.schedule, policy.per_layer
     strategy = ("prefetch", "strategy")
     if prefetch.strategy != "none" and cache.capacity.unit == "slots" and prefetch.budget > cache.capacity.value:
         message = f"budget is {prefetch.budget}, and capacity is {cache.capacity.value:g}; guesses must have room"
-        yield Broken(code="V10", message=message, places=(("prefetch", "budget"), strategy, ("cache", "capacity")))
+        yield BrokenRule(code="V10", message=message, places=(("prefetch", "budget"), strategy, ("cache", "capacity")))
     if schedule.mode == "hybrid" and not schedule.overlap:
         message = "mode = hybrid computes while experts are fetched: overlap must be true"
-        yield Broken(code="V14", message=message, places=(("schedule", "overlap"), ("schedule", "mode")))
+        yield BrokenRule(code="V14", message=message, places=(("schedule", "overlap"), ("schedule", "mode")))
     if "score" in cache.eviction and prefetch.strategy == "none":
         message = "eviction = score needs a prefetch strategy other than none"
-        yield Broken(code="V15", message=message, places=(("cache", "eviction"), strategy))
+        yield BrokenRule(code="V15", message=message, places=(("cache", "eviction"), strategy))
     if cache.memory_threshold is not None:
         threshold = ("cache", "memory_threshold")
         if not 0 < cache.memory_headroom <= cache.memory_threshold:
@@ -99,14 +99,14 @@ def _together(policy: ExpertPolicy) -> Iterator[Broken]:
                 f"memory_headroom is {cache.memory_headroom:g}; it must be above 0 and at most memory_threshold, "
                 f"{cache.memory_threshold:g}"
             )
-            yield Broken(code="V17", message=message, places=(("cache", "memory_headroom"), threshold))
+            yield BrokenRule(code="V17", message=message, places=(("cache", "memory_headroom"), threshold))
         if not cache.memory_budget_gb > 0:
             message = f"memory_budget_gb is {cache.memory_budget_gb:g}; it must be above 0"
-            yield Broken(code="V18", message=message, places=(("cache", "memory_budget_gb"), threshold))
+            yield BrokenRule(code="V18", message=message, places=(("cache", "memory_budget_gb"), threshold))
     if layers is not None and layers.min_capacity > layers.max_capacity:
         message = f"min_capacity is {layers.min_capacity}, above max_capacity, {layers.max_capacity}"
         places = (("per_layer", "min_capacity"), ("per_layer", "max_capacity"))
-        yield Broken(code="range", message=message, places=places)
+        yield BrokenRule(code="range", message=message, places=places)
 
 
 def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:

@@ -50,7 +50,7 @@ class Conditional:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Assignment:
     """``key = value``."""
 
     key: Name
@@ -81,7 +81,7 @@ class Block:
     """``name { items }``. ``foreign``: a block of the reference that we do not have; its contents are not kept."""
 
     name: Name
-    items: tuple[Entry | Rule, ...]
+    items: tuple[Assignment | Rule, ...]
     foreign: bool = False
 
 
@@ -94,7 +94,7 @@ class PolicyNode:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class PolicyText:
     """A whole text."""
 
     version: Value | None

@@ -24,7 +24,7 @@ from moelight.memory.arena import slots
 LOADED_AT_ONCE = 4
 
 
-class Arriving(Protocol):
+class PendingPage(Protocol):
     """A page on its way."""
 
     def wait(self) -> None:
@@ -36,7 +36,7 @@ class Arriving(Protocol):
         ...
 
 
-StartPage = Callable[[Page, Tensor, int], Arriving | None]  # the bytes of a page from the last argument on
+StartPage = Callable[[Page, Tensor, int], PendingPage | None]  # the bytes of a page from the last argument on
 ExpertWeights = tuple[Tensor, Tensor]
 
 
@@ -93,7 +93,7 @@ class PageStore:
 
     def load(self, start: StartPage) -> None:
         """Fill every home that is memory, a few pages at a time."""
-        coming: deque[Arriving] = deque()
+        coming: deque[PendingPage] = deque()
         bounce: Tensor | None = None
         for page, home in self._homes():
             if home.device.type == "cpu":
@@ -174,13 +174,13 @@ class PageStore:
         return [self._far_views[page] if page in self._computed else None for page in pages]
 
 
-def _begin(start: StartPage, page: Page, into: Tensor, coming: deque[Arriving]) -> None:
+def _begin(start: StartPage, page: Page, into: Tensor, coming: deque[PendingPage]) -> None:
     arriving = start(page, into, 0)
     if arriving is not None:
         coming.append(arriving)
     _finish(coming, most=LOADED_AT_ONCE)
 
 
-def _finish(coming: deque[Arriving], *, most: int) -> None:
+def _finish(coming: deque[PendingPage], *, most: int) -> None:
     while len(coming) > most:
         coming.popleft().wait()

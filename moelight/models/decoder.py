@@ -17,7 +17,7 @@ from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels.norm import cpu_rotate, rms_norm, rotate
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, parts
-from moelight.models.moe import ExpertWeights, Routed, mixture, route
+from moelight.models.moe import ExpertWeights, Routed, moe_forward, route_tokens
 from moelight.models.rope import Rotation
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
@@ -84,7 +84,7 @@ class Decoder:
         routed = self._routed(x, mine.router)
         if watch is not None:
             watch(layer, routed)
-        mixture(routed, experts, self.space, into=hidden)
+        moe_forward(routed, experts, self.space, into=hidden)
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; gives what the layer's experts need."""
@@ -100,7 +100,7 @@ class Decoder:
         if mine.router is None:
             raise MoelightError(f"layer {layer} has no router")
         x = rms_norm(hidden, mine.post_norm, self.model.norm_eps)
-        return route(linear(x, mine.router), self.model.router)
+        return route_tokens(linear(x, mine.router), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]. The head runs in chunks of rows, so that no repacked copy of it is large."""
@@ -118,7 +118,7 @@ class Decoder:
         return rms_norm(hidden, mine.post_norm, self.model.norm_eps, add=projected)
 
     def _routed(self, x: Tensor, router: Tensor) -> Routed:
-        weights, ids = route(linear(x, router), self.model.router)
+        weights, ids = route_tokens(linear(x, router), self.model.router)
         return Routed(x=x, weights=weights, ids=ids)
 
     def _dense(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

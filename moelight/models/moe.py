@@ -20,7 +20,7 @@ from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace, feed_forward, padded_rows, parts
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
@@ -30,14 +30,14 @@ ExpertWeights = tuple[Tensor, Tensor]
 _IDLE = (None, None)  # an expert without rows: lending its weights to a kernel takes as long as a busy one's
 
 
-class Experts(tuple[ExpertWeights | None, ...]):
+class MoEWeights(tuple[ExpertWeights | None, ...]):
     """gate_up and down of a layer's experts, None for one that is computed elsewhere. Kept, a device need not be told
     again where they lie."""
 
     @cached_property
-    def pages(self) -> Pages:
+    def pages(self) -> PageTable:
         """Their addresses; at least one expert is there."""
-        return Pages.of([each and each[0] for each in self], [each and each[1] for each in self])
+        return PageTable.of([each and each[0] for each in self], [each and each[1] for each in self])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Routed:
     ids: Tensor
 
 
-def route(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights float32 [T, k] and expert ids int32 [T, k] of the k likeliest experts, in the order of
     the ids; the lowest id wins a tie."""
     if logits.device.type == "cpu":
@@ -65,7 +65,7 @@ def route(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def mixture(
+def moe_forward(
     routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, into: Tensor | None = None
 ) -> Tensor:
     """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` where that is given; T at most what ``space``
@@ -79,23 +79,23 @@ def mixture(
     rows = routed.ids.numel()
     on_card = routed.x.is_cuda and any(experts)
     if on_card and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
-        return grouped(routed, experts if isinstance(experts, Experts) else Experts(experts), space, into)
+        return grouped_forward(routed, experts if isinstance(experts, MoEWeights) else MoEWeights(experts), space, into)
     if all(expert is not None for expert in experts):
         found = _all_at_once(routed, [expert for expert in experts if expert is not None], space)
     else:
         sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
-        accumulate(sums, routed, experts, space, most_rows=routed.x.shape[0])
+        add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
         found = sums.to(routed.x.dtype)
     return found if into is None else into.add_(found)
 
 
 def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, into: Tensor | None) -> Tensor:
     """Sorted, gathered, computed and summed by kernels."""
-    return _Halves(routed, experts, frozenset(), space.rows).end(into)
+    return _PartialMoE(routed, experts, frozenset(), space.rows).end(into)
 
 
-class _Halves:
-    """`mixture` by kernels in two steps: rows of the experts that are there are computed when this is made, those of
+class _PartialMoE:
+    """`moe_forward` by kernels in two steps: rows of the experts that are there are computed when this is made, those of
     the ``late`` ones by `end`. Rows lie sorted: first those, then these, and experts that are computed elsewhere last,
     which are left out. ``rows`` [at least T k, H] is theirs until the end. How experts are told apart leaves no trace
     in the sums."""
@@ -140,8 +140,8 @@ class _Halves:
         cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
 
 
-class Begun:
-    """A `mixture` whose ``late`` experts are not there yet. Where no kernels are, nothing is done before the end.
+class SplitMoE:
+    """A `moe_forward` whose ``late`` experts are not there yet. Where no kernels are, nothing is done before the end.
 
     ``first_row``: of the rows of ``space``, of which it takes T k until the end.
     """
@@ -156,18 +156,18 @@ class Begun:
     ) -> None:
         self._whole = routed, experts, space
         native_here = routed.x.device.type == "cpu" and native.available()
-        self._halves = _Halves(routed, experts, late, space.rows[first_row:]) if native_here else None
+        self._halves = _PartialMoE(routed, experts, late, space.rows[first_row:]) if native_here else None
 
     def end(self, *, into: Tensor) -> None:
         """Compute the rest and add it all to ``into`` [T, H]."""
         if self._halves is not None:
             self._halves.end(into)
         else:
-            mixture(*self._whole, into=into)
+            moe_forward(*self._whole, into=into)
 
 
-def grouped(routed: Routed, experts: Experts, space: Workspace, into: Tensor | None = None) -> Tensor:
-    """`mixture` by the kernels of a GPU, a few launches for all experts; as many tokens at once as ``space`` holds the
+def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
+    """`moe_forward` by the kernels of a GPU, a few launches for all experts; as many tokens at once as ``space`` holds the
     activations of."""
     pages, top_k = experts.pages, routed.ids.shape[1]
     out = torch.empty_like(routed.x) if into is None else into
@@ -188,11 +188,11 @@ def grouped(routed: Routed, experts: Experts, space: Workspace, into: Tensor | N
     return out
 
 
-def accumulate(
+def add_experts(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
 ) -> None:
     """sums float32 [T, H] += the experts of ``routed``, expert by expert: T may be more than ``space`` is made for.
-    Sums that were zero become those of `mixture`, number by number.
+    Sums that were zero become those of `moe_forward`, number by number.
 
     ``most_rows``: computed at a time; where the CPU's kernels compute, weighted and added at a time.
     """
@@ -217,7 +217,7 @@ def accumulate(
 def _accumulate_natively(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, most_rows: int
 ) -> None:
-    """`accumulate` by kernels: as many rows at once as ``space`` has, of however many experts."""
+    """`add_experts` by kernels: as many rows at once as ``space`` has, of however many experts."""
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
     weights = routed.weights.flatten()[by_expert.order.long()]
     bounds = enumerate(pairwise(by_expert.offsets.tolist()))

@@ -43,7 +43,7 @@ class Binding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
+class RunStats:
     """One run.
 
     Attributes:

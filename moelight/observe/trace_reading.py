@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.schedule import Lane, TaskKind
-from moelight.core.small_files import open_regular, reason
+from moelight.core.small_files import open_regular, read_error_text
 from moelight.observe.trace import About, LaneForecast
 
 _CHUNK = 1 << 20
@@ -66,7 +66,7 @@ def read_trace(path: Path) -> Recording:
         with open(open_regular(path), encoding="utf-8") as file:
             return _read(_Text(file))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({reason(error)})", code="trace_file") from None
+        raise InputError(f"{path}: cannot be read ({read_error_text(error)})", code="trace_file") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8, so not a trace", code="trace_file") from None
     except _TraceError as fault:

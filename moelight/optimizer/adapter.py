@@ -18,7 +18,7 @@ from moelight.core.policy import Policy
 from moelight.hrm.footprint import riding_tokens
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import steady_passes
-from moelight.optimizer.allocation import FIELDS, Allocation, Candidates, Values, values_of, with_values
+from moelight.optimizer.allocation import FIELDS, Allocation, PolicyCandidates, Values, values_of, with_values
 from moelight.optimizer.calibration import KINDS, LANES, Belief, Passed, Pricing, passes_that_ran
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -55,7 +55,7 @@ class Rest:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Trial:
+class _PolicyTrial:
     """A change that has to prove itself. ``beliefs`` are from before it; ``rows`` the sequences that a pass should now
     have."""
 
@@ -81,7 +81,7 @@ class Adapter:
         self._ran: dict[str, deque[Passed]] = {kind: deque(maxlen=_REMEMBERED) for kind in KINDS}
         self._with_prompts, self._gen_len = 1.0, 1.0
         self._noted: Values | None = None
-        self._trial: _Trial | None = None
+        self._trial: _PolicyTrial | None = None
         self._refused: set[tuple[str, bool]] = set()
         self._changes, self._settling, self._at_ease = 0, 0, 0
 
@@ -134,12 +134,14 @@ class Adapter:
         reason = f"{self._evidence(ran, best, rest)}, so {_changes(now, best)}"
         rows = [each.rows for passed in ran.values() for each in passed]
         more = self._alive(best, rest) / self._alive(now, rest)
-        self._trial = _Trial(
+        self._trial = _PolicyTrial(
             before=self.policy, beliefs=dict(self._beliefs), gain=gain, rows=sum(rows) / len(rows) * max(1.0, more)
         )
         return self._change(best, f"{reason}: {gain:.0%} more tokens per second expected", gain, after_pass)
 
-    def _judge(self, trial: _Trial, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int) -> Adaptation | None:
+    def _judge(
+        self, trial: _PolicyTrial, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int
+    ) -> Adaptation | None:
         """Whether enough of the promise came true: passes take as long as was expected of them, and are as full."""
         passed = [each for kind in ran.values() for each in kind]
         took = sum(each.seconds for each in passed)
@@ -196,7 +198,7 @@ class Adapter:
 
     def _token_s(self, rows: Collection[Values], rest: Rest) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Seconds for one generated token under each of ``rows``, in full swing."""
-        found, work = Candidates.made(self.policy, rows), rest.workload()
+        found, work = PolicyCandidates.made(self.policy, rows), rest.workload()
         alive = np.minimum(found.batch_size, max(1, rest.most_alive))
         riding = riding_tokens(found) + found.batch_size - alive
         passes = steady_passes(work, alive, riding, spread=self._with_prompts * work.gen_len)

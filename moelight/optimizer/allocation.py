@@ -29,7 +29,7 @@ _CUTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidates:
+class PolicyCandidates:
     """Policies that differ in `FIELDS` from ``of``, as arrays; with the face of a policy as far as memory and time ask
     for it."""
 
@@ -41,7 +41,7 @@ class Candidates:
     look_ahead: Any
 
     @classmethod
-    def made(cls, of: Policy, rows: Collection[Values]) -> Candidates:
+    def made(cls, of: Policy, rows: Collection[Values]) -> PolicyCandidates:
         """From the values of each."""
         columns = np.array(list(rows), dtype=np.int64).T
         return cls(of=of, **dict(zip(FIELDS, columns, strict=True)))
@@ -88,7 +88,7 @@ class Allocation:
         self._bytes = fixed_bytes(model, policy, dtype=dtype, kv_dtype=dtype)
         self._most = int(pass_tokens(policy))
 
-    def holds(self, candidates: Candidates | Policy) -> Any:
+    def holds(self, candidates: PolicyCandidates | Policy) -> Any:
         """Whether no region would have to be larger."""
         needed = fixed_bytes(self._model, candidates, dtype=self._dtype, kv_dtype=self._dtype)
         fits = np.asarray(pass_tokens(candidates) <= self._most)
@@ -117,7 +117,7 @@ class Allocation:
             if 1 <= mu <= tokens and min(n, prompts) >= 1 and self._fixed.isdisjoint(changed):
                 found[each] = None
         rows = list(found)
-        fits = np.broadcast_to(self.holds(Candidates.made(self.policy, rows)), len(rows))
+        fits = np.broadcast_to(self.holds(PolicyCandidates.made(self.policy, rows)), len(rows))
         return [row for row, fit in zip(rows, fits, strict=True) if fit or row == values]
 
     def _lines(self, values: Values, most_alive: int) -> Iterator[Values]:

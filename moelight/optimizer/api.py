@@ -13,7 +13,7 @@ from moelight.core.timeline import Timeline
 from moelight.optimizer import optimize as planner
 from moelight.optimizer.fixed_values import Fixed, parse_fixes
 from moelight.optimizer.plan import Plan
-from moelight.optimizer.simulation import Stage
+from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
@@ -49,7 +49,7 @@ def optimize(
         ConfigError: an unknown name (the nearest is named), or fixed parts that contradict each other.
         BudgetError: nothing fits; says what lacks and what would do.
     """
-    return planner.optimize(
+    return planner.make_plan(
         _hardware(hardware),
         _model(model),
         load_workload(workload) if isinstance(workload, str) else workload,
@@ -92,7 +92,7 @@ def simulate(
     if machine is None:
         raise ConfigError("simulate: a policy says nothing of the machine; give hardware=NAME, a file or a profile")
     work = workload if workload is not None else plan.workload if plan is not None else "mtbench"
-    stage = Stage(
+    stage = SimulationSetup(
         policy,
         _model(policy.model if model is None else model),
         _hardware(machine),

@@ -27,11 +27,11 @@ from moelight.core.policy import MOST_LOOK_AHEAD
 from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
 from moelight.hrm.machine_model import at_best
-from moelight.hrm.pass_cost import NO_DISK_BYTES_PER_S, Homes, PassCost, pass_cost
+from moelight.hrm.pass_cost import NO_DISK_BYTES_PER_S, PassCost, PlacementCounts, pass_cost
 from moelight.hrm.schedule_time import ROUTED_ORDERS, pass_s
 from moelight.hrm.workload_model import bounding_passes, bounding_static_passes
-from moelight.optimizer.placement import Room, Wanted, fill, room_of
-from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells, kv_tokens, settings
+from moelight.optimizer.placement import FreeMemory, RequestedPlacement, fill, room_of
+from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, Variant, kv_tokens, make_candidates, variants
 
 GAP = 0.01
 EXACT = 1e-7
@@ -93,19 +93,19 @@ def least_seconds(problem: Problem, known_s: float) -> float:
     return min([goal_s, *(front.least_s for front in fronts)])
 
 
-def _bounding(problem: Problem) -> Iterator[Setting]:
+def _bounding(problem: Problem) -> Iterator[Variant]:
     """The settings whose boxes hold every policy."""
-    for setting in settings(problem):
+    for setting in variants(problem):
         usual = setting.residents != "learned" or "residents" in problem.fixed
         if usual and (setting.order in BOUNDING or "schedule" in problem.fixed):
             yield setting
 
 
-def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cells]:
+def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:
     """The single candidates for sizes that some homes of pages might make faster than ``known_s``, most promising
     first. Complete where the boxes suffice, and prompt micro-batches are fixed."""
-    found: list[tuple[float, Cells]] = []
-    for setting in settings(problem):
+    found: list[tuple[float, Candidates]] = []
+    for setting in variants(problem):
         front, left = _Front.of(problem, setting, known_s * (1 - EXACT)), most_boxes
         while len(front.waiting) and left > 0:
             left -= front.advance()
@@ -117,7 +117,7 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cell
         for index in order[np.sort(first)]:
             size, part, most = (int(values[index]) for values in (boxes.n1, mu[0], tokens[0]))
             rides = max(1, int(boxes.r1[index] // most))
-            cell = cells(problem, setting, np.int64(size), np.int64(part), np.int64(most), np.int64(rides))
+            cell = make_candidates(problem, setting, np.int64(size), np.int64(part), np.int64(most), np.int64(rides))
             found.append((float(bounds[index]), cell))
     return [cell for _, cell in sorted(found, key=lambda item: item[0])]
 
@@ -128,7 +128,7 @@ class _Front:
     cut, and those that are ``whole``."""
 
     problem: Problem
-    setting: Setting
+    setting: Variant
     goal_s: float
     waiting: _Boxes
     waiting_s: Any
@@ -137,7 +137,7 @@ class _Front:
     raised: Any  # by how much a cut raised the bound so far, as a share of it for the length of each side
 
     @classmethod
-    def of(cls, problem: Problem, setting: Setting, goal_s: float) -> _Front:
+    def of(cls, problem: Problem, setting: Variant, goal_s: float) -> _Front:
         """All there is."""
         setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
         boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
@@ -197,7 +197,7 @@ class _Front:
                 self.raised[index] = max(FORGET * self.raised[index] + (1 - FORGET) * brought, LEAST_RAISED)
 
 
-def _open(problem: Problem, setting: Setting, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
+def _open(problem: Problem, setting: Variant, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
     """The boxes that may hold something faster than ``goal_s``, and their bounds."""
     seconds = _bound_s(problem, setting, boxes)
     index = np.flatnonzero(seconds < goal_s)
@@ -208,7 +208,7 @@ def _joined(*parts: _Boxes) -> _Boxes:
     return _Boxes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS})
 
 
-def _all(problem: Problem, setting: Setting) -> _Boxes:
+def _all(problem: Problem, setting: Variant) -> _Boxes:
     """Boxes that together hold every candidate of a setting."""
     total, (fewest, most) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
@@ -226,7 +226,7 @@ def _all(problem: Problem, setting: Setting) -> _Boxes:
         computed = computed if share is None else [(round(share * total),) * 2]
     if setting.attention_device == "gpu":
         fixed_kv, one = problem.device_kv, np.int64(1)
-        blocks = int(kv_blocks(cells(problem, setting, np.int64(fewest), one, one, one)))
+        blocks = int(kv_blocks(make_candidates(problem, setting, np.int64(fewest), one, one, one)))
         half = 0.5 / blocks  # a fixed share is met to a block
         cache = (
             [(0.0, 0.5), (0.5, 1.0)] if fixed_kv is None else [(max(0.0, fixed_kv - half), min(1.0, fixed_kv + half))]
@@ -274,21 +274,26 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
     return trimmed.at(np.flatnonzero(left))
 
 
-def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
+def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
     """Seconds that no policy of each box undercuts; infinite where none fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
-    smallest = cells(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
+    smallest = make_candidates(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
     bounding = bounding_static_passes if setting.admission == "static" else bounding_passes
     kinds, more = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
     rows = np.flatnonzero(np.any(kinds.count > 0, axis=1) | (np.arange(len(kinds.count)) <= ALL_DECODE))
     kinds = kinds.kind(rows)
     room = _most_room(problem, smallest, boxes, many)
     filled = fill(
-        problem, smallest, Wanted(computed=boxes.c1, device_kv=boxes.k0), off_host=boxes.k1, in_host=boxes.c0, room=room
+        problem,
+        smallest,
+        RequestedPlacement(computed=boxes.c1, device_kv=boxes.k0),
+        off_host=boxes.k1,
+        in_host=boxes.c0,
+        room=room,
     )
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in rows])
 
-    def cost(homes: Homes, *, fewest: bool) -> PassCost:
+    def cost(homes: PlacementCounts, *, fewest: bool) -> PassCost:
         return pass_cost(
             setting.acts,
             kinds,
@@ -319,7 +324,7 @@ def _bound_s(problem: Problem, setting: Setting, boxes: _Boxes) -> Any:
         bare = fill(
             problem,
             smallest,
-            Wanted(computed=boxes.c1, device_kv=0 * boxes.k0),
+            RequestedPlacement(computed=boxes.c1, device_kv=0 * boxes.k0),
             off_host=boxes.k1,
             in_host=boxes.c0,
             room=room,
@@ -341,7 +346,7 @@ def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tu
     return (sizes[0], sizes[1]), (tokens[0], tokens[1])
 
 
-def _most_room(problem: Problem, smallest: Cells, boxes: _Boxes, most_tokens: Any) -> Room:
+def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_tokens: Any) -> FreeMemory:
     """What the smallest candidate of each box leaves, and where memory does not grow with the candidate, what the best
     one leaves more: buffers for a share of the cache that falls with N, no context to gather where T is above it."""
     room, model, acts = room_of(problem, smallest), problem.model, smallest.setting.acts
@@ -353,14 +358,14 @@ def _most_room(problem: Problem, smallest: Cells, boxes: _Boxes, most_tokens: An
         return replace(room, host=room.host + spared)
     if smallest.attention_device == "gpu":
         sizes = (smallest.micro_batch_size, smallest.micro_batch_tokens, smallest.prompt_micro_batches)
-        largest = cells(problem, smallest.setting, boxes.n1.astype(np.int64), *sizes)
+        largest = make_candidates(problem, smallest.setting, boxes.n1.astype(np.int64), *sizes)
         buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
         tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
         spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, acts.kv_dtype)
     return replace(room, device=room.device + spared)
 
 
-def _from_disk(problem: Problem, setting: Setting, cost: PassCost, homes: Homes) -> PassCost:
+def _from_disk(problem: Problem, setting: Variant, cost: PassCost, homes: PlacementCounts) -> PassCost:
     """``cost`` relieved of copies inside host memory as far as reading pages from disk instead could relieve it: a lane
     sinks until the disk, which takes over, is as busy; all the way where nothing overlaps."""
     if "stage" not in cost.lanes:
@@ -383,7 +388,7 @@ def _from_disk(problem: Problem, setting: Setting, cost: PassCost, homes: Homes)
 
 
 def _pages_or_cache(
-    setting: Setting, cost: PassCost, bare: Homes, room: Room, boxes: _Boxes, links: list[PassCost]
+    setting: Variant, cost: PassCost, bare: PlacementCounts, room: FreeMemory, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
     """``cost`` with a link that carries a page less one for every slot that the cache takes of device memory. ``links``
     are passes with none taken, but the least and the most of the cache there; in between they are straight."""

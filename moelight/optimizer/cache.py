@@ -15,7 +15,7 @@ from moelight.core.paths import cache_directory, write_whole
 from moelight.core.policy import Policy, Shares
 from moelight.core.small_files import read_json
 from moelight.hrm.estimate import Estimate, Phase
-from moelight.optimizer.plan import Help, Plan, TierUse
+from moelight.optimizer.plan import Plan, TierUse, WhatIf
 from moelight.profiles.workload import Workload
 
 FORMAT = 3  # raise it when formulas change, so that old answers are forgotten
@@ -75,7 +75,7 @@ def _plan(found: dict[str, Any]) -> Plan:
         estimate=Estimate(**estimate, phases=phases),
         memory=memory,
         why=found["why"],
-        helps=tuple(Help(**item) for item in found["helps"]),
+        helps=tuple(WhatIf(**item) for item in found["helps"]),
         bound_tokens_per_s=found["bound_tokens_per_s"],
         solve_s=found["solve_s"],
         fixed=tuple(found["fixed"]),

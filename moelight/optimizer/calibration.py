@@ -15,7 +15,7 @@ import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import acts_of, homes_of
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes
 from moelight.hrm.machine_model import Speeds, slowed
@@ -83,7 +83,7 @@ class Pricing:
         """``policy`` is resolved; ``dtype`` is what units work in, and weights and cache are stored in."""
         self._acts, self._order = acts_of(model, policy, speeds, dtype), policy.schedule
         self._homes = homes_of(place(model, policy), policy)
-        self._made: dict[str, tuple[Belief, Acts]] = {}
+        self._made: dict[str, tuple[Belief, CostModel]] = {}
 
     def seconds(self, sizes: Sizes, passes: Passes, kind: str, belief: Belief) -> Any:
         """Of each of ``passes``, all of one ``kind``."""
@@ -111,16 +111,16 @@ class Pricing:
         """Seconds of work of each lane that were planned for passes that ``ran``."""
         return _busy_s(self._acts, self._cost(policy, passes_that_ran(ran), self._acts))
 
-    def _believed(self, kind: str, belief: Belief) -> Acts:
+    def _believed(self, kind: str, belief: Belief) -> CostModel:
         kept = self._made.get(kind)
         if kept is None or kept[0] is not belief:
             kept = self._made[kind] = belief, self._slowed(belief.slower)
         return kept[1]
 
-    def _slowed(self, by: Mapping[str, float]) -> Acts:
+    def _slowed(self, by: Mapping[str, float]) -> CostModel:
         return replace(self._acts, speeds=slowed(self._acts.speeds, by))
 
-    def _cost(self, sizes: Sizes, passes: Passes, acts: Acts) -> PassCost:
+    def _cost(self, sizes: Sizes, passes: Passes, acts: CostModel) -> PassCost:
         """Of passes that are packed as the batcher does: full micro-batches of those that are there."""
         decode, prompts, cut = passes.decode_tokens, passes.prompts, np.asarray(sizes.micro_batch_tokens, dtype=float)
         rows = decode + (0.0 if acts.discrete else prompts)
@@ -151,7 +151,7 @@ def passes_that_ran(ran: Sequence[Passed]) -> Passes:
     )
 
 
-def _busy_s(acts: Acts, cost: PassCost) -> dict[str, float]:
+def _busy_s(acts: CostModel, cost: PassCost) -> dict[str, float]:
     """Seconds in which each lane works. Without a GPU, reading and computing slow each other while both go on."""
     busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
     if not acts.discrete:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from moelight.core.policy import MOST_COUNTS
-from moelight.optimizer.placement import Wanted
-from moelight.optimizer.problem import LEAST_TOKENS, Cells, Problem, Setting, cells
+from moelight.optimizer.placement import RequestedPlacement
+from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, Variant, make_candidates
 
 WHOLE_UP_TO = 12  # requests: up to there the first look has every N and every number of micro-batches
 SAMPLED = 1600  # candidates of a first look
@@ -27,18 +27,18 @@ _STEPS = (-1, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
+class PlacedCandidates:
     """Candidates, and what is wanted of their homes."""
 
-    cells: Cells
-    wanted: Wanted
+    cells: Candidates
+    wanted: RequestedPlacement
 
-    def at(self, index: Any) -> Choices:
+    def at(self, index: Any) -> PlacedCandidates:
         """The candidates that ``index`` picks."""
-        return Choices(cells=self.cells.at(index), wanted=self.wanted.at(index))
+        return PlacedCandidates(cells=self.cells.at(index), wanted=self.wanted.at(index))
 
 
-def first_look(problem: Problem, setting: Setting) -> Choices:
+def first_look(problem: Problem, setting: Variant) -> PlacedCandidates:
     """A sample of a setting: N, micro-batches, prompt tokens and shares of homes, each over its whole range; and every
     N of a coarse row with the least of all else, which takes the least memory."""
     draw, requests = np.random.default_rng(1), problem.workload.num_requests
@@ -73,7 +73,7 @@ def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[An
     return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
 
 
-def _riding(problem: Problem, setting: Setting, sequences: Any, passes: Any) -> Any:
+def _riding(problem: Problem, setting: Variant, sequences: Any, passes: Any) -> Any:
     """Tokens that ride in a pass where the prompts of so many sequences come in so many passes (`hrm.workload_model`)."""
     prompt = problem.workload.prompt_len
     if setting.admission == "static":
@@ -81,7 +81,7 @@ def _riding(problem: Problem, setting: Setting, sequences: Any, passes: Any) -> 
     return sequences / passes * (prompt - 1)
 
 
-def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
+def around(problem: Problem, leaders: PlacedCandidates, *, step: float) -> PlacedCandidates:
     """Neighbours of some candidates of one setting: sizes up to the factor ``1 + step`` away, shares up to ``step`` of
     a whole, and always those one whole step away."""
     cell, requests = leaders.cells, problem.workload.num_requests
@@ -111,8 +111,8 @@ def around(problem: Problem, leaders: Choices, *, step: float) -> Choices:
 
 
 def scattered(
-    problem: Problem, leaders: Choices, draw: np.random.Generator, count: int, *, widest: float = 0.0
-) -> Choices:
+    problem: Problem, leaders: PlacedCandidates, draw: np.random.Generator, count: int, *, widest: float = 0.0
+) -> PlacedCandidates:
     """Random neighbours of some candidates of one setting: each size and each share as it is, or a thousandth of it to
     a few times as much away (10 to the power of ``widest`` instead of few)."""
     cell, requests, wanted = leaders.cells, problem.workload.num_requests, _columns(leaders.wanted)
@@ -154,7 +154,7 @@ def scattered(
     return _choices(problem, cell.setting, size, batches, tokens, prompts, computed, cache, resident, spilled)
 
 
-def as_of(problem: Problem, choices: Choices, setting: Setting) -> Choices:
+def as_of(problem: Problem, choices: PlacedCandidates, setting: Variant) -> PlacedCandidates:
     """The same sizes in another setting, with what it knows of their homes."""
     cell, (computed, cache, resident, spilled) = choices.cells, _columns(choices.wanted)
     n, mu, t, p = (np.asarray(getattr(cell, name)) for name in _SIZE_NAMES)
@@ -207,13 +207,13 @@ def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
     return tuple(np.concatenate(parts, axis=1) for parts in zip(both, rides, kept, strict=True))  # type: ignore[return-value]
 
 
-def _columns(wanted: Wanted) -> tuple[Any, Any, Any, Any]:
+def _columns(wanted: RequestedPlacement) -> tuple[Any, Any, Any, Any]:
     shares = wanted.computed, wanted.device_kv, wanted.resident, wanted.spilled
     computed, device_kv, resident, spilled = (np.atleast_1d(np.asarray(a, dtype=float))[:, None] for a in shares)
     return computed, device_kv, resident, spilled
 
 
-def _near_shares(problem: Problem, cell: Cells, wanted: Any, step: float) -> tuple[list[Any], list[Any]]:
+def _near_shares(problem: Problem, cell: Candidates, wanted: Any, step: float) -> tuple[list[Any], list[Any]]:
     """Homes near the wanted ones: more or fewer pages that stay, and the cache in the memory they leave. And others,
     to be tried with the same sizes alone: pages for the CPU with each of these, and from disk instead of host memory.
     """
@@ -237,15 +237,15 @@ def _near_shares(problem: Problem, cell: Cells, wanted: Any, step: float) -> tup
     return near, alone
 
 
-def cache_is_open(problem: Problem, setting: Setting) -> bool:
+def cache_is_open(problem: Problem, setting: Variant) -> bool:
     """Whether cache and pages compete for device memory, and neither's share is fixed."""
     open_here = problem.device_kv is None and problem.share("weights.device") is None
     return open_here and setting.attention_device == "gpu" and setting.ffn_device != "cpu"
 
 
 def _choices(
-    problem: Problem, setting: Setting, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
-) -> Choices:
+    problem: Problem, setting: Variant, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
+) -> PlacedCandidates:
     """These candidates as far as they can be: within bounds, what is fixed put in its place, the smallest micro-batches
     that give as many, and no more prompts riding than there are."""
     fewest, largest = problem.sequences
@@ -270,8 +270,9 @@ def _choices(
     most = np.where(np.isnan(k), np.clip(most, 0, np.inf), np.inf)
     kept = np.flatnonzero(keep)
     n, mu, t, p, c, k, most, x = (a[kept] for a in (n, mu, t, p, c, k, most, np.clip(x, 0, problem.pages)))
-    return Choices(
-        cells=cells(problem, setting, n, mu, t, p), wanted=Wanted(computed=c, device_kv=k, resident=most, spilled=x)
+    return PlacedCandidates(
+        cells=make_candidates(problem, setting, n, mu, t, p),
+        wanted=RequestedPlacement(computed=c, device_kv=k, resident=most, spilled=x),
     )
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.hrm.machine_model import Speeds, Unit
-from moelight.optimizer.candidates import Choices, around, scattered
-from moelight.optimizer.placement import Wanted
-from moelight.optimizer.plan import Help, Plan
+from moelight.optimizer.candidates import PlacedCandidates, around, scattered
+from moelight.optimizer.placement import RequestedPlacement
+from moelight.optimizer.plan import Plan, WhatIf
 from moelight.optimizer.problem import Problem
-from moelight.optimizer.search import Found, few
+from moelight.optimizer.search import Found, keep_best
 from moelight.profiles.efficiency import Surface
 from moelight.profiles.model import ModelProfile
 
@@ -41,14 +41,14 @@ def why(plan: Plan, model: ModelProfile) -> str:
     )
 
 
-def helps(problem: Problem, found: Found) -> tuple[Help, ...]:
+def helps(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
     """What twice of each thing would bring, best first; what brings less than 1 % is not named.
 
     The chosen devices and order are kept and sizes near the chosen ones tried: re-planning can only bring more.
     """
     now_s = _seconds(problem, found)
     changes = {f"twice the {what}": changed for what, changed in _better(problem).items()}
-    gains = [Help(change=change, gain=now_s / _seconds(better, found) - 1.0) for change, better in changes.items()]
+    gains = [WhatIf(change=change, gain=now_s / _seconds(better, found) - 1.0) for change, better in changes.items()]
     return tuple(sorted((h for h in gains if h.gain >= WORTH_SAYING), key=lambda h: -h.gain))
 
 
@@ -57,11 +57,11 @@ def _seconds(problem: Problem, found: Found) -> float:
     setting = replace(found.cell.setting, acts=replace(found.cell.setting.acts, speeds=problem.speeds))
     cells = replace(found.cell, setting=setting)
     cache = found.homes.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)
-    wanted = Wanted(computed=np.asarray(found.homes.computed), device_kv=np.asarray(cache or np.nan))
-    best = few(problem, None, around(problem, Choices(cells=cells, wanted=wanted), step=STEP))
+    wanted = RequestedPlacement(computed=np.asarray(found.homes.computed), device_kv=np.asarray(cache or np.nan))
+    best = keep_best(problem, None, around(problem, PlacedCandidates(cells=cells, wanted=wanted), step=STEP))
     draw = np.random.default_rng(0)
     for _ in range(ROUNDS if best is not None else 0):
-        best = few(problem, best, scattered(problem, best.choices, draw, DRAWN))
+        best = keep_best(problem, best, scattered(problem, best.choices, draw, DRAWN))
     return np.inf if best is None else float(best.least)
 
 

@@ -8,19 +8,19 @@ import numpy as np
 
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
-from moelight.optimizer.candidates import Choices, first_look
+from moelight.optimizer.candidates import PlacedCandidates, first_look
 from moelight.optimizer.placement import fill, room_of
-from moelight.optimizer.problem import Problem, settings
+from moelight.optimizer.problem import Problem, variants
 from moelight.optimizer.search import search
 
 _TIERS = ("host", "device")  # what lacks host memory only has enough on the device, so it is mended more easily
 _PLENTY = 1 << 60
 
 
-def refusal(problem: Problem) -> BudgetError:
+def infeasible_error(problem: Problem) -> BudgetError:
     """The error that says what the candidate nearest to fitting lacks: of one tier, or, where none alone would do, of
     both kinds of memory."""
-    looks = [_smallest(first_look(problem, setting)) for setting in settings(problem)]
+    looks = [_smallest(first_look(problem, setting)) for setting in variants(problem)]
     for tier in _TIERS:
         if (needed := _least(problem, looks, tier)) is not None:
             return _too_small(problem, tier, needed)
@@ -46,19 +46,19 @@ def _with(problem: Problem, tier: str, size: int) -> Problem:
     return replace(problem, capacity_bytes={**problem.capacity_bytes, tier: size})
 
 
-def _smallest(choices: Choices) -> Choices:
+def _smallest(choices: PlacedCandidates) -> PlacedCandidates:
     """Candidates of the fewest sequences: memory grows with their number."""
     sizes = choices.cells.batch_size
     return choices.at(np.flatnonzero(sizes == np.min(sizes, initial=1 << 60)))
 
 
-def _least(problem: Problem, looks: list[Choices], tier: str) -> int | None:
+def _least(problem: Problem, looks: list[PlacedCandidates], tier: str) -> int | None:
     """The least bytes of ``tier`` with which some candidate fits, the other tiers being as they are; None where more of
     it would not help."""
     if tier not in problem.capacity_bytes:
         return None
 
-    def fitting(size: int) -> list[Choices]:
+    def fitting(size: int) -> list[PlacedCandidates]:
         some = _with(problem, tier, size)
         found = [choices.at(np.flatnonzero(fill(some, choices.cells, choices.wanted).feasible)) for choices in looks]
         return [choices for choices in found if choices.cells.batch_size.size]
@@ -84,7 +84,7 @@ def _without_a_fix(problem: Problem) -> str:
 
 def _on_disk(problem: Problem) -> BudgetError:
     """No memory helps alone: pages must lie somewhere."""
-    room = [room_of(problem, first_look(problem, setting).cells) for setting in settings(problem)]
+    room = [room_of(problem, first_look(problem, setting).cells) for setting in variants(problem)]
     needed = room[0].pages * room[0].page_bytes
     given = problem.capacity_bytes.get("disk", 0)
     return BudgetError(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
-from moelight.hrm.pass_cost import Homes
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import ORDERS
-from moelight.optimizer.placement import Room, fixed_device_kv, room_of
-from moelight.optimizer.problem import Cells, Problem
+from moelight.optimizer.placement import FreeMemory, fixed_device_kv, room_of
+from moelight.optimizer.problem import Candidates, Problem
 
 _TOLERANCE = 2e-6  # of a slot: what the solver may overstep a limit by
 _AFFINE_IN = ("from_host", "from_disk", "computed", "device_kv")
@@ -27,7 +27,7 @@ _NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Solved:
+class SolvedPlacement:
     """Page counts and cache blocks of the best homes, and the seconds of the job with them."""
 
     resident: int
@@ -39,7 +39,7 @@ class Solved:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Programme:
+class _IntegerProgram:
     """Whole numbers `_NAMES`, none below 0, and ``seconds`` of so many kinds of passes, within linear limits."""
 
     seconds: int
@@ -88,10 +88,10 @@ class _Programme:
         return list(solver.getSolution().col_value)
 
 
-def solve(problem: Problem, cell: Cells) -> Solved | None:
-    """The best homes for one candidate (a `Cells` of scalars); None where none fit."""
+def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
+    """The best homes for one candidate (a `Candidates` of scalars); None where none fit."""
     room, terms = room_of(problem, cell), _terms(problem, cell)
-    programme = _Programme(seconds=len(terms))
+    programme = _IntegerProgram(seconds=len(terms))
     _memory(cell, room, programme)
     _fixed(problem, cell, room, programme)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
@@ -106,12 +106,14 @@ def solve(problem: Problem, cell: Cells) -> Solved | None:
         return None
     whole = dict(zip(_NAMES, (round(value) for value in found), strict=False))
     counts = {name: whole[name] for name in ("resident", "from_host", "from_disk", "computed", "device_blocks")}
-    homes = Homes(**{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks)
+    homes = PlacementCounts(
+        **{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks
+    )
     setting = cell.setting
-    return Solved(**counts, seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, homes)))
+    return SolvedPlacement(**counts, seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, homes)))
 
 
-def _memory(cell: Cells, room: Room, programme: _Programme) -> None:
+def _memory(cell: Candidates, room: FreeMemory, programme: _IntegerProgram) -> None:
     """Every page has a home, and every tier holds what is at home on it. In slots, to keep numbers small."""
     block, pinned_homes = room.kv_block_bytes / room.slot_bytes, cell.setting.acts.pinned_homes
     device, host = float(room.device) / room.slot_bytes, float(room.host) / room.slot_bytes
@@ -143,7 +145,7 @@ def _memory(cell: Cells, room: Room, programme: _Programme) -> None:
         programme.add({"computed": 1}, most=0)
 
 
-def _fixed(problem: Problem, cell: Cells, room: Room, programme: _Programme) -> None:
+def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, programme: _IntegerProgram) -> None:
     """Fixed shares are met to the page and to the block."""
     near_device = cell.ffn_device != "cpu"
     counts: Mapping[str, Mapping[str, float]] = {
@@ -162,7 +164,7 @@ def _fixed(problem: Problem, cell: Cells, room: Room, programme: _Programme) -> 
         programme.add({"device_blocks": 1}, least=wanted, most=wanted)
 
 
-def _terms(problem: Problem, cell: Cells) -> list[tuple[float, Any, Any]]:
+def _terms(problem: Problem, cell: Candidates) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: how many, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
     acts, order = cell.setting.acts, cell.setting.order
     found = []
@@ -171,7 +173,7 @@ def _terms(problem: Problem, cell: Cells) -> list[tuple[float, Any, Any]]:
         kind = kinds.kind(int(index))
 
         def at(**homes: float) -> Any:
-            cost = cost_of(acts, problem.workload, kind, Homes(**homes), cell, order, streams=True)  # noqa: B023
+            cost = cost_of(acts, problem.workload, kind, PlacementCounts(**homes), cell, order, streams=True)  # noqa: B023
             return np.array([float(term) for term in ORDERS[order](cost)])
 
         base = at()

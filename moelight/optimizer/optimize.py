@@ -21,7 +21,7 @@ from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import helps, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
-from moelight.optimizer.infeasible import refusal
+from moelight.optimizer.infeasible import infeasible_error
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.runnable import why_not
@@ -35,7 +35,7 @@ ESTIMATORS = ("calibrated", "paper")
 SYSTEM_SHARE = {"host": 0.05, "device": 0.03}
 
 
-def optimize(
+def make_plan(
     hardware: HardwareProfile,
     model: ModelProfile,
     workload: Workload,
@@ -105,14 +105,14 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     Without ``proof`` nothing is said of what would help and of how much better any policy could be.
 
     Raises:
-        BudgetError, ConfigError: see `optimize`.
+        BudgetError, ConfigError: see `make_plan`.
     """
     check_extent(problem.model, problem.workload, problem.fixed)
     _check_cache(problem)
     began_s = time.perf_counter()
     found = search(problem)
     if found is None:
-        raise refusal(problem)
+        raise infeasible_error(problem)
     policy = _simplest(problem, policy_of(problem, found))
     priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype)
     tokens = problem.workload.num_requests * problem.workload.gen_len

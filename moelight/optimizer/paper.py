@@ -16,13 +16,13 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm import paper
 from moelight.hrm.estimate import Estimate, Phase
-from moelight.hrm.paper import Choice, LayerTime, Setting
+from moelight.hrm.paper import LayerTime, PaperPolicy, PaperSetting
 from moelight.optimizer import paper_grid
 from moelight.optimizer.explain import WORTH_SAYING, why
 from moelight.optimizer.fixed_values import check_fixes
 from moelight.optimizer.paper_grid import Limits
-from moelight.optimizer.paper_refusal import refusal
-from moelight.optimizer.plan import Help, Plan, TierUse
+from moelight.optimizer.paper_refusal import published_infeasible_error
+from moelight.optimizer.plan import Plan, TierUse, WhatIf
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -78,7 +78,7 @@ class PaperResult:
     memory: tuple[TierBytes, ...]
 
 
-def search(
+def search_published(
     hardware: HardwareProfile,
     model: ModelProfile,
     workload: Workload,
@@ -105,8 +105,8 @@ def search(
     setting = paper.setting_of(hardware, model, workload, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     cell = paper_grid.best_cell(setting, limits)
     if cell is None:
-        raise refusal(setting, limits, hardware, model)
-    choice = Choice(
+        raise published_infeasible_error(setting, limits, hardware, model)
+    choice = PaperPolicy(
         micro_batch_size=cell.micro_batch_size,
         num_micro_batches=cell.num_micro_batches,
         weights_host=cell.weights_host,
@@ -139,12 +139,12 @@ def published_plan(
     name: str,
     fix: Mapping[str, Any],
 ) -> Plan:
-    """The result of `search` as a plan. Its bound is the decode rate, which no cell of the grid exceeds.
+    """The result of `search_published` as a plan. Its bound is the decode rate, which no cell of the grid exceeds.
 
     Raises:
-        ConfigError, BudgetError: see `search`.
+        ConfigError, BudgetError: see `search_published`.
     """
-    found = search(hardware, model, workload, name=name, fix=fix)
+    found = search_published(hardware, model, workload, name=name, fix=fix)
     policy, steps = found.policy, workload.gen_len - 1
     prompt_tokens = float(policy.batch_size * workload.prompt_len)
     layers = model.num_layers
@@ -190,13 +190,13 @@ def published_plan(
 
 def _helps(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, fix: Mapping[str, Any], now: float
-) -> tuple[Help, ...]:
+) -> tuple[WhatIf, ...]:
     """What twice of each thing would bring to the decode rate, planned anew; best first."""
     found = []
     for change, better in _better(hardware):
-        gain = search(better, model, workload, name=model.name, fix=fix).decode_tokens_per_s / now - 1.0
+        gain = search_published(better, model, workload, name=model.name, fix=fix).decode_tokens_per_s / now - 1.0
         if gain >= WORTH_SAYING:
-            found.append(Help(change=f"twice the {change}", gain=gain))
+            found.append(WhatIf(change=f"twice the {change}", gain=gain))
     return tuple(sorted(found, key=lambda help_: -help_.gain))
 
 
@@ -226,7 +226,7 @@ def _shares(fix: Mapping[str, Any], what: str, host: float) -> Shares:
     return Shares(device=fix.get(f"{what}.device", 1.0 - host), host=fix.get(f"{what}.host", host))
 
 
-def _result(setting: Setting, choice: Choice, policy: Policy, hardware: HardwareProfile) -> PaperResult:
+def _result(setting: PaperSetting, choice: PaperPolicy, policy: Policy, hardware: HardwareProfile) -> PaperResult:
     decode, prefill = paper.decode_time(setting, choice), paper.prefill_time(setting, choice)
     layer_s, prefill_layer_s = float(decode.layer_s), float(prefill.layer_s)
     lanes = _lanes(setting, decode)
@@ -243,7 +243,7 @@ def _result(setting: Setting, choice: Choice, policy: Policy, hardware: Hardware
     )
 
 
-def _lanes(setting: Setting, time: LayerTime) -> dict[str, float]:
+def _lanes(setting: PaperSetting, time: LayerTime) -> dict[str, float]:
     layers = setting.num_layers
     return {
         str(Lane.H2D): float(time.link_s) * layers,
@@ -252,7 +252,7 @@ def _lanes(setting: Setting, time: LayerTime) -> dict[str, float]:
     }
 
 
-def _memory(setting: Setting, choice: Choice, hardware: HardwareProfile) -> tuple[TierBytes, ...]:
+def _memory(setting: PaperSetting, choice: PaperPolicy, hardware: HardwareProfile) -> tuple[TierBytes, ...]:
     """By tier and purpose; the device's is the larger of the two phases."""
     phases = (paper.device_decode_bytes(setting, choice), paper.device_prefill_bytes(setting, choice))
     device = max(phases, key=lambda use: float(sum(use.values())))
@@ -277,7 +277,7 @@ def read_limits(fix: Mapping[str, Any]) -> Limits:
     """The part of the grid that ``fix`` leaves.
 
     Raises:
-        ConfigError: see `search`.
+        ConfigError: see `search_published`.
     """
     check_fixes(fix, has_gpu=True)
     for key in fix:

@@ -2,7 +2,7 @@
 
 The artifact solves a linear programme for every cell and stops at the first that is worse than the one before. Here
 every cell counts. Those that are not priced are those whose micro-batch size alone, by the seconds that its attention
-and experts take, cannot be better than what was found. Refuses to know machines and models (`Setting`).
+and experts take, cannot be better than what was found. Refuses to know machines and models (`PaperSetting`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm import paper
-from moelight.hrm.paper import Choice, Setting
+from moelight.hrm.paper import PaperPolicy, PaperSetting
 
 FIRST_SIZES, STEP = (1, 2, 3, 4), 32  # g of the artifact: 1, 2, 3, 4, 36, 68, 100, …
 TIE = 1e-12  # relative; closer times are the same time, computed differently
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class CapacityRow:
     """``base + weights w_c + kv c_c <= cap``, over arrays of cells."""
 
     base: Any
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
+class GridShares:
     """Solutions of the programme: w_c, c_c, and whether there is one."""
 
     weights_host: Any
@@ -61,36 +61,36 @@ class Shares:
     feasible: Any
 
 
-def device_rows(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> list[Row]:
+def device_rows(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> list[CapacityRow]:
     """home_d + work <= 0.86 m_g and home_p + work <= 0.86 m_g."""
     cap = paper.DEVICE_SHARE * setting.device_bytes
     uses = (paper.device_decode_bytes, paper.device_prefill_bytes)
     return [_row(setting, limits, sizes, counts, use, cap) for use in uses]
 
 
-def host_row(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> Row:
+def host_row(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> CapacityRow:
     """The host's use <= 0.8 m_c."""
     return _row(setting, limits, sizes, counts, paper.host_use_bytes, paper.HOST_SHARE * setting.host_bytes)
 
 
 def _row(
-    setting: Setting,
+    setting: PaperSetting,
     limits: Limits,
     sizes: Any,
     counts: Any,
-    use: Callable[[Setting, Choice], dict[str, Any]],
+    use: Callable[[PaperSetting, PaperPolicy], dict[str, Any]],
     cap: float,
-) -> Row:
+) -> CapacityRow:
     """Uses are linear in the shares: three points say all."""
     base, weights, kv = (
         sum(use(setting, _choice(limits, sizes, counts, weights_host, kv_host)).values())
         for weights_host, kv_host in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
     )
-    return Row(base=base, weights=weights - base, kv=kv - base, cap=cap)
+    return CapacityRow(base=base, weights=weights - base, kv=kv - base, cap=cap)
 
 
-def _choice(limits: Limits, sizes: Any, counts: Any, weights_host: Any, kv_host: Any) -> Choice:
-    return Choice(
+def _choice(limits: Limits, sizes: Any, counts: Any, weights_host: Any, kv_host: Any) -> PaperPolicy:
+    return PaperPolicy(
         micro_batch_size=sizes,
         num_micro_batches=counts,
         weights_host=weights_host,
@@ -99,7 +99,7 @@ def _choice(limits: Limits, sizes: Any, counts: Any, weights_host: Any, kv_host:
     )
 
 
-def solve_cells(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> Shares:
+def solve_cells(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> GridShares:
     """The artifact's linear programme for arrays of cells.
 
     T depends on w_c and c_c through the link alone, so its least value is the link's.
@@ -112,22 +112,26 @@ def solve_cells(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> Sh
     return least_shares(rows, limits, link_s)
 
 
-def least_shares(rows: list[Row], limits: Limits, cost: Callable[[Any, Any], Any]) -> Shares:
+def least_shares(rows: list[CapacityRow], limits: Limits, cost: Callable[[Any, Any], Any]) -> GridShares:
     """The (w_c, c_c) of least ``cost``, which is linear and falls with neither.
 
     For a given c_c the least feasible w_c is best; it is the largest of straight lines in c_c. So the best c_c is an
     end of its range, or lies where two of the bounds on w_c cross.
     """
     low, high = limits.weights_host
-    bounds = [*rows, Row(base=0.0, weights=-1.0, kv=0.0, cap=-low), Row(base=0.0, weights=1.0, kv=0.0, cap=high)]
-    best = Shares(weights_host=np.inf, kv_host=np.inf, feasible=False)
+    bounds = [
+        *rows,
+        CapacityRow(base=0.0, weights=-1.0, kv=0.0, cap=-low),
+        CapacityRow(base=0.0, weights=1.0, kv=0.0, cap=high),
+    ]
+    best = GridShares(weights_host=np.inf, kv_host=np.inf, feasible=False)
     best_cost: Any = np.inf
     for kv_host in _candidates(bounds, limits.kv_host):
         least, most = _weights_range(bounds, kv_host)
         feasible = least <= most + _SLACK
         price = np.where(feasible, cost(np.where(feasible, least, 0.0), kv_host), np.inf)
         better = price < best_cost
-        best = Shares(
+        best = GridShares(
             weights_host=np.where(better, np.minimum(least, high), best.weights_host),
             kv_host=np.where(better, kv_host, best.kv_host),
             feasible=best.feasible | feasible,
@@ -136,7 +140,7 @@ def least_shares(rows: list[Row], limits: Limits, cost: Callable[[Any, Any], Any
     return best
 
 
-def _candidates(bounds: list[Row], kv_host: Range) -> Iterator[Any]:
+def _candidates(bounds: list[CapacityRow], kv_host: Range) -> Iterator[Any]:
     low, high = kv_host
     yield low
     if low == high:
@@ -149,7 +153,7 @@ def _candidates(bounds: list[Row], kv_host: Range) -> Iterator[Any]:
         yield np.clip(np.where(np.isfinite(crossing), crossing, low), low, high)
 
 
-def _weights_range(bounds: list[Row], kv_host: Any) -> tuple[Any, Any]:
+def _weights_range(bounds: list[CapacityRow], kv_host: Any) -> tuple[Any, Any]:
     """The least and the most w_c that all bounds allow; least above most where there is none."""
     least: Any = -np.inf
     most: Any = np.inf
@@ -164,7 +168,7 @@ def _weights_range(bounds: list[Row], kv_host: Any) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class GridCell:
     """One point of the grid with its shares, and T / N: seconds of a layer per sequence."""
 
     micro_batch_size: int
@@ -175,24 +179,24 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
+class GridColumns:
     """Micro-batch sizes that fit, ascending, with the least and the most micro-batches of each."""
 
     sizes: Any
     first: Any
     last: Any
 
-    def __getitem__(self, kept: Any) -> Columns:
-        return Columns(sizes=self.sizes[kept], first=self.first[kept], last=self.last[kept])
+    def __getitem__(self, kept: Any) -> GridColumns:
+        return GridColumns(sizes=self.sizes[kept], first=self.first[kept], last=self.last[kept])
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
-def best_cell(setting: Setting, limits: Limits) -> Cell | None:
+def best_cell(setting: PaperSetting, limits: Limits) -> GridCell | None:
     """The cell of least T / N; of equals the one that the artifact meets last: the largest μ, then the largest n_ub.
     None where nothing fits."""
-    best: Cell | None = None
+    best: GridCell | None = None
     sizes = micro_batch_sizes(setting, limits)
     while len(sizes):
         piece, sizes = columns(setting, limits, sizes[-_PIECE:]), sizes[:-_PIECE]
@@ -208,13 +212,13 @@ def best_cell(setting: Setting, limits: Limits) -> Cell | None:
     return best
 
 
-def best_of(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> Cell:
+def best_of(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> GridCell:
     """The best of the cells given, all of which fit; of equals the first."""
     shares = solve_cells(setting, limits, sizes, counts)
     choice = _choice(limits, sizes, counts, shares.weights_host, shares.kv_host)
     each_s = paper.decode_time(setting, choice).layer_s / choice.batch_size
     at = int(np.argmax(each_s <= each_s.min() * (1 + TIE)))
-    return Cell(
+    return GridCell(
         micro_batch_size=int(sizes[at]),
         num_micro_batches=int(counts[at]),
         weights_host=float(shares.weights_host[at]),
@@ -223,14 +227,14 @@ def best_of(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> Cell:
     )
 
 
-def _can_beat(setting: Setting, limits: Limits, best: Cell | None, sizes: Any) -> Any:
+def _can_beat(setting: PaperSetting, limits: Limits, best: GridCell | None, sizes: Any) -> Any:
     """Whether attention and experts alone, which take the same seconds per sequence for any n_ub, leave room for a
     better time than ``best``."""
     one = paper.decode_time(setting, _choice(limits, sizes, 1, 0.0, 0.0))
     return np.maximum(one.cpu_s, one.gpu_s) / sizes < (np.inf if best is None else best.each_s * (1 - TIE))
 
 
-def micro_batch_sizes(setting: Setting, limits: Limits) -> Any:
+def micro_batch_sizes(setting: PaperSetting, limits: Limits) -> Any:
     """All μ of the grid with which something fits, ascending. What fits still fits with less of either number."""
     found = []
     for sizes in _sizes(limits):
@@ -242,15 +246,15 @@ def micro_batch_sizes(setting: Setting, limits: Limits) -> Any:
     return np.concatenate(found)
 
 
-def columns(setting: Setting, limits: Limits, sizes: Any) -> Columns:
+def columns(setting: PaperSetting, limits: Limits, sizes: Any) -> GridColumns:
     """``sizes``, with the numbers of micro-batches that fit."""
     first = _first(limits, sizes)
     free = limits.num_micro_batches is None and limits.batch_size is None
     last = most_that_fit(lambda counts: fits(setting, limits, sizes, counts), first) if free else first
-    return Columns(sizes=sizes, first=first, last=last)
+    return GridColumns(sizes=sizes, first=first, last=last)
 
 
-def fits(setting: Setting, limits: Limits, sizes: Any, counts: Any) -> Any:
+def fits(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> Any:
     """Whether cells are feasible."""
     return np.broadcast_to(solve_cells(setting, limits, sizes, counts).feasible, np.shape(sizes))
 
@@ -288,13 +292,13 @@ def _first(limits: Limits, sizes: Any) -> Any:
     return np.ones_like(sizes)
 
 
-def _block(piece: Columns) -> int:
+def _block(piece: GridColumns) -> int:
     """How many of the largest sizes have at most a block of cells together; one at least."""
     cells = np.cumsum((piece.last - piece.first + 1)[::-1])
     return max(1, int(np.searchsorted(cells, _BLOCK, side="right")))
 
 
-def _cells(block: Columns) -> Iterator[tuple[Any, Any]]:
+def _cells(block: GridColumns) -> Iterator[tuple[Any, Any]]:
     """All cells of ``block`` from the largest to the smallest, in pieces of a block."""
     sizes, first, last = block.sizes[::-1], block.first[::-1], block.last[::-1]
     number = last - first + 1

@@ -11,14 +11,16 @@ import numpy as np
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
 from moelight.hrm import paper
-from moelight.hrm.paper import Setting
+from moelight.hrm.paper import PaperSetting
 from moelight.optimizer import paper_grid
 from moelight.optimizer.paper_grid import Limits
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 
 
-def refusal(setting: Setting, limits: Limits, hardware: HardwareProfile, model: ModelProfile) -> BudgetError:
+def published_infeasible_error(
+    setting: PaperSetting, limits: Limits, hardware: HardwareProfile, model: ModelProfile
+) -> BudgetError:
     """Why not even the smallest cell fits, by how much, and the least that would change it."""
     mu = limits.micro_batch_size or 1
     n_ub = limits.num_micro_batches or max(1, (limits.batch_size or 1) // mu)
@@ -44,7 +46,7 @@ def refusal(setting: Setting, limits: Limits, hardware: HardwareProfile, model: 
     )
 
 
-def _device_needed(setting: Setting, limits: Limits, mu: int, n_ub: int) -> int:
+def _device_needed(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> int:
     """m_g with which the device's rules hold for some shares."""
     rows = paper_grid.device_rows(setting, limits, mu, n_ub)
     ends = [(w, c) for w in limits.weights_host for c in limits.kv_host]
@@ -52,7 +54,7 @@ def _device_needed(setting: Setting, limits: Limits, mu: int, n_ub: int) -> int:
     return _capacity(least, paper.DEVICE_SHARE)
 
 
-def _host_needed(setting: Setting, limits: Limits, mu: int, n_ub: int) -> int:
+def _host_needed(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> int:
     """m_c with which all rules hold, the device being as it is; 0 where the device's do not."""
     rows = paper_grid.device_rows(setting, limits, np.asarray(mu), np.asarray(n_ub))
     host = paper_grid.host_row(setting, limits, mu, n_ub)
@@ -74,7 +76,7 @@ def _capacity(use: float, share: float) -> int:
     return capacity
 
 
-def _more_device(setting: Setting, limits: Limits, mu: int, n_ub: int) -> str:
+def _more_device(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> str:
     """How much more device memory would take enough weights off the host; empty where none would."""
     host = paper_grid.host_row(setting, limits, mu, n_ub)
     low, high = limits.weights_host
@@ -88,7 +90,7 @@ def _more_device(setting: Setting, limits: Limits, mu: int, n_ub: int) -> str:
     return f"; or {format_bytes(more, round_up=True)} more --device-memory"
 
 
-def _fewer(setting: Setting, limits: Limits) -> str:
+def _fewer(setting: PaperSetting, limits: Limits) -> str:
     """The largest batch that fits where the one that is fixed does not; empty where none does."""
     if limits.batch_size is None and limits.num_micro_batches is None and limits.micro_batch_size is None:
         return ""

@@ -14,12 +14,12 @@ import numpy as np
 
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
-from moelight.hrm.pass_cost import Homes
-from moelight.optimizer.problem import Cells, Problem
+from moelight.hrm.pass_cost import PlacementCounts
+from moelight.optimizer.problem import Candidates, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class FreeMemory:
     """Bytes left on each tier once everything without a choice is placed, for each candidate. ``kv_blocks`` of
     ``kv_block_bytes`` each and ``pages`` in slots of ``slot_bytes`` are still to be placed."""
 
@@ -35,7 +35,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class RequestedPlacement:
     """What memory leaves open, for each candidate.
 
     Attributes:
@@ -50,28 +50,28 @@ class Wanted:
     resident: Any = np.inf
     spilled: Any = 0.0
 
-    def at(self, index: Any) -> Wanted:
+    def at(self, index: Any) -> RequestedPlacement:
         """Those of the candidates that ``index`` picks, where all are arrays."""
         names = ("computed", "device_kv", "resident", "spilled")
-        return Wanted(**{name: getattr(self, name)[index] for name in names})
+        return RequestedPlacement(**{name: getattr(self, name)[index] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Filled:
+class ResolvedPlacement:
     """``homes`` and whether they are ``feasible``, for each candidate; ``resident`` pages never move."""
 
-    homes: Homes
+    homes: PlacementCounts
     resident: Any
     feasible: Any
 
 
-def room_of(problem: Problem, cells: Cells) -> Room:
+def room_of(problem: Problem, cells: Candidates) -> FreeMemory:
     """What is left on each tier."""
     acts = cells.setting.acts
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
     for (_, tier), size in fixed_bytes(problem.model, cells, dtype=acts.dtype, kv_dtype=acts.kv_dtype).items():
         left[tier] = left[tier] - size
-    return Room(
+    return FreeMemory(
         device=left.get("device", 0.0),
         host=left["host"],
         disk=int(left.get("disk", 0.0)),
@@ -86,13 +86,13 @@ def room_of(problem: Problem, cells: Cells) -> Room:
 
 def fill(
     problem: Problem,
-    cells: Cells,
-    wanted: Wanted,
+    cells: Candidates,
+    wanted: RequestedPlacement,
     *,
     off_host: Any = None,
     in_host: Any = None,
-    room: Room | None = None,
-) -> Filled:
+    room: FreeMemory | None = None,
+) -> ResolvedPlacement:
     """The best homes as they are wanted, and what is left open filled from the nearest tier on.
 
     For bounds: ``off_host``, the share of the cache that host memory need not hold, where it is not the wanted one;
@@ -131,18 +131,18 @@ def fill(
     from_disk = pages - resident - from_host
     fits &= from_disk * room.page_bytes <= room.disk
     device_kv = on_device / np.maximum(room.kv_blocks, 1)
-    homes = Homes(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
-    return Filled(homes=homes, resident=resident, feasible=fits)
+    homes = PlacementCounts(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
+    return ResolvedPlacement(homes=homes, resident=resident, feasible=fits)
 
 
-def _least_computed(room: Room, device: Any) -> Any:
+def _least_computed(room: FreeMemory, device: Any) -> Any:
     """Pages that the CPU computes at least: the others must all stay, or pass through two slots for each of a layer."""
     slots = np.floor(np.maximum(device, 0) / room.slot_bytes)
     return np.maximum(room.pages - np.maximum(slots, room.layers * np.floor(slots / 2)), 0)
 
 
 def _beside_a_layer(
-    problem: Problem, room: Room, pages: Any, slots: Any, resident: Any, ring: Any, fits: Any
+    problem: Problem, room: FreeMemory, pages: Any, slots: Any, resident: Any, ring: Any, fits: Any
 ) -> tuple[Any, Any]:
     """Fewer pages stay where the ring must hold a whole layer, since any page of it may be elsewhere."""
     layer = problem.model.experts.num_experts
@@ -152,14 +152,14 @@ def _beside_a_layer(
     return fewer, fits & (fewer >= 0) & (~short | (fewer + np.maximum(streamed, layer) <= slots))
 
 
-def _at_most(most: Any, pages: Any, room: Room, resident: Any, ring: Any) -> tuple[Any, Any]:
+def _at_most(most: Any, pages: Any, room: FreeMemory, resident: Any, ring: Any) -> tuple[Any, Any]:
     """No more than so many pages stay; the others pass through the ring."""
     fewer = resident > most
     kept = np.where(fewer, most, resident)
     return kept, np.where(fewer, 2 * np.ceil((pages - kept) / room.layers), ring)
 
 
-def _cache_blocks(cells: Cells, room: Room, held: Any, device_kv: Any) -> Any:
+def _cache_blocks(cells: Candidates, room: FreeMemory, held: Any, device_kv: Any) -> Any:
     """Blocks of the cache that device memory gives room to first: a share of them, or, where that is left open, all
     that fit if it holds nothing else, and no more than host memory cannot hold if it holds pages."""
     if cells.attention_device == "cpu":
@@ -174,7 +174,7 @@ def _cache_blocks(cells: Cells, room: Room, held: Any, device_kv: Any) -> Any:
 
 def _from_host(
     problem: Problem,
-    room: Room,
+    room: FreeMemory,
     streamed: Any,
     slots: Any,
     pinned: tuple[Any, Any],
@@ -201,17 +201,17 @@ def _spread_is_fixed(problem: Problem) -> bool:
     return any(problem.share(key) is not None for key in ("weights.host", "weights.disk"))
 
 
-def _on_disk(problem: Problem, room: Room) -> int:
+def _on_disk(problem: Problem, room: FreeMemory) -> int:
     """Pages that a fixed share keeps on disk."""
     return round((problem.share("weights.disk") or 0.0) * room.pages)
 
 
-def _on_host(problem: Problem, room: Room) -> int:
+def _on_host(problem: Problem, room: FreeMemory) -> int:
     """Pages that a fixed share keeps in host memory."""
     return round((problem.share("weights.host") or 0.0) * room.pages)
 
 
-def _resident(pages: Any, room: Room, slots: Any, share: float | None, elsewhere: Any) -> tuple[Any, Any, Any]:
+def _resident(pages: Any, room: FreeMemory, slots: Any, share: float | None, elsewhere: Any) -> tuple[Any, Any, Any]:
     """The most of ``pages`` that stay within ``slots`` beside the ring of those that cannot, the ring's slots, and
     whether that fits at all: r + 2 ceil((pages - r) / layers) <= slots. ``elsewhere`` are kept from staying by fixed
     shares of other tiers; a fixed ``share`` of this one leaves no choice."""
@@ -229,14 +229,14 @@ def _resident(pages: Any, room: Room, slots: Any, share: float | None, elsewhere
     return np.maximum(resident, 0), ring, (resident >= 0) & (resident + ring <= slots)
 
 
-def _needs_disk(problem: Problem, room: Room, streamed: Any, on_host: Any, held: Any) -> Any:
+def _needs_disk(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any, held: Any) -> Any:
     """Whether some pages come from disk, and pinned memory is two layers deep: those that find no room, or fixed."""
     host = problem.share("weights.host")
     kept_off = False if host is None else streamed > _on_host(problem, room) - held
     return (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
 
 
-def _host_pages(problem: Problem, room: Room, streamed: Any, on_host: Any, computed: Any, held: Any) -> Any:
+def _host_pages(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any, computed: Any, held: Any) -> Any:
     """Pages streamed from host memory; -1 where a fixed share asks for what cannot be. Between ``held`` and
     ``computed`` pages for the CPU, the most that may be."""
     host, disk = problem.share("weights.host"), problem.share("weights.disk")
@@ -250,7 +250,7 @@ def _host_pages(problem: Problem, room: Room, streamed: Any, on_host: Any, compu
     return most
 
 
-def fixed_device_kv(problem: Problem, cells: Cells) -> float | None:
+def fixed_device_kv(problem: Problem, cells: Candidates) -> float | None:
     """The share of the cache on the device, where there is no choice."""
     if cells.attention_device == "cpu":
         return 0.0

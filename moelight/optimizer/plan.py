@@ -29,7 +29,7 @@ class TierUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Help:
+class WhatIf:
     """A ``change`` of the machine (``twice the host memory``) and the share by which tokens per second would grow."""
 
     change: str
@@ -60,7 +60,7 @@ class Plan:
     estimate: Estimate
     memory: tuple[TierUse, ...]
     why: str
-    helps: tuple[Help, ...] = ()
+    helps: tuple[WhatIf, ...] = ()
     bound_tokens_per_s: float = 0.0
     solve_s: float = 0.0
     speeds: Speeds | None = None

@@ -15,7 +15,7 @@ import numpy as np
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import ADMISSIONS, FFN_DEVICES, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, PROCESSORS
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.profiles.model import ModelProfile
@@ -122,11 +122,11 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Variant:
     """The discrete part of a policy: devices, order, admission, dtypes, whether homes in host memory are pinned and
     whether residents are learned. It is priced by its ``acts``."""
 
-    acts: Acts
+    acts: CostModel
     order: str
     admission: str
     residents: str
@@ -145,11 +145,11 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cells:
+class Candidates:
     """Candidates of one setting as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and how many of
     these ride in a pass. They have the face of a policy, as far as memory and time ask for it."""
 
-    setting: Setting
+    setting: Variant
     batch_size: Any
     micro_batch_size: Any
     micro_batch_tokens: Any
@@ -188,7 +188,7 @@ class Cells:
         """Whether a GPU takes part."""
         return self.setting.acts.discrete
 
-    def at(self, index: Any) -> Cells:
+    def at(self, index: Any) -> Candidates:
         """The candidates that ``index`` picks."""
         return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in CELL_ARRAYS})
 
@@ -196,7 +196,7 @@ class Cells:
 CELL_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
 
 
-def settings(problem: Problem) -> Iterator[Setting]:
+def variants(problem: Problem) -> Iterator[Variant]:
     """Every allowed combination of devices, order, admission and dtypes. Homes in host memory are pinned where nothing
     is fixed: that takes less time and less memory. Residents are learned in settings of their own where that changes
     what passes bring (`hrm.estimate.least_missed`).
@@ -223,7 +223,7 @@ def settings(problem: Problem) -> Iterator[Setting]:
         if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_HOMES[ffn]) is not None:
             continue
         found += 1
-        acts = Acts(
+        acts = CostModel(
             model=problem.model,
             speeds=problem.speeds,
             dtype=problem.dtype,
@@ -233,7 +233,7 @@ def settings(problem: Problem) -> Iterator[Setting]:
             ffn_device=ffn,
             pinned_homes=gpu and ffn != "cpu" and fixed.get("host_pages", "pinned") == "pinned",
         )
-        yield Setting(
+        yield Variant(
             acts=acts, order=order, admission=admission, residents=residents, weight_dtype=weight, kv_dtype=cache
         )
     if not found:
@@ -250,11 +250,11 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
     )
 
 
-def cells(
-    problem: Problem, setting: Setting, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
-) -> Cells:
+def make_candidates(
+    problem: Problem, setting: Variant, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
+) -> Candidates:
     """Candidates from arrays of N, μ, the most ``tokens`` of a prompt micro-batch and how many of these ride."""
-    return Cells(
+    return Candidates(
         setting=setting,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,

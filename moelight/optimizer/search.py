@@ -18,10 +18,18 @@ import numpy as np
 from moelight.core.policy import MOST_COUNTS
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
-from moelight.optimizer.candidates import WHOLE_UP_TO, Choices, around, as_of, cache_is_open, first_look, scattered
-from moelight.optimizer.milp import Solved, solve
-from moelight.optimizer.placement import Wanted, fill
-from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Cells, Problem, Setting, settings
+from moelight.optimizer.candidates import (
+    WHOLE_UP_TO,
+    PlacedCandidates,
+    around,
+    as_of,
+    cache_is_open,
+    first_look,
+    scattered,
+)
+from moelight.optimizer.milp import SolvedPlacement, solve
+from moelight.optimizer.placement import RequestedPlacement, fill
+from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Candidates, Problem, Variant, variants
 
 # Rounds at random: how far (powers of ten of a factor), how many candidates, and how far behind a setting may lie.
 ROUNDS = ((0.3, 400, 4.0), (0.0, 400, 2.5), (0.0, 400, 1.6), (-0.5, 400, 1.3), (-1.0, 400, 1.15), (-1.0, 400, 1.08))
@@ -50,36 +58,36 @@ POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05  # of each setting; random neig
 class Found:
     """The best candidate: its setting and sizes, and its homes with the seconds of the job."""
 
-    cell: Cells
-    homes: Solved
+    cell: Candidates
+    homes: SolvedPlacement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leaders:
+class Beam:
     """A few good candidates of one setting, best first, and their seconds in closed form."""
 
-    choices: Choices
+    choices: PlacedCandidates
     seconds: Any
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> Variant:
         return self.choices.cells.setting
 
     @property
     def least(self) -> float:
         return float(self.seconds[0])
 
-    def first(self, count: int) -> Leaders:
-        return Leaders(choices=self.choices.at(slice(count)), seconds=self.seconds[:count])
+    def first(self, count: int) -> Beam:
+        return Beam(choices=self.choices.at(slice(count)), seconds=self.seconds[:count])
 
 
 def search(problem: Problem) -> Found | None:
     """The fastest policy, or None where nothing fits."""
     if problem.sequences[0] > problem.sequences[1]:
         return None
-    every = list(settings(problem))
+    every = list(variants(problem))
     usual = [setting for setting in every if not _stands_in(setting)] or every
-    looks = [few(problem, None, first_look(problem, setting)) for setting in usual]
+    looks = [keep_best(problem, None, first_look(problem, setting)) for setting in usual]
     leaders = [found for found in looks if found is not None]
     if not leaders:
         return None
@@ -91,16 +99,17 @@ def search(problem: Problem) -> Found | None:
             leaders = _pooled(problem, leaders, every, draw)
             every = _beside(every, leaders)
         leaders = [
-            few(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in leaders
+            keep_best(problem, found, scattered(problem, found.choices, draw, count, widest=widest))
+            for found in leaders
         ]
-    for work in (_to_the_end, _shaken, _reordered):
+    for work in (_refined, _restarted, _in_other_schedules):
         leaders = sorted(leaders, key=lambda found: found.least)
         worth = leaders[0].least * WORTH_FINISHING
         first = [work(problem, found, every) for found in leaders[:MOST_FINISHED] if found.least <= worth]
         leaders = first + leaders[len(first) :]
-    best = _settled(problem, sorted(leaders, key=lambda found: found.least))
+    best = _select_best(problem, sorted(leaders, key=lambda found: found.least))
     if best is not None and problem.programme and _is_small(problem):
-        best = _decided(problem, best)
+        best = _certified(problem, best)
     return None if best is None else _with_fewer_tokens(problem, best)
 
 
@@ -110,7 +119,7 @@ def _is_small(problem: Problem) -> bool:
     return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
 
 
-def _pooled(problem: Problem, leaders: list[Leaders], every: list[Setting], draw: np.random.Generator) -> list[Leaders]:
+def _pooled(problem: Problem, leaders: list[Beam], every: list[Variant], draw: np.random.Generator) -> list[Beam]:
     """Every setting at the sizes that are best in any of them, as far as that makes it one of the best."""
     pool = _joined(*(found.first(POOLED).choices for found in leaders))
     known = {id(found.setting): found for found in leaders}
@@ -118,17 +127,17 @@ def _pooled(problem: Problem, leaders: list[Leaders], every: list[Setting], draw
     for setting in every:
         here = as_of(problem, pool, setting)
         near = _joined(here, scattered(problem, here, draw, NEAR_POOLED))
-        found = few(problem, known.get(id(setting)), near)
+        found = keep_best(problem, known.get(id(setting)), near)
         if found is not None and found.least <= best * WORTH_POOLING:
             kept.append(found)
     return kept
 
 
-def _stands_in(setting: Setting) -> bool:
+def _stands_in(setting: Variant) -> bool:
     return not {setting.order, setting.admission, setting.residents}.isdisjoint(STAND_INS)
 
 
-def closed_form_s(problem: Problem, choices: Choices) -> Any:
+def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
     """Seconds of the job for every candidate at its homes in closed form; infinite where it does not fit."""
     filled = fill(problem, choices.cells, choices.wanted)
     seconds = np.full(np.shape(filled.feasible), np.inf)
@@ -139,7 +148,7 @@ def closed_form_s(problem: Problem, choices: Choices) -> Any:
     return seconds
 
 
-def few(problem: Problem, leaders: Leaders | None, look: Choices, *, by_waves: bool = False) -> Any:
+def keep_best(problem: Problem, leaders: Beam | None, look: PlacedCandidates, *, by_waves: bool = False) -> Any:
     """The best of ``leaders`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
     micro-batches. None where there are none.
 
@@ -158,10 +167,10 @@ def few(problem: Problem, leaders: Leaders | None, look: Choices, *, by_waves: b
     order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, np.round(np.log(seconds) / EQUAL)))
     _, first = np.unique(_region(problem, choices, by_waves=by_waves)[order], return_index=True)
     index = order[np.sort(first)[:FEW]]
-    return Leaders(choices=choices.at(index), seconds=seconds[index])
+    return Beam(choices=choices.at(index), seconds=seconds[index])
 
 
-def _region(problem: Problem, choices: Choices, *, by_waves: bool) -> Any:
+def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> Any:
     """A number for each candidate, the same for those of one region."""
     cell, all_stay = choices.cells, choices.wanted.resident + choices.wanted.computed >= problem.pages
     n, requests = cell.batch_size, problem.workload.num_requests
@@ -175,7 +184,7 @@ def _region(problem: Problem, choices: Choices, *, by_waves: bool) -> Any:
     return (((size * 100 + tokens) * 100 + riding) * 1000 + numbers) * 2 + all_stay
 
 
-def _as_filled(problem: Problem, choices: Choices) -> Choices:
+def _as_filled(problem: Problem, choices: PlacedCandidates) -> PlacedCandidates:
     """The same candidates, what they want said by what they got, so that a small step from there is one: pages that
     come from disk, and the place of the cache as that of the pages which leave it room."""
     setting = choices.cells.setting
@@ -185,42 +194,42 @@ def _as_filled(problem: Problem, choices: Choices) -> Choices:
     wanted = replace(choices.wanted, spilled=filled.homes.from_disk)
     if cache_is_open(problem, setting):
         wanted = replace(wanted, device_kv=np.full_like(filled.resident, np.nan), resident=filled.resident)
-    return Choices(cells=choices.cells, wanted=wanted)
+    return PlacedCandidates(cells=choices.cells, wanted=wanted)
 
 
-def _joined(*parts: Choices) -> Choices:
+def _joined(*parts: PlacedCandidates) -> PlacedCandidates:
     names = ("computed", "device_kv", "resident", "spilled")
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part.cells, name) for part in parts]) for name in CELL_ARRAYS
     }
     wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
-    return Choices(cells=replace(parts[0].cells, **arrays), wanted=Wanted(**wanted))
+    return PlacedCandidates(cells=replace(parts[0].cells, **arrays), wanted=RequestedPlacement(**wanted))
 
 
-def _beside(every: list[Setting], leaders: list[Leaders]) -> list[Setting]:
+def _beside(every: list[Variant], leaders: list[Beam]) -> list[Variant]:
     """The settings whose devices are those of ``leaders``."""
     devices = {(found.setting.attention_device, found.setting.ffn_device) for found in leaders}
     return [setting for setting in every if (setting.attention_device, setting.ffn_device) in devices]
 
 
-def _reordered(problem: Problem, leaders: Leaders, every: list[Setting]) -> Leaders:
+def _in_other_schedules(problem: Problem, leaders: Beam, every: list[Variant]) -> Beam:
     """The best of ``leaders`` in another order or admission, if that is faster, to the end."""
     own, best = leaders.setting, leaders
     for setting in every:
         if setting is not own and setting.attention_device == own.attention_device:
             here = as_of(problem, leaders.first(POOLED).choices, setting)
-            found = few(problem, None, _joined(here, around(problem, here, step=0.0)))
+            found = keep_best(problem, None, _joined(here, around(problem, here, step=0.0)))
             best = found if found is not None and found.least < best.least * (1 - GAINED) else best
-    return leaders if best is leaders else _to_the_end(problem, best, every)
+    return leaders if best is leaders else _refined(problem, best, every)
 
 
-def _to_the_end(problem: Problem, leaders: Leaders, _every: list[Setting]) -> Leaders:
+def _refined(problem: Problem, leaders: Beam, _every: list[Variant]) -> Beam:
     """``leaders`` from the first of which, each in its own region, no small or single step leads on."""
     for _ in range(MOST_ROUNDS):
         before = leaders.seconds[:FIRST]
         for step in LAST_STEPS:
             near = around(problem, leaders.first(FIRST).choices, step=step)
-            leaders = few(problem, leaders, near, by_waves=True)
+            leaders = keep_best(problem, leaders, near, by_waves=True)
         if not _is_better(leaders.seconds[:FIRST], before):
             break
     return leaders
@@ -231,17 +240,17 @@ def _is_better(seconds: Any, before: Any) -> bool:
     return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
-def _shaken(problem: Problem, leaders: Leaders, every: list[Setting]) -> Leaders:
+def _restarted(problem: Problem, leaders: Beam, every: list[Variant]) -> Beam:
     """``leaders`` near which none of many random candidates is better: what no step along an axis finds."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
         near = scattered(problem, leaders.choices, draw, SCATTERED, widest=-0.3)
-        found = few(problem, leaders, near, by_waves=True)
-        leaders = _to_the_end(problem, found, every) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
+        found = keep_best(problem, leaders, near, by_waves=True)
+        leaders = _refined(problem, found, every) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
     return leaders
 
 
-def _settled(problem: Problem, leaders: list[Leaders]) -> Found | None:
+def _select_best(problem: Problem, leaders: list[Beam]) -> Found | None:
     """The best of ``leaders``, best first in closed form, once the programme has placed every page."""
     best: Found | None = None
     for found in leaders[:MOST_SOLVED]:
@@ -255,21 +264,21 @@ def _settled(problem: Problem, leaders: list[Leaders]) -> Found | None:
     return best
 
 
-def _solved(problem: Problem, cell: Cells) -> Solved | None:
+def _solved(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
     """The programme's homes; of equals, those that leave no memory empty."""
     homes = solve(problem, cell)
     if homes is None:
         return None
     cache = homes.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size)
     for device_kv in map(np.asarray, (np.nan, cache)):
-        wanted = Wanted(computed=np.asarray(homes.computed), device_kv=device_kv)
-        full = _filled(problem, Choices(cells=cell, wanted=wanted))
+        wanted = RequestedPlacement(computed=np.asarray(homes.computed), device_kv=device_kv)
+        full = _filled(problem, PlacedCandidates(cells=cell, wanted=wanted))
         if full is not None and full.seconds <= homes.seconds * (1 + EQUAL):
             return full
     return homes
 
 
-def _decided(problem: Problem, best: Found) -> Found:
+def _certified(problem: Problem, best: Found) -> Found:
     """The best there is, where the bounds leave few enough candidates to solve them all."""
     for cell in undecided(problem, best.homes.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
         homes = _solved(problem, cell)
@@ -300,8 +309,8 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
         "resident": np.inf,
         "spilled": homes.from_disk,
     }
-    wanted = Wanted(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
-    choices = Choices(cells=many, wanted=wanted)
+    wanted = RequestedPlacement(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
+    choices = PlacedCandidates(cells=many, wanted=wanted)
     seconds = closed_form_s(problem, choices)
     good = np.flatnonzero(seconds <= homes.seconds * (1 + AS_GOOD))
     if not good.size:
@@ -316,14 +325,14 @@ def _powers(low: int, high: int) -> list[int]:
     return [1 << power for power in range(high.bit_length()) if low <= 1 << power < high]
 
 
-def _filled(problem: Problem, choice: Choices) -> Solved | None:
+def _filled(problem: Problem, choice: PlacedCandidates) -> SolvedPlacement | None:
     """The homes of one candidate in closed form; None where it does not fit."""
     cell, setting = choice.cells, choice.cells.setting
     filled = fill(problem, cell, choice.wanted)
     if not filled.feasible:
         return None
     blocks = round(float(filled.homes.device_kv) * -(-int(cell.kv_tokens) // cell.kv_block_size))
-    return Solved(
+    return SolvedPlacement(
         resident=int(filled.resident),
         from_host=int(filled.homes.from_host),
         from_disk=int(filled.homes.from_disk),

@@ -14,11 +14,11 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import Estimate, Phase, acts_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.placement import Placement, place
-from moelight.hrm.task_cost import Load, pass_costs
+from moelight.hrm.task_cost import MicroBatchLoad, pass_costs
 from moelight.optimizer.optimize import compute_dtype
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
@@ -66,7 +66,7 @@ class PassRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
+class SimulatedRun:
     """The passes of one order of work, on one clock. ``with_prompts`` is None where the job has no such pass;
     ``estimate`` is the ledger's, of the same order.
 
@@ -92,7 +92,7 @@ class Rehearsal:
         return (*first, *(run.timeline for run in self.decode))
 
 
-class Stage:
+class SimulationSetup:
     """One policy, resolved or not, of one model on one machine for one workload; ``estimate`` is in its own order."""
 
     def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
@@ -101,7 +101,7 @@ class Stage:
         self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
         self.estimate: Estimate = self.estimate_of(policy.schedule)
         self._layout: Layout = layout_of(model, policy, self._dtype)
-        self._acts: Acts = acts_of(model, policy, self._speeds, self._dtype)
+        self._acts: CostModel = acts_of(model, policy, self._speeds, self._dtype)
         self._placement: Placement = place(model, policy)
 
     def estimate_of(self, schedule: str) -> Estimate:
@@ -122,7 +122,7 @@ class Stage:
         there = (Lane.DISK, Lane.STAGE, Lane.H2D, Lane.D2H) if self.policy.discrete else (Lane.DISK,)
         return {str(lane): rates[lane] for lane in there if 0 < rates[lane] < math.inf}
 
-    def rehearse(self, schedule: str, *, passes: int = STEADY_PASSES) -> Rehearsal:
+    def rehearse(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
         """One pass with prompts, where the job has one, and ``passes`` that decode.
 
         Raises:
@@ -139,7 +139,7 @@ class Stage:
             before_s = timeline.end_s
         first = runs[0] if len(runs) > passes else None
         priced = self.estimate_of(schedule)
-        return Rehearsal(
+        return SimulatedRun(
             schedule=schedule,
             estimate=priced,
             with_prompts=first,
@@ -164,9 +164,9 @@ class Stage:
                 "micro_batch_size"
             )
 
-    def _steps(self, schedule: str, loads: Sequence[Sequence[Load]]) -> Iterator[tuple[Schedule, Price]]:
+    def _steps(self, schedule: str, loads: Sequence[Sequence[MicroBatchLoad]]) -> Iterator[tuple[Schedule, Price]]:
         carried = self._carried(schedule)
-        before: tuple[Sequence[Load], int] | None = None
+        before: tuple[Sequence[MicroBatchLoad], int] | None = None
         for each in loads:
             if before != (each, carried):
                 built = self._built(schedule, each, carried)
@@ -181,7 +181,7 @@ class Stage:
         """Pages that a decode pass hands on."""
         return len(self._built(schedule, self._decode_loads(), 0).carried_out)
 
-    def _built(self, schedule: str, loads: Sequence[Load], carried: int) -> Schedule:
+    def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], carried: int) -> Schedule:
         shape = PassShape(
             micro_batches=tuple(map(self._shape, loads)),
             carried=carried,
@@ -190,12 +190,12 @@ class Stage:
         )
         return SCHEDULES.get(schedule)(self._layout, shape)
 
-    def _routed_only(self, schedule: str, loads: Sequence[Load]) -> bool:
+    def _routed_only(self, schedule: str, loads: Sequence[MicroBatchLoad]) -> bool:
         tokens = round(sum(load.tokens for load in loads))
         most, least = self.policy.micro_batch_tokens, least_missed(self.policy)
         return on_demand.pays(self._layout, schedule, tokens, most, least=least)
 
-    def _shape(self, load: Load) -> MicroBatchShape:
+    def _shape(self, load: MicroBatchLoad) -> MicroBatchShape:
         fresh = self._layout.discrete and not load.decode_tokens
         context = round(load.decode_tokens * load.context) if self._layout.context_crosses else 0
         return MicroBatchShape(
@@ -207,13 +207,13 @@ class Stage:
             device_context=self._layout.device_tokens(context),
         )
 
-    def _decode_loads(self) -> list[Load]:
+    def _decode_loads(self) -> list[MicroBatchLoad]:
         alive = min(self.policy.batch_size, self.workload.num_requests)
         context = self.workload.prompt_len + self.workload.gen_len / 2
         sizes = _cut(alive, -(-alive // self.policy.micro_batch_size))
-        return [Load(decode_tokens=size, context=context, rows=size) for size in sizes]
+        return [MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in sizes]
 
-    def _prompt_loads(self) -> list[Load]:
+    def _prompt_loads(self) -> list[MicroBatchLoad]:
         """Of a pass with prompts; empty where the job has none."""
         phase = _prompts(self.estimate)
         if phase is None:
@@ -227,15 +227,15 @@ class Stage:
             count = max(-(-(decode + prompts) // mu), -(-(decode + prompt) // most))
             parts = zip(_cut(decode, count), _cut(prompt, count), _cut(prompts, count), strict=True)
             return [
-                Load(decode_tokens=d, context=context, prompt_tokens=p, prompt_len=length, rows=d + rows)
+                MicroBatchLoad(decode_tokens=d, context=context, prompt_tokens=p, prompt_len=length, rows=d + rows)
                 for d, p, rows in parts
             ]
         count = max(-(-prompts // mu), -(-prompt // most))
         fresh = zip(_cut(prompt, count), _cut(prompts, count), strict=True)
         decoding = _cut(decode, -(-decode // mu))
         return [
-            *(Load(prompt_tokens=p, prompt_len=length, rows=rows) for p, rows in fresh),
-            *(Load(decode_tokens=size, context=context, rows=size) for size in decoding),
+            *(MicroBatchLoad(prompt_tokens=p, prompt_len=length, rows=rows) for p, rows in fresh),
+            *(MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in decoding),
         ]
 
     def _job_tokens_per_s(self, priced: Estimate, first: PassRun | None, steady: PassRun) -> float:
@@ -262,7 +262,7 @@ def layer_starts(timeline: Timeline) -> dict[int, float]:
     return found
 
 
-def _run(timeline: Timeline, before_s: float, loads: Sequence[Load], built: Schedule) -> PassRun:
+def _run(timeline: Timeline, before_s: float, loads: Sequence[MicroBatchLoad], built: Schedule) -> PassRun:
     return PassRun(
         timeline=timeline,
         seconds=timeline.end_s - before_s,

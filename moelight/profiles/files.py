@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-class Node:
+class YamlNode:
     """One value of a YAML file. ``key`` is its dotted path; ``where`` is ``file:line``."""
 
     def __init__(self, path: Path, node: yaml.Node, loader: _Loader, key: str = "") -> None:
@@ -67,7 +67,7 @@ class Node:
         """Whether the value is a mapping."""
         return isinstance(self._node, yaml.MappingNode)
 
-    def entries(self) -> dict[str, Node]:
+    def entries(self) -> dict[str, YamlNode]:
         """The values of a mapping whose keys are free.
 
         Raises:
@@ -75,7 +75,7 @@ class Node:
         """
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"must be a mapping, not {self._shown()}")
-        found: dict[str, Node] = {}
+        found: dict[str, YamlNode] = {}
         for key_node, value_node in self._node.value:
             name = key_node.value
             line = f"{self._path}:{key_node.start_mark.line + 1}"
@@ -83,10 +83,10 @@ class Node:
                 raise ConfigError(f"{line}: a key must be text")
             if name in found:
                 raise ConfigError(f"{line}: key {name!r} is given twice")
-            found[name] = Node(self._path, value_node, self._loader, f"{self.key}.{name}" if self.key else name)
+            found[name] = YamlNode(self._path, value_node, self._loader, f"{self.key}.{name}" if self.key else name)
         return found
 
-    def fields(self, *known: str, required: tuple[str, ...] = ()) -> dict[str, Node]:
+    def fields(self, *known: str, required: tuple[str, ...] = ()) -> dict[str, YamlNode]:
         """The values of a mapping that may have the keys ``known`` and must have those ``required``.
 
         Raises:
@@ -166,7 +166,7 @@ class Node:
             return {name: node.plain() for name, node in self.entries().items()}
         if isinstance(self._node, yaml.SequenceNode):
             items = enumerate(self._node.value)
-            return [Node(self._path, item, self._loader, f"{self.key}.{i}").plain() for i, item in items]
+            return [YamlNode(self._path, item, self._loader, f"{self.key}.{i}").plain() for i, item in items]
         return self.scalar()
 
     def _value(self) -> Any:
@@ -181,7 +181,7 @@ class Node:
         return "a mapping" if self.is_mapping() else "a list"
 
 
-def read_yaml(path: Path) -> Node:
+def read_yaml(path: Path) -> YamlNode:
     """The one document of ``path``.
 
     Raises:
@@ -199,7 +199,7 @@ def read_yaml(path: Path) -> Node:
         raise ConfigError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     if node is None:
         raise ConfigError(f"{path}:1: the file is empty")
-    return Node(path, node, loader)
+    return YamlNode(path, node, loader)
 
 
 def profile_directories(kind: str) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from moelight.core.errors import ConfigError
 from moelight.core.policy import PROCESSORS, TIERS
 from moelight.profiles.efficiency import Curve, Surface
-from moelight.profiles.files import Node, find_profile, read_yaml
+from moelight.profiles.files import YamlNode, find_profile, read_yaml
 from moelight.profiles.quantities import (
     MOST_PROCESSORS,
     bandwidth_bytes_per_s,
@@ -215,7 +215,7 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     return replace(profile, spread=_spread(fields["spread"], profile)) if "spread" in fields else profile
 
 
-def _tier(name: str, node: Node, sources: dict[str, str]) -> Tier:
+def _tier(name: str, node: YamlNode, sources: dict[str, str]) -> Tier:
     fields = node.fields(required=("capacity", "bandwidth"))
     return Tier(
         name=name,
@@ -224,7 +224,7 @@ def _tier(name: str, node: Node, sources: dict[str, str]) -> Tier:
     )
 
 
-def _link(name: str, node: Node, tiers: tuple[Tier, ...], sources: dict[str, str]) -> Link:
+def _link(name: str, node: YamlNode, tiers: tuple[Tier, ...], sources: dict[str, str]) -> Link:
     src, _, dst = name.partition(TO)
     present = [tier.name for tier in tiers]
     if src not in present or dst not in present or src == dst:
@@ -233,7 +233,7 @@ def _link(name: str, node: Node, tiers: tuple[Tier, ...], sources: dict[str, str
     return Link(src=src, dst=dst, bandwidth_bytes_per_s=_quantity(value, bandwidth_bytes_per_s, sources))
 
 
-def _processor(name: str, node: Node, sources: dict[str, str]) -> Processor:
+def _processor(name: str, node: YamlNode, sources: dict[str, str]) -> Processor:
     fields = node.fields("count", required=("peak",))
     return Processor(
         name=name,
@@ -242,7 +242,7 @@ def _processor(name: str, node: Node, sources: dict[str, str]) -> Processor:
     )
 
 
-def _surface(name: str, node: Node) -> Surface:
+def _surface(name: str, node: YamlNode) -> Surface:
     """``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
     entries = node.entries()
     if not entries:
@@ -261,7 +261,7 @@ def _surface(name: str, node: Node) -> Surface:
     return Surface(name=name, sizes=tuple(sorted(curves)), curves=tuple(curves[size] for size in sorted(curves)))
 
 
-def _curve(node: Node, parse: Callable[..., float]) -> Curve:
+def _curve(node: YamlNode, parse: Callable[..., float]) -> Curve:
     points: dict[float, float] = {}
     for name, value in node.entries().items():
         x = _above_zero(name)
@@ -285,7 +285,7 @@ def _above_zero(text: str) -> float | None:
     return number if _LEAST_X <= number <= _MOST_X else None
 
 
-def _spread(node: Node, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
+def _spread(node: YamlNode, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
     found = []
     for name, value in node.fields(*profile.figure_keys()).items():
         width = value.scalar()
@@ -295,7 +295,7 @@ def _spread(node: Node, profile: HardwareProfile) -> tuple[tuple[str, float], ..
     return tuple(found)
 
 
-def _quantity(node: Node, parse: Callable[..., T], sources: dict[str, str]) -> T:
+def _quantity(node: YamlNode, parse: Callable[..., T], sources: dict[str, str]) -> T:
     """A quantity, alone or as ``{value: …, source: …}``; its source is noted under its key."""
     value = node
     if node.is_mapping():
@@ -309,7 +309,7 @@ def _quantity(node: Node, parse: Callable[..., T], sources: dict[str, str]) -> T
     return parse(raw, what=f"{value.where}: {node.key}")
 
 
-def _check_parts(tiers: Collection[str], units: Collection[str], root: Node) -> None:
+def _check_parts(tiers: Collection[str], units: Collection[str], root: YamlNode) -> None:
     """Host and CPU are always there; a GPU and its memory come together."""
     for name, there, key in (("host", tiers, "tiers"), ("cpu", units, "processors")):
         if name not in there:
@@ -319,7 +319,7 @@ def _check_parts(tiers: Collection[str], units: Collection[str], root: Node) -> 
         raise ConfigError(f"{root.where}: {missing} is missing; it and {other} belong together")
 
 
-def _check_links(profile: HardwareProfile, root: Node) -> None:
+def _check_links(profile: HardwareProfile, root: YamlNode) -> None:
     """A GPU's memory is joined to the host's by links both ways."""
     if profile.tier("device") is not None:
         for src, dst in (("host", "device"), ("device", "host")):

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from moelight.core.errors import CheckpointError, ConfigError, shown
-from moelight.core.small_files import read_object, reason
+from moelight.core.errors import CheckpointError, ConfigError, quoted
+from moelight.core.small_files import read_error_text, read_object
 
 _MOST = 1 << 24  # no size in any config is larger; a hostile one must not exhaust memory
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
@@ -49,7 +49,7 @@ class HFConfig:
         except FileNotFoundError:
             raise CheckpointError(f"{path.parent}: no config.json there, so it is not a model directory") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read as JSON ({reason(error)})") from None
+            raise CheckpointError(f"{path}: cannot be read as JSON ({read_error_text(error)})") from None
 
     def find(self, *keys: str) -> Any:
         """The value under the first of ``keys`` that is present and not null, else None."""
@@ -68,7 +68,7 @@ class HFConfig:
             value = self._default(keys, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ConfigError(
-                f"{self.where}: {self._name(keys[0])} must be an integer from {least} to {most}, not {shown(value)}"
+                f"{self.where}: {self._name(keys[0])} must be an integer from {least} to {most}, not {quoted(value)}"
             )
         return value
 
@@ -86,7 +86,7 @@ class HFConfig:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
             raise ConfigError(
                 f"{self.where}: {self._name(keys[0])} must be a number above 0, from {_LEAST_NUMBER:g} to "
-                f"{_MOST_NUMBER:g}, not {shown(value)}"
+                f"{_MOST_NUMBER:g}, not {quoted(value)}"
             )
         return float(value)
 
@@ -96,7 +96,7 @@ class HFConfig:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be true or false, not {shown(value)}")
+            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be true or false, not {quoted(value)}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class HFConfig:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of integers, not {shown(value)}")
+            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of integers, not {quoted(value)}")
         return tuple(value)
 
     def words(self, key: str, known: Collection[str], *, count: int) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class HFConfig:
         """The experts' activation; only SiLU is known to these families."""
         value = self.find("hidden_act") or "silu"
         if value not in ("silu", "swish"):
-            raise ConfigError(f"{self.where}: {self._name('hidden_act')} {shown(value)} is not supported; known: silu")
+            raise ConfigError(f"{self.where}: {self._name('hidden_act')} {quoted(value)} is not supported; known: silu")
         return "silu"
 
     def dtype(self, *, default: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.families import profile_from_config, profile_from_dir
-from moelight.profiles.files import Node, find_profile, profile_names, read_yaml
+from moelight.profiles.files import YamlNode, find_profile, profile_names, read_yaml
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 
@@ -160,7 +160,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     return fields["name"].text(), config
 
 
-def _plain(node: Node, key: str) -> Any:
+def _plain(node: YamlNode, key: str) -> Any:
     """The value of ``key``; a mapping may hold what `NESTED_KEYS` says, as far as it says anything."""
     if key not in NESTED_KEYS or not node.is_mapping():
         return node.plain()

@@ -14,7 +14,7 @@ import yaml
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
-from moelight.profiles.files import Node, read_yaml
+from moelight.profiles.files import YamlNode, read_yaml
 
 _COUNTS = (
     "batch_size",
@@ -150,7 +150,7 @@ def _scalar(value: object) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _shares(node: Node, *tiers: str) -> Shares:
+def _shares(node: YamlNode, *tiers: str) -> Shares:
     fields = node.fields(*tiers)
     try:
         return Shares(**{tier: _share(value) for tier, value in fields.items()})
@@ -158,7 +158,7 @@ def _shares(node: Node, *tiers: str) -> Shares:
         raise node.error(f"is impossible: {error}") from None
 
 
-def _share(node: Node) -> float:
+def _share(node: YamlNode) -> float:
     value = node.scalar()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise node.error(f"must be a number from 0 to 1, not {value!r}")

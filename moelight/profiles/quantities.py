@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 
-from moelight.core.errors import ConfigError, shown
+from moelight.core.errors import ConfigError, quoted
 from moelight.core.units import parse_bytes
 
 MOST_PROCESSORS = 4096  # of one kind in one machine
@@ -30,12 +30,12 @@ class _Kind:
     def check(self, value: float, what: str) -> float:
         """``value``, which is a number within the range."""
         if isinstance(value, bool) or not self.least <= value <= self.most:
-            raise ConfigError(f"{what}: {shown(value)} is out of range; {self.name} is from {self.range}")
+            raise ConfigError(f"{what}: {quoted(value)} is out of range; {self.name} is from {self.range}")
         return float(value)
 
     def unreadable(self, value: str, what: str) -> ConfigError:
         """What is said of text that is no such quantity."""
-        return ConfigError(f"{what}: {shown(value)} is not {self.name}; write {self.example}")
+        return ConfigError(f"{what}: {quoted(value)} is not {self.name}; write {self.example}")
 
 
 _CAPACITY = _Kind(

@@ -16,7 +16,7 @@ from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class StoredTensor:
     """One tensor as it lies on disk. ``name`` is a field of `TensorNames`; ``layer`` is -1 outside the layers."""
 
     name: str
@@ -30,12 +30,12 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class TensorList:
     """One tensor as it lies in memory: ``parts`` stacked along their first dimension, in order."""
 
     name: str
     layer: int
-    parts: tuple[Part, ...]
+    parts: tuple[StoredTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Stored:
         return math.prod(self.shape)
 
 
-def dense_tensors(model: ModelProfile) -> Iterator[Stored]:
+def dense_tensors(model: ModelProfile) -> Iterator[TensorList]:
     """Every tensor outside the experts, in the order it is laid into its arena.
 
     q, k and v (and their biases, and the gate and up of a dense layer or of the shared experts) are stacked into one
@@ -93,13 +93,13 @@ def pages(model: ModelProfile) -> tuple[Page, ...]:
     )
 
 
-def _norm(model: ModelProfile, name: str, layer: int) -> Iterator[Stored]:
+def _norm(model: ModelProfile, name: str, layer: int) -> Iterator[TensorList]:
     yield _one(name, layer, (model.hidden_size,))
     if model.norm_bias:
         yield _one(f"{name}_bias", layer, (model.hidden_size,))
 
 
-def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
+def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
     spec, hidden = model.attention, model.hidden_size
     if spec.latent is not None:
         yield from _latent_tensors(spec, spec.latent, layer, hidden)
@@ -114,7 +114,7 @@ def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
         yield _one("o_bias", layer, (hidden,))
 
 
-def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
+def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
     spec, hidden = model.attention, model.hidden_size
     if model.names.qkv:
         yield _one("qkv", layer, (spec.q_dim + 2 * spec.kv_dim, hidden))
@@ -128,7 +128,7 @@ def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
         yield _one("k_norm", layer, (spec.kv_dim if whole else spec.head_dim,))
 
 
-def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[Stored]:
+def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[TensorList]:
     """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and values
     (without the rotary part) from it; queries come directly, or in two steps where they have a latent of their own."""
     rank = latent.q_lora_rank
@@ -148,7 +148,7 @@ def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden:
     yield _one("kv_b", layer, (expanded, latent.kv_lora_rank))
 
 
-def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
+def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
     """What a layer with experts stores beside them: router, shared experts and the gate on their output."""
     hidden, experts, router = model.hidden_size, model.experts, model.router
     yield _one("router", layer, (experts.num_experts, hidden))
@@ -162,18 +162,18 @@ def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[Stored]:
         yield _one("shared_router", layer, (1, hidden))
 
 
-def _feed_forward(kind: str, layer: int, hidden: int, width: int) -> Iterator[Stored]:
+def _feed_forward(kind: str, layer: int, hidden: int, width: int) -> Iterator[TensorList]:
     yield _stack(f"{kind}_gate_up", layer, {f"{kind}_gate": (width, hidden), f"{kind}_up": (width, hidden)})
     yield _one(f"{kind}_down", layer, (hidden, width))
 
 
-def _one(name: str, layer: int, shape: tuple[int, ...]) -> Stored:
-    return Stored(name=name, layer=layer, parts=(Part(name=name, layer=layer, shape=shape),))
+def _one(name: str, layer: int, shape: tuple[int, ...]) -> TensorList:
+    return TensorList(name=name, layer=layer, parts=(StoredTensor(name=name, layer=layer, shape=shape),))
 
 
-def _stack(name: str, layer: int, parts: dict[str, tuple[int, ...]]) -> Stored:
-    return Stored(
+def _stack(name: str, layer: int, parts: dict[str, tuple[int, ...]]) -> TensorList:
+    return TensorList(
         name=name,
         layer=layer,
-        parts=tuple(Part(name=part, layer=layer, shape=shape) for part, shape in parts.items()),
+        parts=tuple(StoredTensor(name=part, layer=layer, shape=shape) for part, shape in parts.items()),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moelight.core.errors import ConfigError, shown
+from moelight.core.errors import ConfigError, quoted
 
 MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; of one prompt, and of one answer
 _MOST = {
@@ -27,6 +27,6 @@ class Workload:
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} must be from 1 to {most:,}, not {shown(getattr(self, name))}")
+                raise ConfigError(f"{name} must be from 1 to {most:,}, not {quoted(getattr(self, name))}")
         if self.prompt_len > self.max_prompt_len:
             raise ConfigError(f"prompt_len ({self.prompt_len}) exceeds max_prompt_len ({self.max_prompt_len})")

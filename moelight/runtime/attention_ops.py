@@ -19,7 +19,7 @@ from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefil
 from moelight.kernels.prefill import prefill_attention
 from moelight.memory.kv import KVCache, TokenCache, put
 from moelight.profiles.model import AttentionSpec
-from moelight.runtime.microbatch import MicroBatch, present
+from moelight.runtime.microbatch import MicroBatch, require
 
 Act = Callable[[Task, MicroBatch], None]
 
@@ -43,15 +43,15 @@ class HostAttention:
         mb.attn = attend_fresh(mb, self._scale, self._window)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
-        mb.qkv_host = present(mb.crossing).take(*present(mb.qkv))
+        mb.qkv_host = require(mb.crossing).take(*require(mb.qkv))
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
-        _, k, v = present(mb.qkv_host)
+        _, k, v = require(mb.qkv_host)
         cpu_kv_append(*self._cache.layer(task.layer), k, v, mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
         """Append this layer's keys and values to the cache, then attend: decoding rows paged, prompts packed."""
-        q, k, v = present(mb.qkv) if mb.crossing is None else present(mb.qkv_host)
+        q, k, v = require(mb.qkv) if mb.crossing is None else require(mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
         k_cache, v_cache = self._cache.layer(task.layer)
@@ -69,7 +69,7 @@ class HostAttention:
         mb.attn = out
 
     def _load_hidden(self, task: Task, mb: MicroBatch) -> None:
-        mb.attn = present(mb.attn).to(mb.hidden.device, non_blocking=True)
+        mb.attn = require(mb.attn).to(mb.hidden.device, non_blocking=True)
 
 
 class DeviceAttention:
@@ -93,31 +93,31 @@ class DeviceAttention:
 
     def _load_kv(self, task: Task, mb: MicroBatch) -> None:
         (into,) = task.writes
-        buffer, cache = self._buffers[into.index], present(self._host).layer(task.layer)
-        for place, slot, count in present(mb.context).runs:
+        buffer, cache = self._buffers[into.index], require(self._host).layer(task.layer)
+        for place, slot, count in require(mb.context).runs:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
         """Those that live in host memory."""
-        (q, k, v), rows = present(mb.qkv), present(mb.added).host_rows
-        mb.qkv_host = present(mb.crossing).take(q[:0], _picked(k, rows), _picked(v, rows))
+        (q, k, v), rows = require(mb.qkv), require(mb.added).host_rows
+        mb.qkv_host = require(mb.crossing).take(q[:0], _picked(k, rows), _picked(v, rows))
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
-        _, k, v = present(mb.qkv_host)
-        put(present(self._host).layer(task.layer), k, v, present(mb.added).host_slots)
+        _, k, v = require(mb.qkv_host)
+        put(require(self._host).layer(task.layer), k, v, require(mb.added).host_slots)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        added = present(mb.added)
+        added = require(mb.added)
         if added.device_slots is not None:
-            _, k, v = present(mb.qkv)
-            cache, rows = present(self._device).layer(task.layer), added.device_rows
+            _, k, v = require(mb.qkv)
+            cache, rows = require(self._device).layer(task.layer), added.device_rows
             put(cache, _picked(k, rows), _picked(v, rows), added.device_slots)
         if mb.context is None or not mb.context.tokens:
             mb.attn = attend_fresh(mb, self._scale, self._window)
         elif self._host is None:
-            slots = present(mb.context.slots)
+            slots = require(mb.context.slots)
             buffer = self._buffers[0, : slots.numel()]
-            torch.index_select(present(self._device).layer(task.layer), 0, slots, out=buffer)
+            torch.index_select(require(self._device).layer(task.layer), 0, slots, out=buffer)
             mb.attn = self._attend(mb, buffer)
         else:
             (index,) = (each.index for each in task.reads if each.space == "context")
@@ -127,21 +127,21 @@ class DeviceAttention:
     def _complete(self, buffer: Tensor, task: Task, mb: MicroBatch) -> None:
         """Into ``buffer``, which holds what came up: the new keys and values, and the context that is here, gathered
         in pieces of bounded size."""
-        (_, k, v), context = present(mb.qkv), present(mb.context)
+        (_, k, v), context = require(mb.qkv), require(mb.context)
         put(buffer, k, v, context.own)
         if context.slots is None:
             return
-        cache = present(self._device).layer(task.layer)
+        cache = require(self._device).layer(task.layer)
         for places, slots in zip(
-            present(context.places).split(self._gathered), context.slots.split(self._gathered), strict=True
+            require(context.places).split(self._gathered), context.slots.split(self._gathered), strict=True
         ):
             buffer.index_copy_(0, places, cache.index_select(0, slots))
 
     def _attend(self, mb: MicroBatch, buffer: Tensor) -> Tensor:
         """Every sequence over its run in ``buffer`` [places, 2, Hkv, D], which holds its own tokens too."""
-        q, k, v = present(mb.qkv)
+        q, k, v = require(mb.qkv)
         out = torch.empty_like(q)
-        for first, last, place, cached in present(mb.context).spans:
+        for first, last, place, cached in require(mb.context).spans:
             rows, run = slice(first, last), buffer[place : place + cached + last - first]
             if last - first == 1:
                 out[first] = attend_one(q[first], run, self._scale)
@@ -168,7 +168,7 @@ def attend_one(q: Tensor, run: Tensor, scale: float) -> Tensor:
 
 def attend_fresh(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
     """Every sequence over its own new keys and values alone -> [T, Hq, D]."""
-    q, k, v = present(mb.qkv)
+    q, k, v = require(mb.qkv)
     out = torch.empty_like(q)
     spans = [(row, row + 1) for row in range(mb.decoding)] + [(first, last) for first, last, _, _ in mb.prompts]
     for first, last in spans:
@@ -182,5 +182,5 @@ def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _offload_kv(task: Task, mb: MicroBatch) -> None:
-    q, k, v = present(mb.qkv)
-    mb.qkv_host = present(mb.crossing).take(q[:0], k, v)
+    q, k, v = require(mb.qkv)
+    mb.qkv_host = require(mb.crossing).take(q[:0], k, v)

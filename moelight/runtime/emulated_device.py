@@ -9,13 +9,13 @@ import time
 from types import TracebackType
 
 
-class TwinEvent:
+class EmulatedEvent:
     """An event that notes when it was recorded."""
 
     def __init__(self) -> None:
         self._at_s: float | None = None
 
-    def record(self, stream: TwinStream) -> None:
+    def record(self, stream: EmulatedStream) -> None:
         """Note now; everything launched so far is done."""
         self._at_s = time.perf_counter()
 
@@ -24,23 +24,23 @@ class TwinEvent:
         if self._at_s is None:
             raise RuntimeError("waited for an event that was never recorded")
 
-    def elapsed_time(self, later: TwinEvent) -> float:
+    def elapsed_time(self, later: EmulatedEvent) -> float:
         """Milliseconds to ``later``."""
         self.synchronize()
         later.synchronize()
         return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
 
 
-class TwinStream:
+class EmulatedStream:
     """A stream whose work is done at once."""
 
-    def __enter__(self) -> TwinStream:
+    def __enter__(self) -> EmulatedStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         return None
 
-    def wait_event(self, event: TwinEvent) -> None:
+    def wait_event(self, event: EmulatedEvent) -> None:
         """Refuses an event that was never recorded, as a real stream would ignore it and race."""
         event.synchronize()
 

@@ -24,7 +24,7 @@ _MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PassInFlight:
     """A pass on its way: its tasks but those that fetch for the next one, in schedule order."""
 
     submitted: tuple[Submitted, ...]
@@ -54,7 +54,7 @@ class Executor:
         """`launch`, then `finish`."""
         return self.finish(self.launch(schedule, perform))
 
-    def launch(self, schedule: Schedule, perform: Perform) -> Flight:
+    def launch(self, schedule: Schedule, perform: Perform) -> PassInFlight:
         """Submit every task in order to its lane. ``perform`` turns a task into the work it stands for.
 
         Raises what a task raised that was done at once; no pass can follow one that did not finish, because nobody
@@ -79,12 +79,12 @@ class Executor:
             if page is not None:
                 self._carried[page] = submitted[position]
         ahead = set(schedule.carried_out)
-        flight = Flight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
+        flight = PassInFlight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
         self._last |= {(task.lane, task.kind.moves_page): (task, ticket) for task, ticket, _ in flight.submitted}
         self.broken = False
         return flight
 
-    def finish(self, flight: Flight) -> Timeline:
+    def finish(self, flight: PassInFlight) -> Timeline:
         """Wait for all of ``flight``, and say when each task ran and what it waited for last. Raises what a task
         raised."""
         self._begin()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moelight.core.schedule import Page
 
 
-class Spare:
+class FreeSlots:
     """Pages of the ring that nobody uses, the longest unused first, and what is still in them."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Spare:
 
 
 @dataclass(slots=True)
-class Stall:
+class TransferStats:
     """What fetching took: ``pages`` and their seconds on the way, one after the other; what guesses spared. ``found``
     were still in the ring."""
 

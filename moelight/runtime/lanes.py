@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from moelight.core.errors import MoelightError
-from moelight.kernels.threads import Gang
+from moelight.kernels.threads import ThreadTeam
 
 
 class Pending(Protocol):
@@ -36,7 +36,7 @@ SKIPPED = Skipped()
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedBytes:
     """What a work returns that found out what there was to move: so many bytes. ``rest`` of it goes on by itself, and
     has since ``since_s``, where somebody began it before the lane's turn came."""
 
@@ -45,7 +45,7 @@ class Moved:
     since_s: float | None = None
 
 
-Outcome = Pending | Moved | Skipped | None
+Outcome = Pending | MovedBytes | Skipped | None
 Work = Callable[[], Outcome]
 
 
@@ -111,7 +111,7 @@ class HostTicket:
 
     def finish(self, outcome: Outcome) -> None:
         """Wait for what a work has begun."""
-        if isinstance(outcome, Moved):
+        if isinstance(outcome, MovedBytes):
             self.start_s = self.start_s if outcome.since_s is None else outcome.since_s
             self.found_bytes, outcome = outcome.bytes, outcome.rest
         if isinstance(outcome, Skipped):
@@ -123,7 +123,7 @@ class HostTicket:
 class InlineLane:
     """The calling thread itself: work is done when ``submit`` returns, its kernels on the threads of ``gang``."""
 
-    def __init__(self, gang: Gang | None = None) -> None:
+    def __init__(self, gang: ThreadTeam | None = None) -> None:
         self._broken: BaseException | None = None
         self._gang = gang
 
@@ -152,7 +152,7 @@ class ThreadLane:
     With a ``gang`` it stays on the gang's cores, and so do the threads that torch starts for it.
     """
 
-    def __init__(self, name: str, gang: Gang | None = None) -> None:
+    def __init__(self, name: str, gang: ThreadTeam | None = None) -> None:
         self._gang = gang
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], HostTicket, threading.Event] | None]
         self._queue = queue.SimpleQueue()
@@ -254,7 +254,7 @@ class StreamTicket:
     def __init__(self, start: Any, done: Any, clock: StreamClock, outcome: Outcome = None) -> None:
         self._start, self._done, self._clock = start, done, clock
         self.skipped = isinstance(outcome, Skipped)
-        self.found_bytes = outcome.bytes if isinstance(outcome, Moved) else None
+        self.found_bytes = outcome.bytes if isinstance(outcome, MovedBytes) else None
 
     @property
     def done(self) -> Any:
@@ -289,7 +289,7 @@ class StreamLane:
     by the launching thread. A twin's work is done by that thread and the ``gang``.
     """
 
-    def __init__(self, stream: Any, new_event: Callable[[], Any], gang: Gang | None = None) -> None:
+    def __init__(self, stream: Any, new_event: Callable[[], Any], gang: ThreadTeam | None = None) -> None:
         self._gang = gang
         self._stream, self._new_event = stream, new_event
         self._clock = StreamClock(new_event, stream)
@@ -327,10 +327,10 @@ class StreamLane:
         _dismiss(self._gang)
 
 
-def _working(gang: Gang | None) -> AbstractContextManager[None]:
+def _working(gang: ThreadTeam | None) -> AbstractContextManager[None]:
     return nullcontext() if gang is None else gang.working()
 
 
-def _dismiss(gang: Gang | None) -> None:
+def _dismiss(gang: ThreadTeam | None) -> None:
     if gang is not None:
         gang.close()

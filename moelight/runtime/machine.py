@@ -15,12 +15,12 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.hrm.footprint import Footprint
-from moelight.kernels.threads import Gang
+from moelight.kernels.threads import ThreadTeam
 from moelight.memory.arena import allocate
 from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
-from moelight.runtime.emulated_device import TwinEvent, TwinStream
+from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
-from moelight.runtime.numa import place_memory, placing, refusal, settle
+from moelight.runtime.numa import place_memory, placing, settle, why_not_placed
 from moelight.runtime.topology import plug_of, read_topology
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
@@ -98,15 +98,15 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     return lanes
 
 
-def gangs_of(shares: CoreShares) -> dict[Lane, Gang]:
+def gangs_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
     """The threads of each lane that computes. Lanes with the same share have the same gang, and take turns."""
-    made: dict[Share, Gang] = {}
+    made: dict[Share, ThreadTeam] = {}
     found = {}
     for lane in Lane:
         share = shares.of(lane)
         if share is not None:
             if share not in made:
-                made[share] = Gang(share.threads, share.places)
+                made[share] = ThreadTeam(share.threads, share.places)
             found[lane] = made[share]
     return found
 
@@ -126,7 +126,7 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool =
         read_topology(),
         sum(footprint.total(tier) for tier in tiers),
         device_node=None if plug is None else plug.node,
-        refusal=refusal(),
+        refusal=why_not_placed(),
     )
     with placing(place):  # pinned memory is touched when it is taken; the rest later, by whatever thread
         arenas = allocate(footprint, machine.device, pinned_homes=pinned_homes)
@@ -136,9 +136,9 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool =
     return arenas
 
 
-def _device_lane(machine: Machine, lane: Lane, kind: str, gang: Gang | None) -> LaneRunner:
+def _device_lane(machine: Machine, lane: Lane, kind: str, gang: ThreadTeam | None) -> LaneRunner:
     if not machine.twin:
         return StreamLane.on(machine.device)
     if kind == "auto":
-        return StreamLane(TwinStream(), TwinEvent, gang)
+        return StreamLane(EmulatedStream(), EmulatedEvent, gang)
     return InlineLane(gang) if kind == "inline" else ThreadLane(str(lane), gang)

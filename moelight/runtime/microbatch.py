@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from moelight.core.errors import ScheduleError
-from moelight.models.moe import Begun, Routed
+from moelight.models.moe import Routed, SplitMoE
 from moelight.models.rope import Rotation
 from moelight.runtime.context import Added, Chunk, Context, slots_of
-from moelight.runtime.staging import Crossing
+from moelight.runtime.staging import StagingBuffers
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class SavedActivations:
     """A micro-batch's share of what a pass keeps for experts that run once: what they need, and their ``sums``
     float32 [T, H]."""
 
@@ -70,15 +70,15 @@ class MicroBatch:
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
     attn: Tensor | None = None
-    crossing: Crossing | None = None
-    kept: Kept | None = None
+    crossing: StagingBuffers | None = None
+    kept: SavedActivations | None = None
     context: Context | None = None
     added: Added | None = None
     routed: Routed | None = None
     routed_host: Routed | None = None
     experts_host: Tensor | None = None
     experts: Tensor | None = None
-    begun: Begun | None = None
+    begun: SplitMoE | None = None
 
     @property
     def tokens(self) -> int:
@@ -106,9 +106,9 @@ def pack(
     block_size: int,
     hidden: Tensor,
     sampled: Tensor,
-    crossing: Crossing | None,
+    crossing: StagingBuffers | None,
     fresh: bool,
-    kept: Kept | None = None,
+    kept: SavedActivations | None = None,
 ) -> MicroBatch:
     """A micro-batch of ``chunks`` (decoding ones first). ``hidden`` [T, H] is its share of the hidden arena,
     ``sampled`` of the room for new tokens, ``crossing`` of the crossing buffers where there is a link, ``kept`` of what
@@ -158,7 +158,7 @@ def pack(
     )
 
 
-def present(value: T | None) -> T:
+def require(value: T | None) -> T:
     """What an earlier task of the same pass left behind."""
     if value is None:
         raise ScheduleError("a task ran before the one that feeds it")

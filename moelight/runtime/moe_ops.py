@@ -16,17 +16,17 @@ from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.products import Workspace
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
-from moelight.models.moe import Begun, Experts, Routed, accumulate, mixture
+from moelight.models.moe import MoEWeights, Routed, SplitMoE, add_experts, moe_forward
 from moelight.runtime.lanes import SKIPPED, Outcome
-from moelight.runtime.microbatch import Kept, present
-from moelight.runtime.on_demand import Sweep
+from moelight.runtime.microbatch import SavedActivations, require
+from moelight.runtime.on_demand import PassPages
 
 CPU_ROWS = 256  # torch keeps a kernel for every row count it meets on a CPU, and more rows at once are no faster there
 
-MixingAct = Callable[[Task, Sweep], Outcome]
+MixingAct = Callable[[Task, PassPages], Outcome]
 
 
-class KeptArena:
+class SavedActivationArena:
     """The ``mixture`` arena: what a pass keeps for experts that run once for all its micro-batches."""
 
     def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
@@ -39,15 +39,15 @@ class KeptArena:
             start += size
         self._sums, self._weights, self._ids, self._x = parts
 
-    def rows(self, first: int, count: int) -> Kept:
+    def rows(self, first: int, count: int) -> SavedActivations:
         """The part of ``count`` tokens from row ``first`` of the pass on."""
         rows = slice(first, first + count)
-        return Kept(
+        return SavedActivations(
             routed=Routed(x=self._x[rows], weights=self._weights[rows], ids=self._ids[rows]), sums=self._sums[rows]
         )
 
 
-class Mixing:
+class MoEOps:
     """The acts after attention. ``host_space``: the CPU's own buffers, where it computes experts beside a device;
     ``kept``: where experts run once for a whole pass. They take ``most_rows`` rows at a time, on a CPU at most
     `CPU_ROWS`."""
@@ -58,14 +58,14 @@ class Mixing:
         pages: PageStore,
         *,
         host_space: Workspace | None,
-        kept: KeptArena | None,
+        kept: SavedActivationArena | None,
         most_rows: int,
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
         self._host_space = host_space
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.near == "device"
-        self._found: dict[tuple[int, int, int], Experts] = {}
+        self._found: dict[tuple[int, int, int], MoEWeights] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MixingAct] = {
             TaskKind.POST_ATTENTION: self._post_attention,
@@ -79,16 +79,16 @@ class Mixing:
             TaskKind.COMBINE: self._combine,
         }
 
-    def _post_attention(self, task: Task, sweep: Sweep) -> None:
+    def _post_attention(self, task: Task, sweep: PassPages) -> None:
         mb = sweep.micro_batches[task.micro_batch]
         experts = self._layer_experts(task.layer, sweep)
-        self._decoder.post_attention(task.layer, mb.hidden, present(mb.attn), experts, sweep.watch)
+        self._decoder.post_attention(task.layer, mb.hidden, require(mb.attn), experts, sweep.watch)
         if mb.crossing is None:
             mb.attn = None
 
-    def _route(self, task: Task, sweep: Sweep) -> None:
+    def _route(self, task: Task, sweep: PassPages) -> None:
         mb = sweep.micro_batches[task.micro_batch]
-        routed = self._decoder.route(task.layer, mb.hidden, present(mb.attn))
+        routed = self._decoder.route(task.layer, mb.hidden, require(mb.attn))
         if mb.crossing is None:
             mb.attn = None
         if sweep.watch is not None:
@@ -100,18 +100,18 @@ class Mixing:
         if sweep.small is not None and not self._discrete and task.micro_batch + 1 == len(sweep.micro_batches):
             sweep.small.choice(task.layer)  # so that reads begin at once, whoever's turn it is next
 
-    def _foresee(self, task: Task, sweep: Sweep) -> None:
+    def _foresee(self, task: Task, sweep: PassPages) -> None:
         """Ask the next layer's router, as if this layer's experts changed nothing."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
         weights, ids = self._decoder.foresee(coming, sweep.micro_batches[task.micro_batch].hidden)
-        present(sweep.small).foresee(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
+        require(sweep.small).foresee(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
 
-    def _experts_here(self, task: Task, sweep: Sweep) -> None:
-        mb, choice = sweep.micro_batches[task.micro_batch], present(sweep.small).choice(task.layer)
+    def _experts_here(self, task: Task, sweep: PassPages) -> None:
+        mb, choice = sweep.micro_batches[task.micro_batch], require(sweep.small).choice(task.layer)
         first_row = sum(earlier.tokens for earlier in sweep.micro_batches[: task.micro_batch]) * self._top_k
-        mb.begun = Begun(present(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
+        mb.begun = SplitMoE(require(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
 
-    def _experts(self, task: Task, sweep: Sweep) -> None:
+    def _experts(self, task: Task, sweep: PassPages) -> None:
         """On the compute unit: those of one micro-batch that the CPU leaves, or all of the whole pass."""
         if task.micro_batch >= 0:
             mb = sweep.micro_batches[task.micro_batch]
@@ -119,54 +119,56 @@ class Mixing:
                 mb.begun.end(into=mb.hidden)
                 mb.begun = None
             else:
-                mixture(present(mb.routed), self._layer_experts(task.layer, sweep), self._decoder.space, into=mb.hidden)
+                moe_forward(
+                    require(mb.routed), self._layer_experts(task.layer, sweep), self._decoder.space, into=mb.hidden
+                )
             return
         experts = self._layer_experts(task.layer, sweep)
-        everyone = present(self._kept).rows(0, sum(mb.tokens for mb in sweep.micro_batches))
+        everyone = require(self._kept).rows(0, sum(mb.tokens for mb in sweep.micro_batches))
         on_cpu = everyone.sums.device.type == "cpu"
         most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
-        accumulate(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most)
+        add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most)
         for mb in sweep.micro_batches:
-            mb.hidden += present(mb.kept).sums.to(mb.hidden.dtype)
+            mb.hidden += require(mb.kept).sums.to(mb.hidden.dtype)
 
-    def _offload_hidden(self, task: Task, sweep: Sweep) -> Outcome:
+    def _offload_hidden(self, task: Task, sweep: PassPages) -> Outcome:
         mb = sweep.micro_batches[task.micro_batch]
         if not self._some_on_cpu(task.layer, sweep):
             return SKIPPED
-        mb.routed_host = present(mb.crossing).take_routed(present(mb.routed))
+        mb.routed_host = require(mb.crossing).take_routed(require(mb.routed))
         return None
 
-    def _cpu_experts(self, task: Task, sweep: Sweep) -> Outcome:
+    def _cpu_experts(self, task: Task, sweep: PassPages) -> Outcome:
         if not self._some_on_cpu(task.layer, sweep):
             return SKIPPED
         mb, routed = sweep.micro_batches[task.micro_batch], sweep.micro_batches[task.micro_batch].routed_host
         if self._pages.near == "host":
             experts = self._layer_experts(task.layer, sweep)
         elif sweep.small is not None:
-            experts = Experts(sweep.small.choice(task.layer).on_cpu)
+            experts = MoEWeights(sweep.small.choice(task.layer).on_cpu)
         else:
-            experts = Experts(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
-        mb.experts_host = present(mb.crossing).experts_output(present(routed).x.shape)
-        mb.experts_host.copy_(mixture(present(routed), experts, present(self._host_space)))
+            experts = MoEWeights(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
+        mb.experts_host = require(mb.crossing).experts_output(require(routed).x.shape)
+        mb.experts_host.copy_(moe_forward(require(routed), experts, require(self._host_space)))
         return None
 
-    def _load_experts(self, task: Task, sweep: Sweep) -> Outcome:
+    def _load_experts(self, task: Task, sweep: PassPages) -> Outcome:
         mb = sweep.micro_batches[task.micro_batch]
         if not self._some_on_cpu(task.layer, sweep):
             return SKIPPED
-        mb.experts = present(mb.experts_host).to(mb.hidden.device, non_blocking=True)
+        mb.experts = require(mb.experts_host).to(mb.hidden.device, non_blocking=True)
         return None
 
-    def _combine(self, task: Task, sweep: Sweep) -> Outcome:
+    def _combine(self, task: Task, sweep: PassPages) -> Outcome:
         """``routed`` has been read by all; ``experts`` stays until its successor, for streams may still read it."""
         mb = sweep.micro_batches[task.micro_batch]
         mb.routed = None
         if not self._some_on_cpu(task.layer, sweep):
             return SKIPPED
-        mb.hidden += present(mb.experts)
+        mb.hidden += require(mb.experts)
         return None
 
-    def _some_on_cpu(self, layer: int, sweep: Sweep) -> bool:
+    def _some_on_cpu(self, layer: int, sweep: PassPages) -> bool:
         """Whether the CPU computes experts of ``layer`` beside a device."""
         if self._pages.near == "host":
             return True
@@ -174,14 +176,14 @@ class Mixing:
             return self._pages.computes(layer)
         return bool(sweep.small.choice(layer).on_cpu)
 
-    def _layer_experts(self, layer: int, sweep: Sweep) -> Experts:
+    def _layer_experts(self, layer: int, sweep: PassPages) -> MoEWeights:
         if not self._moe[layer]:
-            return Experts()
+            return MoEWeights()
         if sweep.small is not None:
             return sweep.small.choice(layer).experts
         key = (layer, self._pages.phase(sweep.position), sweep.residents)
         if key not in self._found:
             if key[2] != self._residents:
                 self._found, self._residents = {}, key[2]
-            self._found[key] = Experts(self._pages.layer_experts(layer, self._num_experts, sweep.position))
+            self._found[key] = MoEWeights(self._pages.layer_experts(layer, self._num_experts, sweep.position))
         return self._found[key]

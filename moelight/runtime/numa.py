@@ -67,7 +67,7 @@ def place_memory(
     )
 
 
-def refusal() -> str | None:
+def why_not_placed() -> str | None:
     """Why the system will not place memory for this thread; None if it will."""
     if not sys.platform.startswith("linux") or platform.machine() not in _NUMBERS:
         return f"memory is not placed on {platform.system()} {platform.machine()}"

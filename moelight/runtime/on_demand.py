@@ -22,19 +22,19 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Page, Task, TaskKind
-from moelight.experts.residency_manager import NearExperts
-from moelight.memory.pages import Arriving, ExpertWeights, PageStore, StartPage
+from moelight.experts.residency_manager import ResidencyManager
+from moelight.memory.pages import ExpertWeights, PageStore, PendingPage, StartPage
 from moelight.models.decoder import Watch
-from moelight.models.moe import Experts
-from moelight.runtime.free_slots import Spare, Stall
-from moelight.runtime.lanes import SKIPPED, Moved, Outcome
-from moelight.runtime.microbatch import MicroBatch, present
+from moelight.models.moe import MoEWeights
+from moelight.runtime.free_slots import FreeSlots, TransferStats
+from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
+from moelight.runtime.microbatch import MicroBatch, require
 
 Leave = Callable[[int, np.ndarray, np.ndarray], np.ndarray]  # layer, missing ids, tokens of each -> the CPU's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep:
+class PassPages:
     """One pass as its tasks see it.
 
     Attributes:
@@ -46,13 +46,13 @@ class Sweep:
 
     micro_batches: Sequence[MicroBatch]
     position: int
-    small: SmallPass | None = None
+    small: OnDemandPass | None = None
     watch: Watch | None = None
     residents: int = 0
 
 
 @dataclass(slots=True)
-class Errand:
+class PageTransfer:
     """One page that is to come into ``into``, by way of page ``pinned`` of pinned memory where it crosses from disk."""
 
     page: Page
@@ -61,7 +61,7 @@ class Errand:
 
 
 @dataclass(slots=True)
-class Choice:
+class LayerDemand:
     """What one layer of one pass needs.
 
     Attributes:
@@ -72,11 +72,11 @@ class Choice:
             also of what had been on its way before.
     """
 
-    experts: Experts
+    experts: MoEWeights
     late: frozenset[int]
     on_cpu: tuple[ExpertWeights | None, ...]
-    errands: list[Errand] = field(default_factory=list)
-    coming: list[Arriving] = field(default_factory=list)
+    errands: list[PageTransfer] = field(default_factory=list)
+    coming: list[PendingPage] = field(default_factory=list)
     read_pages: int = 0
     since_s: float = 0.0
 
@@ -87,7 +87,7 @@ class _Guess:
 
     page: Page
     ring: int
-    arriving: Arriving | None
+    arriving: PendingPage | None
     since_s: float
 
 
@@ -102,7 +102,7 @@ class Pager:
     def __init__(
         self,
         store: PageStore,
-        near: NearExperts,
+        near: ResidencyManager,
         start_page: StartPage,
         *,
         leave: Leave | None = None,
@@ -114,8 +114,8 @@ class Pager:
         self.remembers = remembers
         self.guesses: list[_Guess] = []
         self.carried: dict[Page, int] = {}
-        self.stall = Stall()
-        self.spare = Spare()
+        self.stall = TransferStats()
+        self.spare = FreeSlots()
         self._held: tuple[int, np.ndarray] | None = None
         self._passing: list[tuple[int, Page]] = []  # pages of the ring that the last choice reads
         self._near_pages: dict[int, Page] = {}
@@ -124,16 +124,16 @@ class Pager:
 
     def begin(
         self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int], left: Mapping[Page, int] | None
-    ) -> SmallPass:
+    ) -> OnDemandPass:
         """A pass of ``micro_batches``. After one that streamed whole layers: ``carried`` are pages of the ring that it
         fetched for this one, which may be on their way, ``left`` those that it used last; None after another."""
         if left is not None:
             there = {ring: page for page, ring in left.items()}
             free = set(range(len(self.store.ring_pages))) - set(carried.values())
-            self.spare, self.carried = Spare(), dict(carried)
+            self.spare, self.carried = FreeSlots(), dict(carried)
             for ring in sorted(free, key=lambda ring: ring in there):
                 self.spare.give(ring, there.get(ring))
-        return SmallPass(self, micro_batches)
+        return OnDemandPass(self, micro_batches)
 
     def land(self) -> None:
         """Wait for everything that is on its way, wanted or not; all passes have chosen, and their experts are done."""
@@ -186,16 +186,16 @@ class Pager:
         return self.store.near_views[slot]
 
 
-class SmallPass:
+class OnDemandPass:
     """One pass on its way: each layer's choice, made once, by whoever asks first."""
 
     def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, LayerDemand] = {}
         self._ahead: dict[int, int] = {}  # layers whose guesses are on their way, and how many bytes
         self._turn = threading.Lock()
 
-    def choice(self, layer: int) -> Choice:
+    def choice(self, layer: int) -> LayerDemand:
         """What ``layer`` needs, whose routers were the last to run."""
         with self._turn:
             if layer not in self._choices:
@@ -209,14 +209,14 @@ class SmallPass:
             return self._send(choice)
         moved = choice.read_pages * self._pager.store.page_bytes
         if not choice.coming:
-            return Moved(moved) if moved else SKIPPED
-        return Moved(moved, _All(choice, self._pager.stall), choice.since_s)
+            return MovedBytes(moved) if moved else SKIPPED
+        return MovedBytes(moved, _All(choice, self._pager.stall), choice.since_s)
 
     def fetch_ahead(self, task: Task) -> Outcome:
         """What the layer of ``task`` may choose comes over its lane; it may have been begun before."""
         self.begin_ahead(task.layer)
         moved = self._ahead[task.layer]
-        return Moved(moved) if moved else SKIPPED
+        return MovedBytes(moved) if moved else SKIPPED
 
     def begin_ahead(self, layer: int) -> None:
         """Begin to bring what ``layer`` may choose, the one before having chosen; nobody waits for it but who turns out
@@ -249,7 +249,7 @@ class SmallPass:
         if j + 1 == len(self._micro_batches) and self._pager.store.near == "host":
             self.begin_ahead(layer)
 
-    def _choose(self, layer: int) -> Choice:
+    def _choose(self, layer: int) -> LayerDemand:
         pager, store, near = self._pager, self._pager.store, self._pager.near
         ids, weights = routed_of(self._micro_batches)
         pager.settle(keep=layer)
@@ -260,27 +260,29 @@ class SmallPass:
         found = near.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
         pager.hold(layer, held)
-        choice = Choice(experts=Experts(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu))
+        choice = LayerDemand(
+            experts=MoEWeights(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu)
+        )
         experts: list[ExpertWeights | None] = [None] * pager.num_experts
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
             experts[expert] = store.near_views[slot]
         for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
             experts[expert] = self._bring(Page(layer=layer, expert=expert), slot, choice)
-        choice.experts = Experts(experts)
+        choice.experts = MoEWeights(experts)
         self._begin_reads(choice)
         return choice
 
-    def _bring(self, page: Page, slot: int, choice: Choice) -> ExpertWeights:
+    def _bring(self, page: Page, slot: int, choice: LayerDemand) -> ExpertWeights:
         """Where ``page`` is going to be: near, in ``slot``, or in the ring."""
         pager, ring = self._pager, self._in_ring(page, choice)
         if ring is None:
             ring = pager.spare.take()
-            choice.errands.append(Errand(page, pager.store.ring_pages[ring]))
+            choice.errands.append(PageTransfer(page, pager.store.ring_pages[ring]))
         if slot >= 0:
             return pager.stay(page, slot, ring)
         return pager.passes(page, ring)
 
-    def _in_ring(self, page: Page, choice: Choice) -> int | None:
+    def _in_ring(self, page: Page, choice: LayerDemand) -> int | None:
         """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
         pager = self._pager
         if page in pager.carried:
@@ -313,7 +315,7 @@ class SmallPass:
         every = range(self._pager.num_experts if on_cpu else 0)
         return tuple(view(Page(layer=layer, expert=expert)) if expert in on_cpu else None for expert in every)
 
-    def _begin_reads(self, choice: Choice) -> None:
+    def _begin_reads(self, choice: LayerDemand) -> None:
         """From the disk: into place, or into pinned memory on the way to a device."""
         pager, store = self._pager, self._pager.store
         choice.since_s = time.perf_counter()
@@ -329,20 +331,20 @@ class SmallPass:
                 choice.coming.append(arriving)
             choice.read_pages += 1
 
-    def _send(self, choice: Choice) -> Outcome:
+    def _send(self, choice: LayerDemand) -> Outcome:
         """Over the link, from pinned memory or from a home."""
         store = self._pager.store
         for errand in choice.errands:
             pinned = errand.pinned
-            source = present(store.far_page(errand.page)) if pinned is None else store.pinned_pages[pinned]
+            source = require(store.far_page(errand.page)) if pinned is None else store.pinned_pages[pinned]
             errand.into.copy_(source, non_blocking=True)
-        return Moved(len(choice.errands) * store.page_bytes) if choice.errands else SKIPPED
+        return MovedBytes(len(choice.errands) * store.page_bytes) if choice.errands else SKIPPED
 
 
 class _All:
     """The pages of one choice, on their way together."""
 
-    def __init__(self, choice: Choice, stall: Stall) -> None:
+    def __init__(self, choice: LayerDemand, stall: TransferStats) -> None:
         self._choice, self._stall = choice, stall
 
     def wait(self) -> None:
@@ -355,6 +357,6 @@ class _All:
 
 def routed_of(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
     """ids int [T, k] and weights float32 [T, k] that the last routers chose, over all micro-batches."""
-    routed = [present(mb.kept.routed if mb.kept is not None else mb.routed) for mb in micro_batches]
+    routed = [require(mb.kept.routed if mb.kept is not None else mb.routed) for mb in micro_batches]
     ids = np.concatenate([each.ids.cpu().numpy() for each in routed])
     return ids, np.concatenate([each.weights.cpu().numpy() for each in routed])

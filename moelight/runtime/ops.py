@@ -18,9 +18,9 @@ from moelight.models.rope import rotation
 from moelight.runtime.attention_ops import Act
 from moelight.runtime.executor import Perform
 from moelight.runtime.lanes import Work
-from moelight.runtime.microbatch import MicroBatch, present
-from moelight.runtime.moe_ops import Mixing
-from moelight.runtime.on_demand import Sweep
+from moelight.runtime.microbatch import MicroBatch, require
+from moelight.runtime.moe_ops import MoEOps
+from moelight.runtime.on_demand import PassPages
 
 Sample = Callable[[int, int, Tensor], Tensor]
 Score = Callable[[int, int, Tensor, Tensor], None]
@@ -40,7 +40,7 @@ class Operations:
         pages: PageStore,
         *,
         attention: Mapping[TaskKind, Act],
-        mixing: Mixing,
+        mixing: MoEOps,
         start_page: StartPage,
         pool: Tensor,
         score_rows: int,
@@ -55,7 +55,7 @@ class Operations:
             **attention,
         }
 
-    def bind(self, sweep: Sweep, sample: Sample, score: Score) -> Perform:
+    def bind(self, sweep: PassPages, sample: Sample, score: Score) -> Perform:
         """The work of the pass ``sweep``; ``sample(j, first, logits)`` gives the tokens int64 that follow sample rows
         ``first`` and on of micro-batch j, ``score(j, first, logits, targets)`` scores the targets int64 of its scored
         rows ``first`` and on."""
@@ -64,9 +64,9 @@ class Operations:
             if task.page is not None:
                 return self._mover(task, sweep.position)
             if task.kind in CHOSEN_KINDS:
-                return partial(present(sweep.small).fetch, task)
+                return partial(require(sweep.small).fetch, task)
             if task.kind in AHEAD_KINDS:
-                return partial(present(sweep.small).fetch_ahead, task)
+                return partial(require(sweep.small).fetch_ahead, task)
             if task.kind in self._mixing.table:
                 return partial(self._mixing.table[task.kind], task, sweep)
             micro_batch = sweep.micro_batches[task.micro_batch]
@@ -79,7 +79,7 @@ class Operations:
     def _mover(self, task: Task, position: int) -> Work:
         """The move of a page. Its places are found now: until it begins, a small pass that is to find the page in the
         ring may have given the memory there away, and the page with it."""
-        page, (into,) = present(task.page), task.writes
+        page, (into,) = require(task.page), task.writes
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
             return partial(self._start_page, replace(page, part=0), target, self._pages.begin(page))
@@ -97,7 +97,7 @@ class Operations:
         mb.rope = rotation(self._decoder.model.attention, mb.positions, mb.hidden.dtype)
 
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
-        mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, present(mb.rope))
+        mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope))
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
         """Tokens to the pool, and on their way to the host: complete when the lane's ticket is; and scores. A number

@@ -21,7 +21,7 @@ from moelight.weights.torch_dtypes import to_torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
+class StagingBuffers:
     """A micro-batch's share: five places in the order of use, each of its own size; all uint8.
 
     ``down`` takes queries, keys and values (or keys and values alone), ``up`` gives back the attention output;
@@ -62,7 +62,7 @@ class Crossing:
         return self.experts.view(self.dtype).view(shape)
 
 
-class CrossingArena:
+class StagingArena:
     """The ``crossing`` arena: for each of the five places a part that holds a whole pass."""
 
     def __init__(self, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> None:
@@ -73,10 +73,10 @@ class CrossingArena:
             self._places[name] = (arena[start : start + tokens * each], each)
             start += tokens * each
 
-    def share(self, row: int, tokens: int) -> Crossing:
+    def share(self, row: int, tokens: int) -> StagingBuffers:
         """The share of ``tokens`` tokens from ``row`` of the pass on."""
         cut = {name: place[row * each : (row + tokens) * each] for name, (place, each) in self._places.items()}
-        return Crossing(dtype=self._dtype, **cut)
+        return StagingBuffers(dtype=self._dtype, **cut)
 
 
 def _token_bytes(model: ModelProfile, policy: Policy, dtype: DType) -> dict[str, int]:

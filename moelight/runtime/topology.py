@@ -29,7 +29,7 @@ class Core:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class NumaNode:
     """One NUMA node with memory. ``available_bytes``: free, or pages of files, which go first."""
 
     number: int
@@ -53,7 +53,7 @@ class Topology:
 
     cores: tuple[Core, ...]
     quota: float | None = None
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[NumaNode, ...] = ()
 
 
 def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] | None = None) -> Topology:
@@ -112,13 +112,13 @@ def _node_numbers(sys: Path) -> list[int]:
     return _listed(sys / "devices/system/node/online")
 
 
-def _read_node(sys: Path, number: int) -> Node:
+def _read_node(sys: Path, number: int) -> NumaNode:
     sizes = {}
     for line in _text(_node(sys, number) / "meminfo").splitlines():
         found = re.match(r"Node \d+ (\S+):\s+(\d+) kB", line)
         if found is not None:
             sizes[found[1]] = int(found[2]) * 1024
-    return Node(
+    return NumaNode(
         number=number,
         total_bytes=sizes.get("MemTotal", 0),
         available_bytes=sum(sizes.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)")),

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from moelight.core.schedule import Schedule
-from moelight.scheduler.draft import Draft
+from moelight.scheduler.draft import LayerWriter
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.on_demand import write
-from moelight.scheduler.requirements import check
+from moelight.scheduler.requirements import check_layout
 
 LOOK_AHEAD = 2
 
@@ -20,8 +20,8 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
 
     Without a link nothing waits behind the block: the next layer's pages are read while this one computes.
     """
-    check("fastdecode", layout)
-    draft = Draft(layout, shape)
+    check_layout("fastdecode", layout)
+    draft = LayerWriter(layout, shape)
     if shape.routed_only:
         return write(draft, "fastdecode")
     n, layers = draft.count, layout.model.num_layers
@@ -47,8 +47,8 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
 def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
     """S3: one micro-batch after the other goes through projections, CPU attention and experts, and nothing overlaps
     with it but the next layer's block, launched behind the first micro-batch."""
-    check("flexgen-c", layout, shape)
-    draft = Draft(layout, shape)
+    check_layout("flexgen-c", layout, shape)
+    draft = LayerWriter(layout, shape)
     draft.deliver_layer(0)
     for layer in range(layout.model.num_layers):
         for j in range(draft.count):
@@ -70,8 +70,8 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
     Without a link, one level down: the next layer's block is read behind the first micro-batch, or beside it where it
     is the only one.
     """
-    check("flexgen", layout, shape)
-    draft = Draft(layout, shape)
+    check_layout("flexgen", layout, shape)
+    draft = LayerWriter(layout, shape)
     n, layers = draft.count, layout.model.num_layers
     draft.deliver_layer(0)
     alone = n == 1 and not layout.discrete  # whoever computes here also launches
@@ -94,7 +94,7 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
 
 def build_flexgen_loop(layout: Layout, shape: PassShape) -> Schedule:
     """FlexGen's ``generation_loop_overlap_multi_batch`` as the published runs had it (``sep_layer``): see `loop`."""
-    check("flexgen-loop", layout, shape)
+    check_layout("flexgen-loop", layout, shape)
     return loop(layout, shape, separate=True)
 
 
@@ -107,7 +107,7 @@ def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
     synchronisation in every turn. The experts' weights then cross beside the first attention of their own layer, and
     contexts only ever cross beside attention. New keys and values go down in the turn that makes them, not the next.
     """
-    draft = Draft(layout, shape)
+    draft = LayerWriter(layout, shape)
     n, layers = draft.count, layout.model.num_layers
     if not separate:
         draft.deliver_layer(0)

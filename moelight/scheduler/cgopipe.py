@@ -12,21 +12,21 @@ from __future__ import annotations
 from itertools import pairwise
 
 from moelight.core.schedule import Schedule
-from moelight.scheduler.draft import Draft
+from moelight.scheduler.draft import LayerWriter
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.on_demand import write
 
 LOOK_AHEAD = 2
 
 
-def build(layout: Layout, shape: PassShape) -> Schedule:
+def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
     """Algorithm 1. Steps are (layer, micro-batch) in sweep order; attention is ``look_ahead`` steps ahead.
 
     A single micro-batch can only be one step ahead: its next layer needs this one's experts; and one less with experts
     that are ``late`` by a step. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps ahead of the
     delivery, across layers.
     """
-    draft = Draft(layout, shape)
+    draft = LayerWriter(layout, shape)
     if shape.routed_only:
         return write(draft, "cgopipe")
     n, layers = draft.count, layout.model.num_layers
@@ -53,7 +53,7 @@ def build(layout: Layout, shape: PassShape) -> Schedule:
     return draft.finish("cgopipe")
 
 
-def page_shares(draft: Draft) -> list[range]:
+def page_shares(draft: LayerWriter) -> list[range]:
     """For each step what crosses of the next layer's pages in it: consecutive parts, as equal as may be. Where
     pages cross no link, nothing waits behind them: all go in a layer's first step, so that the disk is never idle while
     whoever launches computes."""
@@ -65,13 +65,13 @@ def page_shares(draft: Draft) -> list[range]:
     return shares
 
 
-def _attend(draft: Draft, step: int) -> None:
+def _attend(draft: LayerWriter, step: int) -> None:
     layer, j = divmod(step, draft.count)
     draft.load_contexts(layer, j)
     draft.attend(layer, j)
 
 
-def _fetch(draft: Draft, shares: list[range]) -> None:
+def _fetch(draft: LayerWriter, shares: list[range]) -> None:
     for share in shares:
         for page in share:
             draft.fetch(page)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
-from moelight.scheduler.stream import ALL, PageStream
-from moelight.scheduler.writer import present
+from moelight.scheduler.stream import ALL, PageWriter
+from moelight.scheduler.writer import drop_none
 
 
-class Draft(PageStream):
+class LayerWriter(PageWriter):
     """A schedule being written. Micro-batches attend in sweep order: layer by layer, first to last."""
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
@@ -56,7 +56,7 @@ class Draft(PageStream):
                 layer=layer,
                 micro_batch=j,
                 bytes=self.layout.context_bytes(mine),
-                deps=(*present(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
+                deps=(*drop_none(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
                 reads=tuple(self._cache(layer, i) for i in earlier),
                 writes=(self.buffer("context", step % 2),),
             )
@@ -73,7 +73,7 @@ class Draft(PageStream):
         if layer == 0:
             self.embed(j)
         self.load_kv(layer, j)
-        deps = (self._ready[j], *present(self._sent_down.get(j)))
+        deps = (self._ready[j], *drop_none(self._sent_down.get(j)))
         before = self.compute(TaskKind.PRE_ATTENTION, layer, j, deps, reads=("hidden",), writes=("qkv",))
         if not self.layout.discrete:
             kind = TaskKind.CPU_ATTENTION
@@ -187,7 +187,7 @@ class Draft(PageStream):
         step, layout = layer * self.count + j, self.layout
         loaded = self._context_loaded.get(step)
         context = (self.buffer("context", step % 2),) if loaded is not None else ()
-        deps = (before, *present(loaded))
+        deps = (before, *drop_none(loaded))
         attention = self.compute(
             TaskKind.ATTENTION, layer, j, deps, reads=("qkv",), writes=("attn",), also_reads=context
         )
@@ -197,7 +197,7 @@ class Draft(PageStream):
         if layout.attention == "gpu" and not layout.context_crosses:
             return
         down = layout.kv_down_bytes(self._of(j))
-        deps = (before, *present(self._stored.get(j)))
+        deps = (before, *drop_none(self._stored.get(j)))
         sent = self.cross(TaskKind.OFFLOAD_KV, Lane.D2H, layer, j, deps, down, "qkv", "qkv_host")
         self._sent_down[j] = sent
         self._stored[j] = self._store(layer, j, sent)

@@ -7,21 +7,21 @@ experts wait for all attention of their layer.
 from __future__ import annotations
 
 from moelight.core.schedule import Schedule
-from moelight.scheduler.draft import Draft
+from moelight.scheduler.draft import LayerWriter
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.on_demand import write
-from moelight.scheduler.requirements import check
+from moelight.scheduler.requirements import check_layout
 
 
-def build(layout: Layout, shape: PassShape) -> Schedule:
+def build_module(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: all micro-batches into attention, out of it and through the router, then the experts.
 
     While the CPU attends one part of the batch, the device projects the other: first into attention, then out of it.
     No experts run before every hidden state is up, so the link carries those first and the next layer's pages as one
     block behind them, beside the experts and the next attention.
     """
-    check("module", layout)
-    draft = Draft(layout, shape)
+    check_layout("module", layout)
+    draft = LayerWriter(layout, shape)
     if shape.routed_only:
         return write(draft, "module", whole=True)
     everyone, layers = range(draft.count), layout.model.num_layers

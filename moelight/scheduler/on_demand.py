@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from moelight.core.schedule import Schedule
 from moelight.hrm import schedule_time
-from moelight.scheduler.draft import Draft
+from moelight.scheduler.draft import LayerWriter
 from moelight.scheduler.layout import Layout
 
 
@@ -38,7 +38,7 @@ def pays(
     )
 
 
-def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:
+def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
     """For each layer: all micro-batches through attention and router, the chosen pages, the experts.
 
     The CPU's experts beside a GPU that hold no streamed pages need not wait, but a pass this small is over before it
@@ -72,7 +72,7 @@ def write(draft: Draft, builder: str, *, whole: bool = False) -> Schedule:
     return draft.finish(builder)
 
 
-def _look_ahead(draft: Draft, layer: int) -> None:
+def _look_ahead(draft: LayerWriter, layer: int) -> None:
     """Guess what the next layer with experts chooses, and begin to fetch it."""
     moe_layers = draft.layout.model.moe_layers
     coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)

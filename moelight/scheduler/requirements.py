@@ -53,7 +53,7 @@ def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
     _check(policy.schedule, discrete, policy.attention_device, EXPERT_HOMES[policy.ffn_device])
 
 
-def check(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
+def check_layout(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
     """Refuse a layout that the builder ``schedule`` cannot serve, and a ``shape`` that it does not know.
 
     Raises:

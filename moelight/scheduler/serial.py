@@ -4,14 +4,14 @@ of which a disk serves several as fast as one."""
 from __future__ import annotations
 
 from moelight.core.schedule import Schedule
-from moelight.scheduler.draft import Draft
+from moelight.scheduler.draft import LayerWriter
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.on_demand import write
 
 
-def build(layout: Layout, shape: PassShape) -> Schedule:
+def build_serial(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: bring its pages, then run each micro-batch through it."""
-    draft = Draft(layout, shape, chained=True)
+    draft = LayerWriter(layout, shape, chained=True)
     if shape.routed_only:
         return write(draft, "serial")
     micro_batches = range(draft.count)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from moelight.core.errors import ScheduleError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline, last_to_end
-from moelight.hrm.task_cost import Cost
+from moelight.hrm.task_cost import TaskCost
 
-Price = Callable[[Task], Cost]
+Price = Callable[[Task], TaskCost]
 
 _STREAMS = frozenset((Lane.H2D, Lane.D2H, Lane.DEVICE))
 
 
-def simulate(
+def simulate_pass(
     schedule: Schedule,
     cost: Price,
     *,
@@ -92,21 +92,21 @@ def steady_pass(
     return SteadyPass(began_s=timelines[-2].end_s if len(timelines) > 1 else 0.0, timeline=timelines[-1])
 
 
-class _Errand:
+class _RunningTask:
     """One task on its way. ``share``: bytes per second of host memory it wants; ``left_s``: seconds at full speed until
     it is done. ``waits_for``: its dependencies until it begins, ``waited`` the one that ended last."""
 
     __slots__ = ("done", "ends_s", "left_s", "missing", "share", "starts_s", "task", "waited", "waiters", "waits_for")
 
-    def __init__(self, task: Task, cost: Cost, dram_bytes_per_s: float | None) -> None:
+    def __init__(self, task: Task, cost: TaskCost, dram_bytes_per_s: float | None) -> None:
         self.task, self.left_s, self.share = task, cost.seconds, 0.0
         if dram_bytes_per_s is not None and cost.dram_bytes > 0:
             # Nobody can touch more in a second than there is.
             self.left_s = max(cost.seconds, cost.dram_bytes / dram_bytes_per_s)
             self.share = cost.dram_bytes / self.left_s
         self.missing = 0
-        self.waiters: list[_Errand] = []
-        self.waits_for: list[_Errand] = []
+        self.waiters: list[_RunningTask] = []
+        self.waits_for: list[_RunningTask] = []
         self.waited: tuple[Task | None, float] = (None, FREE)
         self.starts_s = self.ends_s = 0.0
         self.done = False
@@ -130,9 +130,9 @@ class VirtualClock:
     def __init__(self, *, dram_bytes_per_s: float | None = None, start_s: float = 0.0, launcher: bool = False) -> None:
         self.now_s = start_s
         self._dram, self._launcher = dram_bytes_per_s, launcher
-        self._queues: dict[Lane, deque[_Errand]] = {lane: deque() for lane in Lane}
-        self._running: dict[Lane, _Errand] = {}
-        self._carried: dict[Page, _Errand] = {}
+        self._queues: dict[Lane, deque[_RunningTask]] = {lane: deque() for lane in Lane}
+        self._running: dict[Lane, _RunningTask] = {}
+        self._carried: dict[Page, _RunningTask] = {}
 
     def run(self, schedule: Schedule, cost: Price) -> Timeline:
         """One pass: from now until everything but the pages it carries out is done.
@@ -154,17 +154,17 @@ class VirtualClock:
         self._carried = {errand.task.page: errand for errand in carried if errand.task.page is not None}
         return Timeline(spans=tuple(each.span for each in awaited))
 
-    def _errand(self, task: Task, cost: Price) -> _Errand:
+    def _errand(self, task: Task, cost: Price) -> _RunningTask:
         if task.kind is not TaskKind.CARRIED_PAGE:
-            return _Errand(task, cost(task), self._dram)
+            return _RunningTask(task, cost(task), self._dram)
         if task.page in self._carried:
             return self._carried[task.page]
-        there = _Errand(task, Cost(seconds=0.0), None)
+        there = _RunningTask(task, TaskCost(seconds=0.0), None)
         there.starts_s = there.ends_s = self.now_s
         there.done = True
         return there
 
-    def _launch(self, schedule: Schedule, errands: list[_Errand]) -> Iterator[list[_Errand]]:
+    def _launch(self, schedule: Schedule, errands: list[_RunningTask]) -> Iterator[list[_RunningTask]]:
         """Hand every task to its lane, in order; where the launcher has to wait, stop and say for what."""
         inline = Lane.DEVICE not in schedule.lanes()
         for task, errand in zip(schedule.tasks, errands, strict=True):

@@ -6,12 +6,12 @@ from collections import deque
 
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
-from moelight.scheduler.writer import Pen, present
+from moelight.scheduler.writer import TaskWriter, drop_none
 
 ALL = -1  # the "micro-batch" of a task that serves all of them
 
 
-class PageStream(Pen):
+class PageWriter(TaskWriter):
     """Page k of the pass lives in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own pages into those of
     the next pass. A slot is refilled only after the last experts of its former layer have read it.
     """
@@ -65,7 +65,7 @@ class PageStream(Pen):
                 page=page,
                 slot=slot,
                 bytes=self.layout.bytes_at(k),
-                deps=present(self._delivered.get(former_k)),
+                deps=drop_none(self._delivered.get(former_k)),
                 writes=(self.buffer("pinned", slot),),
             )
         )
@@ -90,7 +90,7 @@ class PageStream(Pen):
                 page=page,
                 slot=slot,
                 bytes=self.layout.bytes_at(k),
-                deps=present(self._fetched.get(k) if stops else None, former),
+                deps=drop_none(self._fetched.get(k) if stops else None, former),
                 reads=(self.buffer("pinned", k % self.layout.pinned_slots),) if stops else (),
                 writes=(self.buffer("ring", slot),),
             )
@@ -145,7 +145,7 @@ class PageStream(Pen):
         """What experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last one's arrival is
         everyone's."""
         if self.shape.routed_only:
-            return present(self._brought.get(layer))
+            return drop_none(self._brought.get(layer))
         mine = self.layer_pages(layer)
         return (self._delivered[mine[-1]],) if mine else ()
 

@@ -9,7 +9,7 @@ from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
 
 
-class Pen:
+class TaskWriter:
     """A list of tasks that grows. Positions returned by its methods are task positions.
 
     ``chained``: every task also waits for the one before; reads from the disk that follow each other wait for what the
@@ -96,6 +96,6 @@ class Pen:
         return position
 
 
-def present(*tasks: int | None) -> tuple[int, ...]:
+def drop_none(*tasks: int | None) -> tuple[int, ...]:
     """The positions among ``tasks`` that exist."""
     return tuple(task for task in tasks if task is not None)

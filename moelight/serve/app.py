@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.serve.auth import Guard
-from moelight.serve.batches import Batches
+from moelight.serve.batches import BatchRoutes
 from moelight.serve.data import DataDirectory
 from moelight.serve.errors import ApiError, on_fault, on_refusal, on_storage
-from moelight.serve.files import Files
-from moelight.serve.store import Fault
+from moelight.serve.files import FileRoutes
+from moelight.serve.store import BatchFailure
 
 MOST_REQUESTS = 64  # at once
 
@@ -31,14 +31,14 @@ def make_app(
     wake: Callable[[], None],
     max_file_bytes: int,
     hosts: Collection[str] | None,
-    waits: Callable[[str], Fault | None] = lambda _: None,
+    waits: Callable[[str], BatchFailure | None] = lambda _: None,
 ) -> Starlette:
     """The application over ``data``.
 
     ``wake`` is called when a batch came or is to end; ``hosts``: see `Guard`; ``waits`` says what a batch waits for.
     """
-    files = Files(data, max_bytes=max_file_bytes)
-    batches = Batches(data.store, model=model, wake=wake, waits=waits)
+    files = FileRoutes(data, max_bytes=max_file_bytes)
+    batches = BatchRoutes(data.store, model=model, wake=wake, waits=waits)
     guard = Middleware(Guard, token=token, hosts=hosts, most_requests=MOST_REQUESTS)
     app = Starlette(
         routes=[*files.routes(), *batches.routes(), *_model_routes(model), Route("/health", _health, methods=["GET"])],

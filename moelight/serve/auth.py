@@ -75,7 +75,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, send, headers := Headers(scope=scope))
+        body = _DrainedBody(receive, send, headers := Headers(scope=scope))
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
             await refusal(scope, body.receive, body.send)
@@ -106,7 +106,7 @@ class Guard:
         return None
 
 
-class _Body:
+class _DrainedBody:
     """A request's body under watch: when the answer is there before the body is, the rest is read and thrown away.
 
     Closing at once would reset the connection, and the sender would see that and not the answer.

@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from moelight.serve.errors import ApiError
 from moelight.serve.files import page_object
-from moelight.serve.request_body import page_of, read_json
-from moelight.serve.store import MOVES, OPEN, Batch, Fault, Store
+from moelight.serve.request_body import page_of, read_body
+from moelight.serve.store import MOVES, OPEN, Batch, BatchFailure, Store
 from moelight.serve.validate import ENDPOINTS
 
 _HOUR_S = 3600
@@ -25,7 +25,7 @@ _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     input_file_id: str
     endpoint: str
     completion_window: Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,3}h$")]
@@ -33,7 +33,7 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     output_expires_after: Literal[None] = None
 
 
-def batch_object(batch: Batch, model: str, waits: Fault | None = None) -> dict[str, Any]:
+def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) -> dict[str, Any]:
     """The batch as OpenAI's object; what an open one ``waits`` for is among its errors as long as it does."""
     told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
     faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in told]
@@ -60,11 +60,11 @@ def batch_object(batch: Batch, model: str, waits: Fault | None = None) -> dict[s
     }
 
 
-class Batches:
+class BatchRoutes:
     """The routes below ``/v1/batches``."""
 
     def __init__(
-        self, store: Store, *, model: str, wake: Callable[[], None], waits: Callable[[str], Fault | None]
+        self, store: Store, *, model: str, wake: Callable[[], None], waits: Callable[[str], BatchFailure | None]
     ) -> None:
         self._store, self._model, self._wake, self._waits = store, model, wake, waits
 
@@ -77,7 +77,7 @@ class Batches:
         ]
 
     async def create(self, request: Request) -> Response:
-        asked = await read_json(request, _Asked)
+        asked = await read_body(request, _BatchBody)
         if asked.endpoint not in ENDPOINTS:
             message = f"endpoint {asked.endpoint[:80]!r} is not served; {' and '.join(ENDPOINTS)} are"
             raise ApiError(400, message, param="endpoint", code="invalid_endpoint")

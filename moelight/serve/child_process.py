@@ -16,7 +16,7 @@ import sys
 _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG: kept over exec, forgotten by a fork
 
 
-def main(parent: int, lock: str, command: list[str]) -> None:
+def run_child(parent: int, lock: str, command: list[str]) -> None:
     """Replace this process by ``command``, or leave with 1 where the parent is gone already."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -31,4 +31,4 @@ def main(parent: int, lock: str, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    run_child(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moelight.core.errors import ConfigError
 from moelight.serve.jobs import Job
-from moelight.serve.store import OPEN, File, Store
+from moelight.serve.store import OPEN, Store, StoredFile
 
 
 class DataDirectory:
@@ -51,10 +51,10 @@ class DataDirectory:
         self.store.close()
         os.close(self._lock)
 
-    def path(self, file: File) -> Path:
+    def path(self, file: StoredFile) -> Path:
         return self.root / file.path
 
-    def job(self, batch_id: str, source: File) -> Job:
+    def job(self, batch_id: str, source: StoredFile) -> Job:
         return Job(source=self.path(source), directory=self.batches / batch_id)
 
     def relative(self, path: Path) -> str:

@@ -16,13 +16,13 @@ from moelight.serve.data import DataDirectory
 from moelight.serve.errors import ApiError
 from moelight.serve.multipart import FormError, TooLargeError, Upload
 from moelight.serve.request_body import chunks, page_of, refuse_length, too_large
-from moelight.serve.store import File
+from moelight.serve.store import StoredFile
 
 _FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file
 _MOST_FILES = 10_000
 
 
-def file_object(file: File) -> dict[str, Any]:
+def file_object(file: StoredFile) -> dict[str, Any]:
     """The file as OpenAI's object."""
     return {
         "id": file.id,
@@ -43,7 +43,7 @@ def page_object(objects: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": more}
 
 
-class Files:
+class FileRoutes:
     """The routes below ``/v1/files``."""
 
     def __init__(self, data: DataDirectory, *, max_bytes: int) -> None:
@@ -73,7 +73,7 @@ class Files:
                     await run_in_threadpool(upload.write, chunk)
                 await run_in_threadpool(upload.finish)
                 _check_fields(upload)
-                file = File(
+                file = StoredFile(
                     id=file_id,
                     path=self._data.relative(path),
                     filename=str(upload.filename),
@@ -120,7 +120,7 @@ class Files:
         self._data.path(file).unlink(missing_ok=True)
         return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
-    def _find(self, request: Request) -> File:
+    def _find(self, request: Request) -> StoredFile:
         file_id = request.path_params["file_id"]
         file = self._store.file(file_id)
         if file is None:

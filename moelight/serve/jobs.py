@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moelight.batch.paths import journal_of
-from moelight.batch.recovery import Past, read_journal
+from moelight.batch.recovery import RecoveredJob, read_journal
 from moelight.core.errors import InputError
 from moelight.serve import child_process
-from moelight.serve.store import Counts
+from moelight.serve.store import RowCounts
 
 REFUSED, STORAGE = 2, 74
 MOST_CRASHES = 3  # in a row, without a row done in between
@@ -65,16 +65,16 @@ class Job:
         """Held by the process at work."""
         return self.directory / "worker.lock"
 
-    def counts(self) -> Counts | None:
+    def counts(self) -> RowCounts | None:
         """What the status file says, None where it says nothing yet."""
         try:
             with self.status.open("rb") as file:
                 found = json.loads(file.read(_MAX_STATUS_BYTES))["request_counts"]
-            return Counts(total=found["total"], completed=found["completed"], failed=found["failed"])
+            return RowCounts(total=found["total"], completed=found["completed"], failed=found["failed"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def past(self) -> Past | None:
+    def past(self) -> RecoveredJob | None:
         """What the journal says, None where it says nothing or cannot be read."""
         try:
             return read_journal(journal_of(self.output))
@@ -94,7 +94,7 @@ class Ending:
 
     code: int
     said: str
-    rows: Counts = field(default_factory=Counts)
+    rows: RowCounts = field(default_factory=RowCounts)
     whole: bool = False
 
     @property
@@ -141,7 +141,7 @@ def finish(
     command: Command,
     *,
     unwanted: Callable[[], bool],
-    seen: Callable[[Counts], None],
+    seen: Callable[[RowCounts], None],
     say: Callable[[str], None],
     news: threading.Event,
     pace: Pace,
@@ -155,7 +155,7 @@ def finish(
     """
     crashes, refusals, rows = 0, 0, 0
 
-    def look(counts: Counts) -> None:
+    def look(counts: RowCounts) -> None:
         nonlocal crashes, refusals, rows
         if counts.completed + counts.failed > rows:
             crashes, refusals, rows = 0, 0, counts.completed + counts.failed
@@ -189,7 +189,7 @@ def _run(
     command: Command,
     *,
     unwanted: Callable[[], bool],
-    seen: Callable[[Counts], None],
+    seen: Callable[[RowCounts], None],
     news: threading.Event,
     pace: Pace,
 ) -> Ending:
@@ -211,12 +211,12 @@ def _run(
     code, said, past = process.returncode, _last_line(job.log, begin), job.past()
     if past is None:
         return Ending(code=code, said=said)
-    rows = Counts(total=past.total, completed=past.completed, failed=past.failed)
+    rows = RowCounts(total=past.total, completed=past.completed, failed=past.failed)
     whole = past.stage == "complete" and rows.completed + rows.failed == rows.total and _as_long(job, past)
     return Ending(code=code, said=said, rows=rows, whole=whole)
 
 
-def _as_long(job: Job, past: Past) -> bool:
+def _as_long(job: Job, past: RecoveredJob) -> bool:
     """The files of rows are as long as the journal has it."""
     files = {"output": job.output, "errors": job.errors}
     sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in files.items()}
@@ -228,7 +228,7 @@ def _watch(
     job: Job,
     *,
     unwanted: Callable[[], bool],
-    seen: Callable[[Counts], None],
+    seen: Callable[[RowCounts], None],
     news: threading.Event,
     pace: Pace,
 ) -> None:
@@ -320,7 +320,7 @@ class WorkThread(threading.Thread):
             self._on_end()
 
 
-def mend_tail(path: Path) -> int:
+def truncate_partial_line(path: Path) -> int:
     """Cut off a line that a kill tore, and return how many whole lines there are; 0 where there is no file."""
     lines, whole, place = 0, 0, 0
     try:

@@ -50,7 +50,7 @@ def too_large(most: int) -> ApiError:
     return ApiError(413, f"too large: at most {most} bytes are taken", code="too_large")
 
 
-async def read_json(request: Request, kind: type[_Asked]) -> _Asked:
+async def read_body(request: Request, kind: type[_Asked]) -> _Asked:
     """The JSON body as a ``kind``, whose fields are all that may be asked for.
 
     Raises:

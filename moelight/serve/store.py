@@ -51,7 +51,7 @@ CREATE INDEX batches_by_status ON batches (status, place);
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class File:
+class StoredFile:
     """A file that was uploaded, or that a batch made. ``path`` is relative to the data directory, and ours alone."""
 
     id: str
@@ -63,7 +63,7 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class RowCounts:
     """Requests of a batch: in all, answered, refused."""
 
     total: int = 0
@@ -72,7 +72,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class BatchFailure:
     """Why a whole batch failed; ``line`` counts from 1 where one line of the input is to blame."""
 
     code: str
@@ -101,9 +101,9 @@ class Batch:
     cancelled_at: int | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
-    counts: Counts = field(default_factory=Counts)
+    counts: RowCounts = field(default_factory=RowCounts)
     metadata: Mapping[str, str] | None = None
-    errors: tuple[Fault, ...] = ()
+    errors: tuple[BatchFailure, ...] = ()
 
 
 _PLAIN = tuple(f.name for f in fields(Batch) if f.name not in {"counts", "metadata", "errors"})
@@ -139,15 +139,15 @@ class Store:
         with self._lock:
             self._base.close()
 
-    def add_file(self, file: File) -> None:
+    def add_file(self, file: StoredFile) -> None:
         with self._transaction() as base:
-            _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(File)})
+            _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(StoredFile)})
 
-    def file(self, file_id: str) -> File | None:
+    def file(self, file_id: str) -> StoredFile | None:
         rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
         return _file(rows[0]) if rows else None
 
-    def files(self) -> list[File]:
+    def files(self) -> list[StoredFile]:
         return [_file(row) for row in self._rows("SELECT * FROM files ORDER BY place")]
 
     def drop_file(self, file_id: str) -> str | None:
@@ -163,7 +163,7 @@ class Store:
 
     def page_of_files(
         self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
-    ) -> tuple[list[File], bool] | None:
+    ) -> tuple[list[StoredFile], bool] | None:
         """At most ``limit`` files behind ``after`` and whether there are more; None if there is no such file."""
         rows = self._page("files", after, limit, newest_first, "purpose", purpose)
         return None if rows is None else ([_file(row) for row in rows[0]], rows[1])
@@ -199,10 +199,10 @@ class Store:
         batch_id: str,
         to: str,
         *,
-        counts: Counts | None = None,
-        errors: Sequence[Fault] = (),
-        output: File | None = None,
-        error_output: File | None = None,
+        counts: RowCounts | None = None,
+        errors: Sequence[BatchFailure] = (),
+        output: StoredFile | None = None,
+        error_output: StoredFile | None = None,
     ) -> bool:
         """Bring the batch to the state ``to`` together with what is known there; False if it may not go there now."""
         sources = tuple(state for state, ways in MOVES.items() if to in ways)
@@ -210,7 +210,7 @@ class Store:
         if counts is not None:
             changes |= {name: getattr(counts, name) for name in ("total", "completed", "failed")}
         if errors:
-            named = [{f.name: getattr(fault, f.name) for f in fields(Fault)} for fault in errors]
+            named = [{f.name: getattr(fault, f.name) for f in fields(BatchFailure)} for fault in errors]
             changes["errors"] = json.dumps(named)
         with self._transaction() as base:
             for column, file in (("output_file_id", output), ("error_file_id", error_output)):
@@ -220,7 +220,7 @@ class Store:
                 return False
             for file in (output, error_output):
                 if file is not None:
-                    _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(File)})
+                    _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(StoredFile)})
             return True
 
     def cancel(self, batch_id: str) -> bool:
@@ -232,7 +232,7 @@ class Store:
                 base, batch_id, {"status": "cancelling", "cancelling_at": now}, ("in_progress",)
             )
 
-    def count(self, batch_id: str, counts: Counts) -> None:
+    def count(self, batch_id: str, counts: RowCounts) -> None:
         """What a batch at work has done so far."""
         changes = {name: getattr(counts, name) for name in ("total", "completed", "failed")}
         with self._transaction() as base:
@@ -286,14 +286,14 @@ def _marks(values: Sequence[object] | Mapping[str, object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _file(row: sqlite3.Row) -> File:
-    return File(**{f.name: row[f.name] for f in fields(File)})
+def _file(row: sqlite3.Row) -> StoredFile:
+    return StoredFile(**{f.name: row[f.name] for f in fields(StoredFile)})
 
 
 def _batch(row: sqlite3.Row) -> Batch:
     return Batch(
         **{name: row[name] for name in _PLAIN},
-        counts=Counts(total=row["total"], completed=row["completed"], failed=row["failed"]),
+        counts=RowCounts(total=row["total"], completed=row["completed"], failed=row["failed"]),
         metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
-        errors=tuple(Fault(**each) for each in json.loads(row["errors"] or "[]")),
+        errors=tuple(BatchFailure(**each) for each in json.loads(row["errors"] or "[]")),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from moelight.serve.store import Fault
+from moelight.serve.store import BatchFailure
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _MAX_LINE_BYTES = 16 << 20  # longer ones are counted and not looked into
@@ -25,13 +25,13 @@ class _Line(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Line)
 
 
-def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[Fault]]:
+def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
     """The number of lines that are not blank, and what makes the file as a whole impossible (empty: nothing).
 
     A file is impossible when it has no line, when none of its lines is a JSON object, or when a line is for another
     endpoint than the batch. At most 100 faults are named.
     """
-    total, objects, faults = 0, 0, list[Fault]()
+    total, objects, faults = 0, 0, list[BatchFailure]()
     for number, line in _lines(path):
         total += 1
         if len(line) >= _MAX_LINE_BYTES:
@@ -47,12 +47,12 @@ def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[Fault]]:
         objects += 1
         if isinstance(url, str) and url != endpoint and len(faults) < _MAX_FAULTS:
             message = f"the line is for {url[:200]!r}, the batch for {endpoint!r}"
-            faults.append(Fault(code="mismatched_endpoint", message=message, param="url", line=number))
+            faults.append(BatchFailure(code="mismatched_endpoint", message=message, param="url", line=number))
     if not total:
-        return 0, [Fault(code="empty_file", message="the input file has no lines", param="input_file_id")]
+        return 0, [BatchFailure(code="empty_file", message="the input file has no lines", param="input_file_id")]
     if not objects:
         message = "no line of the input file is a JSON object: upload JSON Lines, uncompressed"
-        return total, [Fault(code="invalid_json_line", message=message, param="input_file_id", line=1)]
+        return total, [BatchFailure(code="invalid_json_line", message=message, param="input_file_id", line=1)]
     return total, faults
 
 

@@ -176,7 +176,7 @@ class Watcher:
         to, stem = self._root / ending["to"], ending["stem"]
         rows = {}
         for what, path in (("output", job.output), ("errors", job.errors)):
-            rows[what] = jobs.mend_tail(path)
+            rows[what] = jobs.truncate_partial_line(path)
             if rows[what]:
                 path.rename(to / f"{stem}.{what}{_SUFFIX}")
         if ending["why"] is not None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from moelight.serve import jobs
 from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Job, Pace
-from moelight.serve.store import Batch, Counts, Fault, File
+from moelight.serve.store import Batch, BatchFailure, RowCounts, StoredFile
 from moelight.serve.validate import check_lines
 
-_LOST_INPUT = Fault(code="missing_file", message="the input file is no longer there", param="input_file_id")
+_LOST_INPUT = BatchFailure(code="missing_file", message="the input file is no longer there", param="input_file_id")
 
 
 class Worker:
@@ -37,7 +37,7 @@ class Worker:
         self._data, self._store, self._command = data, data.store, command
         self._say, self._pace, self._expire = say, pace or Pace(), expire
         self._news, self._stopping = threading.Event(), threading.Event()
-        self._waits: tuple[str, Fault] | None = None
+        self._waits: tuple[str, BatchFailure] | None = None
 
     def wake(self) -> None:
         """Look at the batches again: one has come, or is to be cancelled."""
@@ -48,7 +48,7 @@ class Worker:
         self._stopping.set()
         self._news.set()
 
-    def waits(self, batch_id: str) -> Fault | None:
+    def waits(self, batch_id: str) -> BatchFailure | None:
         """What the batch waits for, if it is the one at work and cannot go on."""
         waits = self._waits
         return waits[1] if waits is not None and waits[0] == batch_id else None
@@ -88,7 +88,7 @@ class Worker:
             self._end(batch, "failed", _LOST_INPUT)
             return
         total, faults = check_lines(self._data.path(source), endpoint=batch.endpoint)
-        batch = replace(batch, counts=Counts(total=total))
+        batch = replace(batch, counts=RowCounts(total=total))
         if faults:
             self._end(batch, "failed", *faults)
         elif self._store.move(batch.id, "in_progress", counts=batch.counts):
@@ -102,7 +102,7 @@ class Worker:
             return
         latest = batch.counts
 
-        def seen(counts: Counts) -> None:
+        def seen(counts: RowCounts) -> None:
             nonlocal latest
             if counts.total:  # else the job is still reading, and knows nothing yet of what an earlier one did
                 latest = replace(counts, total=max(counts.total, latest.total))
@@ -125,10 +125,10 @@ class Worker:
             self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
-            self._end(replace(batch, counts=latest), "failed", Fault(code=code, message=ending.why()))
+            self._end(replace(batch, counts=latest), "failed", BatchFailure(code=code, message=ending.why()))
 
     def _wait_for(self, batch_id: str, what: str) -> None:
-        self._waits = (batch_id, Fault(code="insufficient_storage", message=what)) if what else None
+        self._waits = (batch_id, BatchFailure(code="insufficient_storage", message=what)) if what else None
 
     def _unwanted(self, batch: Batch) -> bool:
         if self._stopping.is_set() or self._late(batch):
@@ -139,15 +139,15 @@ class Worker:
     def _late(self, batch: Batch) -> bool:
         return self._expire and time.time() >= batch.expires_at
 
-    def _end(self, batch: Batch, status: str, *faults: Fault) -> None:
+    def _end(self, batch: Batch, status: str, *faults: BatchFailure) -> None:
         """Offer what was done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
         jobs.wait_until_free(job, within_s=self._pace.grace_s)
-        completed, failed = jobs.mend_tail(job.output), jobs.mend_tail(job.errors)
-        counts = Counts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
+        completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)
+        counts = RowCounts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
         if status == "completed" and completed + failed < counts.total:
             lost = f"{completed + failed} of {counts.total} rows are in the job's files"
-            status, faults = "failed", (Fault(code="worker_failed", message=lost),)
+            status, faults = "failed", (BatchFailure(code="worker_failed", message=lost),)
         moved = self._store.move(
             batch.id,
             status,
@@ -161,8 +161,8 @@ class Worker:
             self._say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {counts.total}{why}")
             self._data.clear_job(job)
 
-    def _made(self, batch: Batch, path: Path, what: str) -> File:
-        return File(
+    def _made(self, batch: Batch, path: Path, what: str) -> StoredFile:
+        return StoredFile(
             id=f"file-{batch.id.removeprefix('batch_')}-{what}",
             path=self._data.relative(path),
             filename=f"{batch.id}_{what}.jsonl",

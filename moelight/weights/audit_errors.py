@@ -11,7 +11,7 @@ _HEADS = "num_attention_heads or head_dim"
 _KV_HEADS = "num_key_value_heads or head_dim"
 
 
-class Faults:
+class AuditErrors:
     """Collects sentences about one checkpoint and one model, in the order they were found."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from moelight.core.errors import CheckpointError
-from moelight.core.small_files import open_regular, reason
+from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB
-from moelight.weights.tensor_map import Extent
+from moelight.weights.tensor_map import TensorExtent
 from moelight.weights.torch_dtypes import to_torch
 
 BOUNCE_BYTES = 4 * MiB
@@ -49,7 +49,7 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def read(self, extent: Extent, dest: torch.Tensor) -> None:
+    def read(self, extent: TensorExtent, dest: torch.Tensor) -> None:
         """Fill ``dest`` (contiguous, as many numbers as ``extent`` holds, any device, any dtype).
 
         The interpreter is free while the disk works. Numbers are rounded to ``dest``'s dtype where it differs.
@@ -69,7 +69,7 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
             first = begin // source.itemsize
             flat[first : first + numbers.numel()].copy_(numbers)
 
-    def same(self, first: Extent, second: Extent) -> bool:
+    def same(self, first: TensorExtent, second: TensorExtent) -> bool:
         """Whether two extents hold the same bytes."""
         if first.nbytes != second.nbytes:
             return False
@@ -90,7 +90,7 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
             buffers[pinned] = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         return buffers[pinned]
 
-    def _fill(self, extent: Extent, begin: int, dest: torch.Tensor) -> None:
+    def _fill(self, extent: TensorExtent, begin: int, dest: torch.Tensor) -> None:
         """Bytes ``begin`` and on of ``extent`` into ``dest`` (uint8, 1-D, CPU) until it is full."""
         view = dest.numpy().data
         descriptor, offset = self._descriptors[extent.file], extent.offset + begin
@@ -114,7 +114,7 @@ def _open(file: Path) -> int:
     try:
         descriptor = open_regular(file)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be opened ({reason(error)})") from None
+        raise CheckpointError(f"{file}: cannot be opened ({read_error_text(error)})") from None
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return descriptor

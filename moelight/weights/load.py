@@ -20,9 +20,9 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import Stored, dense_tensors, page_shapes
+from moelight.profiles.tensor_list import TensorList, dense_tensors, page_shapes
 from moelight.weights.extent_reader import ExtentReader
-from moelight.weights.tensor_map import Extent, WeightMap
+from moelight.weights.tensor_map import TensorExtent, WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
 
@@ -82,7 +82,7 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
     return _assemble(tensors, model)
 
 
-class Reading(Protocol):
+class PageRead(Protocol):
     """A page on its way."""
 
     def wait(self) -> None:
@@ -94,7 +94,7 @@ class Reading(Protocol):
         ...
 
 
-Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], Reading]
+Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], PageRead]
 
 
 class PageReader(AbstractContextManager["PageReader"]):
@@ -125,7 +125,7 @@ class PageReader(AbstractContextManager["PageReader"]):
         if reading is not None:
             reading.wait()
 
-    def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> Reading | None:
+    def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Begin to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes from ``begin`` on of
         gate, up and down of ``page``, laid end to end; None if that is done already.
 
@@ -140,7 +140,7 @@ class PageReader(AbstractContextManager["PageReader"]):
             for piece in pieces:
                 parts.append((piece.file, piece.offset, dest[filled : filled + piece.nbytes]))
                 filled += piece.nbytes
-            return _PageReading(self._submit(parts), pieces)
+            return _DirectPageRead(self._submit(parts), pieces)
         numbers = dest[:size].view(self._dtype)
         for piece in pieces:
             count = piece.nbytes // piece.dtype.itemsize
@@ -152,7 +152,7 @@ class PageReader(AbstractContextManager["PageReader"]):
         """Close the files."""
         self._reader.close()
 
-    def _pieces(self, page: Page, begin: int, size: int) -> list[Extent]:
+    def _pieces(self, page: Page, begin: int, size: int) -> list[TensorExtent]:
         """Where ``size`` bytes from ``begin`` on of a page, as numbers of ``dtype``, are stored."""
         found, item, start = [], self._dtype.itemsize, 0
         for extent in self._pages[page]:
@@ -165,10 +165,10 @@ class PageReader(AbstractContextManager["PageReader"]):
         return found
 
 
-class _PageReading:
+class _DirectPageRead:
     """A page on its way past the page cache."""
 
-    def __init__(self, reading: Reading, pieces: Sequence[Extent]) -> None:
+    def __init__(self, reading: PageRead, pieces: Sequence[TensorExtent]) -> None:
         self._reading, self._pieces = reading, pieces
 
     def done(self) -> bool:
@@ -206,7 +206,7 @@ def _check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
         )
 
 
-def _read_stored(reader: ExtentReader, weight_map: WeightMap, stored: Stored, view: torch.Tensor) -> None:
+def _read_stored(reader: ExtentReader, weight_map: WeightMap, stored: TensorList, view: torch.Tensor) -> None:
     row = 0
     for part in stored.parts:
         reader.read(weight_map.parts[part], view[row : row + part.shape[0]])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import CheckpointError
-from moelight.core.small_files import open_regular, parse_json, reason
+from moelight.core.small_files import open_regular, parse_json, read_error_text
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
@@ -76,7 +76,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; fetch the missing part of the checkpoint") from None
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({reason(error)})") from None
+        raise CheckpointError(f"{file}: cannot be read ({read_error_text(error)})") from None
     if len(text) != length:
         raise CheckpointError(f"{file}: ended inside its header; {_AGAIN}")
     header = _parse(file, text)

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from moelight.core.errors import CheckpointError
-from moelight.core.small_files import read_json, reason
+from moelight.core.small_files import read_error_text, read_json
 from moelight.weights.safetensors import TensorInfo, read_header
 
 __all__ = ["DEMO", "Checkpoint", "TensorInfo", "resolve_model"]
@@ -201,7 +201,7 @@ def _read_index(index: Path) -> dict[str, str]:
     except ValueError as error:
         raise CheckpointError(f"{index}: cannot be read as JSON ({error}); fetch it again") from None
     except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read ({reason(error)})") from None
+        raise CheckpointError(f"{index}: cannot be read ({read_error_text(error)})") from None
     weight_map = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names; fetch the index again")

@@ -17,13 +17,13 @@ from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import Part, dense_tensors, page_shapes
-from moelight.weights.audit_errors import Faults
+from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
+from moelight.weights.audit_errors import AuditErrors
 from moelight.weights.source import Checkpoint, TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Extent:
+class TensorExtent:
     """``nbytes`` bytes at ``offset`` in ``file``, numbers of ``dtype``; ``tensor`` is what they are part of."""
 
     file: Path
@@ -43,9 +43,9 @@ class WeightMap:
 
     directory: Path
     dtype: DType
-    parts: Mapping[Part, Extent]
-    pages: Mapping[Page, tuple[Extent, ...]]
-    spare_head: Extent | None
+    parts: Mapping[StoredTensor, TensorExtent]
+    pages: Mapping[Page, tuple[TensorExtent, ...]]
+    spare_head: TensorExtent | None
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
@@ -56,7 +56,7 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
             the first fault is told and the others are counted.
     """
     _refuse_absurd(checkpoint, model)
-    search = _Search(checkpoint, model)
+    search = _TensorSearch(checkpoint, model)
     parts = {part: search.part(part) for stored in dense_tensors(model) for part in stored.parts}
     slices = {page: found for layer, moe in enumerate(model.moe_layers) if moe for page, found in search.experts(layer)}
     spare = search.spare_head()
@@ -74,10 +74,12 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
 _Slice = tuple[TensorInfo, int, int]
 
 
-def _extent(piece: _Slice, dtype: DType) -> Extent:
+def _extent(piece: _Slice, dtype: DType) -> TensorExtent:
     info, index, count = piece
     nbytes = info.nbytes // count
-    return Extent(file=info.file, offset=info.offset + index * nbytes, nbytes=nbytes, dtype=dtype, tensor=info.name)
+    return TensorExtent(
+        file=info.file, offset=info.offset + index * nbytes, nbytes=nbytes, dtype=dtype, tensor=info.name
+    )
 
 
 def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
@@ -95,16 +97,16 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
             )
 
 
-class _Search:
+class _TensorSearch:
     """One pass over the needs of a model; remembers what was used and what was wrong."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
         self._tensors = checkpoint.tensors
         self._model = model
         self._used: dict[str, TensorInfo] = {}
-        self._faults = Faults(checkpoint, model)
+        self._faults = AuditErrors(checkpoint, model)
 
-    def part(self, part: Part) -> TensorInfo | None:
+    def part(self, part: StoredTensor) -> TensorInfo | None:
         """The one tensor that is ``part``; None, and a fault, where there is none or several or of another shape."""
         names = self._spell(part.name, part.layer)
         if part.name == "embed" and self._model.tie_embeddings and not self._stored(names):

@@ -39,7 +39,7 @@ def killed(outputs: Outputs, point: str, count: int) -> bool:
     """One start in a child that is killed there; False if it came to its end before."""
     child = os.fork()
     if child == 0:
-        faults._FAULT = faults._Fault(point=point, count=count, action="kill")
+        faults._FAULT = faults._InjectedFault(point=point, count=count, action="kill")
         code = 1
         try:
             work(outputs)

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moelight.batch.progress import Progress, Shown
+from moelight.batch.progress import Progress, ProgressFields
 from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.stats import Binding, LaneStats, Stats
+from moelight.observe.stats import Binding, LaneStats, RunStats
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.workload import Workload
 
@@ -83,8 +83,8 @@ class StandIn:
         return tuple(change for change in made if self.progress_tokens >= 2 * change.after_pass)
 
     @property
-    def stats(self) -> Stats:
-        return Stats(
+    def stats(self) -> RunStats:
+        return RunStats(
             wall_s=2.0,
             load_s=1.0,
             prompt_tokens=5,
@@ -100,7 +100,7 @@ class Heard(Progress):
         self.why = ""
         self.told: list[tuple[int, int]] = []
         self.bound: list[Binding | None] = []
-        self.rows: list[Shown] = []
+        self.rows: list[ProgressFields] = []
         self.changes: list[str] = []
 
     def adapted(self, why: str) -> None:
@@ -113,7 +113,7 @@ class Heard(Progress):
         self.told.append((done, expected))
         self.bound.append(binding)
 
-    def row(self, shown: Shown) -> None:
+    def row(self, shown: ProgressFields) -> None:
         self.rows.append(shown)
 
 

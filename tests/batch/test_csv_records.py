@@ -14,13 +14,13 @@ import pytest
 from moelight.batch import csv_records
 from moelight.batch.csv_records import MOST_LINES, CsvRecords, Record
 from moelight.batch.input import open_input
-from moelight.batch.source import LONGEST_LINE, open_source
+from moelight.batch.source import LONGEST_LINE, open_input_source
 from tests.cli.program import moelight
 
 
 def records(path: Path, content: str | bytes) -> list[Record]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return list(CsvRecords(open_source(path), ","))
+    return list(CsvRecords(open_input_source(path), ","))
 
 
 UNCLOSED = b'id,prompt\n1,add 1 and 2 =\n2,"add 3 and 4 =\n3,add 5 and 6 =\n4,add 7 and 8 =\n'

@@ -11,12 +11,12 @@ import pytest
 
 from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
-from moelight.batch.rows import BadRow, Row, Served, bad_row
+from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row
 from moelight.batch.simple import SimpleFormat
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, Logprob, SamplingParams
 
-SERVED = Served(model="m", created=1, job="job")
+SERVED = AnswerHeader(model="m", created=1, job="job")
 
 
 def read(tmp_path: Path, content: str | bytes, **options: Any) -> list[Row | BadRow]:

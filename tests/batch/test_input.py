@@ -19,12 +19,12 @@ import pytest
 from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
 from moelight.batch.model_names import ModelNames
-from moelight.batch.rows import BadRow, Row, Served
+from moelight.batch.rows import AnswerHeader, BadRow, Row
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.request import SamplingParams
 from tests.hostile.batch_lines import BAD, GOOD, KINDS, Judge, batch_file, batch_lines, chat
 
-SERVED = Served(model="m", created=1, job="job")
+SERVED = AnswerHeader(model="m", created=1, job="job")
 OPENAI = json.dumps(chat("a")).encode() + b"\n"
 SIMPLE = b'{"prompt": "a"}\n'
 

@@ -21,7 +21,7 @@ from moelight.batch.differences import differences
 from moelight.batch.journal import Journal
 from moelight.batch.journal_file import to_line
 from moelight.batch.paths import Outputs
-from moelight.batch.row_set import Numbers, ranges
+from moelight.batch.row_set import RowSet, row_ranges
 from moelight.core.errors import InputError, MoelightError
 
 FACTS = {"model": {"path": "m", "digest": "1"}, "sampling": {"temperature": 0.0}, "version": "1"}
@@ -318,7 +318,7 @@ def test_a_disk_that_refuses(point: str, suffix: str, tmp_path: Path, monkeypatc
     with Journal.open(outputs, FACTS) as journal:
         put(journal, range(5))
         committed = outputs.rows.read_bytes()
-        monkeypatch.setattr(faults, "_FAULT", faults._Fault(point=point, count=1, action=FAULTS[point]))
+        monkeypatch.setattr(faults, "_FAULT", faults._InjectedFault(point=point, count=1, action=FAULTS[point]))
         put(journal, range(5, 9), commit=False)
         said = "output .*: cannot be written .*every row that was on the disk is kept"
         with pytest.raises(InputError, match=said) as first:
@@ -338,7 +338,7 @@ def test_a_disk_that_refuses(point: str, suffix: str, tmp_path: Path, monkeypatc
 
 def test_a_failure_beside_the_job_surfaces_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Journal.open(Outputs(rows=tmp_path / "out", sync_s=0.0), {}) as journal:
-        monkeypatch.setattr(faults, "_FAULT", faults._Fault(point="before_fsync_rows", count=1, action="EIO"))
+        monkeypatch.setattr(faults, "_FAULT", faults._InjectedFault(point="before_fsync_rows", count=1, action="EIO"))
         journal.put(0, row(0))
         journal.tick()
         assert journal._pending is not None
@@ -375,7 +375,7 @@ def test_what_ends_the_block_loses_nothing(outputs: Outputs, monkeypatch: pytest
 def test_numbers_are_a_set() -> None:
     dice = random.Random(0)
     for _ in range(50):
-        numbers, model = Numbers(), set()
+        numbers, model = RowSet(), set()
         for _ in range(dice.randint(0, 12)):
             first = dice.randint(0, 60)
             last = first + dice.choice((0, 0, 1, 7, 8, 30))
@@ -384,7 +384,7 @@ def test_numbers_are_a_set() -> None:
         assert {number for number in range(200) if number in numbers} == model
         for total in (0, 5, 64, 100):
             assert numbers.missing(total) == min(set(range(total)) - model, default=None)
-        spelled = [run if isinstance(run, list) else [run, run] for run in ranges(model)]
+        spelled = [run if isinstance(run, list) else [run, run] for run in row_ranges(model)]
         assert {number for first, last in spelled for number in range(first, last + 1)} == model
         assert all(after[0] > before[1] + 1 for before, after in itertools.pairwise(spelled))
 

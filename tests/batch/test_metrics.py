@@ -10,10 +10,10 @@ import pytest
 
 from moelight.batch.metrics import MetricsFile
 from moelight.batch.progress import JobCounts, JobStart
-from moelight.batch.time_left import Eta
+from moelight.batch.time_left import TimeLeft
 from moelight.core.request import Completion
 from moelight.core.schedule import Lane
-from moelight.observe.stats import LaneStats, Stats
+from moelight.observe.stats import LaneStats, RunStats
 
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-z_]+="(?:[^"\\\n]|\\\\|\\"|\\n)*",?)*)\} (\S+)')
@@ -60,7 +60,7 @@ OF_MODEL = ("model_name", MODEL)
 
 
 def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
-    path, eta = tmp_path / "moelight.prom", Eta()
+    path, eta = tmp_path / "moelight.prom", TimeLeft()
     metrics = MetricsFile(path, MODEL, eta)
     assert parse(path.read_text())["vllm:num_requests_running"] == {(OF_MODEL,): 0}
     start = JobStart(input="in", total=9, refused=1, predicted_s=50.0)
@@ -75,7 +75,9 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
             latency_s=0.5,
         )
     lanes = {Lane.DISK: LaneStats(busy_s=1.5, bytes=1 << 40, tasks=1), Lane.CPU: LaneStats(busy_s=0.25)}
-    stats = Stats(wall_s=2.0, load_s=0.0, prompt_tokens=1, completion_tokens=1, passes=1, peak_rss_bytes=5, lanes=lanes)
+    stats = RunStats(
+        wall_s=2.0, load_s=0.0, prompt_tokens=1, completion_tokens=1, passes=1, peak_rss_bytes=5, lanes=lanes
+    )
     metrics.measured(stats, {"overall": {"hits": 7, "misses": 3}})
     metrics.counts(JobCounts(total=9, completed=3, failed=1, running=2, waiting=3, prompt_tokens=192, kv_usage=0.25))
     metrics.ended("completed")
@@ -102,7 +104,7 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"])
 def test_buckets_hold_all_that_is_below_them(tmp_path: Path, name: str) -> None:
     path = tmp_path / "moelight.prom"
-    metrics = MetricsFile(path, "m", Eta())
+    metrics = MetricsFile(path, "m", TimeLeft())
     values = (1, 5, 6, 10_000, 200_000)
     for value in values:
         ended = Completion(index=0, text="", token_ids=(0,) * value, finish_reason="stop", prompt_tokens=value)

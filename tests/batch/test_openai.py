@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from moelight.batch.fields import Reading
+from moelight.batch.fields import RowContext
 from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
 from moelight.batch.model_names import ModelNames
 from moelight.batch.openai import OpenAIReader
 from moelight.batch.openai_answers import OpenAIFormat
-from moelight.batch.rows import BadRow, Row, Served
-from moelight.batch.source import open_source
+from moelight.batch.rows import AnswerHeader, BadRow, Row
+from moelight.batch.source import open_input_source
 from moelight.core.request import Completion, Logprob, SamplingParams, StructuredOutputs
 from tests.hostile.batch_lines import BAD, CHAT, COMPLETIONS, GOOD, chat, completion
 
-SERVED = Served(model="org/model", created=1700000000, job="input-1")
+SERVED = AnswerHeader(model="org/model", created=1700000000, job="input-1")
 
 
 class Letters:
@@ -35,8 +35,8 @@ class Letters:
 
 
 def read(line: dict[str, Any], **options: Any) -> Row | BadRow:
-    reading = Reading(**{"models": ModelNames.of("org/model"), "vocabulary": Letters(), **options})
-    with_source = open_source(Path(__file__))
+    reading = RowContext(**{"models": ModelNames.of("org/model"), "vocabulary": Letters(), **options})
+    with_source = open_input_source(Path(__file__))
     with_source.close()
     return OpenAIReader(reading, with_source).read(json.dumps(line).encode(), 3, 7)
 
@@ -322,10 +322,12 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape_and_minus_infinity_is_
 def test_ids_are_the_jobs_and_the_rows() -> None:
     asked, given = row(chat("a")), [answered()]
     wanted = OpenAIFormat()
-    lines = [wanted.answer(asked, given, Served(model="m", created=at, job=job)) for at, job in [(1, "x"), (2, "x")]]
+    lines = [
+        wanted.answer(asked, given, AnswerHeader(model="m", created=at, job=job)) for at, job in [(1, "x"), (2, "x")]
+    ]
     ids = [(line["id"], line["response"]["request_id"], line["response"]["body"]["id"]) for line in lines]
     assert ids[0] == ids[1] and len(set(ids[0])) == 3
-    other = wanted.answer(asked, given, Served(model="m", created=1, job="y"))
+    other = wanted.answer(asked, given, AnswerHeader(model="m", created=1, job="y"))
     assert other["id"] != ids[0][0]
 
 

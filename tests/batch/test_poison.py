@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from moelight.batch.crash_guard import Deaths
+from moelight.batch.crash_guard import CrashGuard
 from moelight.batch.paths import journal_of
 from moelight.batch.recovery import read_journal
 from moelight.core.errors import InputError
@@ -178,40 +178,40 @@ def test_a_batch_with_a_row_that_ends_its_process_is_completed(tmp_path: Path, m
     assert (refused["custom_id"], refused["error"]["code"]) == ("r1", "row_crashed")
 
 
-def die_at(path: Path, number: int) -> Deaths:
+def die_at(path: Path, number: int) -> CrashGuard:
     """What a start finds behind one that was killed at row ``number``."""
-    before = Deaths(path)
+    before = CrashGuard(path)
     with before.at(number):
         left = path.read_bytes()
     before.close(done=True)
     path.write_bytes(left)
-    return Deaths(path)
+    return CrashGuard(path)
 
 
 def test_deaths_are_of_one_row_and_one_job(tmp_path: Path) -> None:
     path = tmp_path / "deaths"
-    nobody = Deaths(path)
+    nobody = CrashGuard(path)
     with nobody.at(3):
         assert path.exists()
     nobody.close(done=False)
     assert not path.exists()
     assert die_at(path, 3).struck == die_at(path, 4).struck == frozenset()
     assert die_at(path, 3).struck == {3}
-    assert Deaths(path, forget=True).struck == frozenset()
-    twice = Deaths(path)
+    assert CrashGuard(path, forget=True).struck == frozenset()
+    twice = CrashGuard(path)
     with pytest.raises(InputError, match="died 2 times while this row was prepared"):
         twice.at(3)
     with twice.at(5):
         pass
     twice.close(done=False)
-    assert Deaths(path).struck == {3}
+    assert CrashGuard(path).struck == {3}
     for damaged in (b"", b"\0", b"\0" * 8, b"\0" * 8 + b"[]", b"\xff" * 30):
         path.write_bytes(damaged)
-        assert Deaths(path).struck == frozenset()
+        assert CrashGuard(path).struck == frozenset()
 
 
 def test_where_deaths_cannot_be_kept_the_job_does_without(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    deaths = Deaths(tmp_path / "file" / "deaths")
+    deaths = CrashGuard(tmp_path / "file" / "deaths")
     with deaths.at(1):
         pass

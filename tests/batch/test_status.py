@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch.live_file import Snapshot
+from moelight.batch.live_file import LiveFile
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, JobStart
 from moelight.batch.status import BatchFacts, StatusFile, without_extra
-from moelight.batch.time_left import Eta
-from moelight.batch.watchers import files_that_tell
+from moelight.batch.time_left import TimeLeft
+from moelight.batch.watchers import file_watchers
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding
@@ -24,7 +24,7 @@ FACTS = BatchFacts(id="batch_1", input_file="in.jsonl", output_file="out.jsonl",
 def test_it_is_openais_batch_at_every_step(tmp_path: Path) -> None:
     from openai.types import Batch
 
-    path, now, eta = tmp_path / "status.json", [1000.0], Eta()
+    path, now, eta = tmp_path / "status.json", [1000.0], TimeLeft()
     status = StatusFile(path, FACTS, eta, clock=lambda: now[0])
 
     def read() -> Batch:
@@ -56,7 +56,7 @@ def test_what_failed_as_a_whole_says_why(tmp_path: Path) -> None:
     from openai.types import Batch
 
     path = tmp_path / "status.json"
-    status = StatusFile(path, FACTS, Eta())
+    status = StatusFile(path, FACTS, TimeLeft())
     status.failed("model_path", "no such model")
     status.ended("failed")
     batch = Batch.model_validate(without_extra(json.loads(path.read_text())), strict=True)
@@ -67,7 +67,7 @@ def test_what_failed_as_a_whole_says_why(tmp_path: Path) -> None:
 
 def test_at_most_once_a_second_and_always_at_the_end(tmp_path: Path) -> None:
     now, asked = [0.0], list[int]()
-    snapshot = Snapshot(tmp_path / "file", what="status", clock=lambda: now[0])
+    snapshot = LiveFile(tmp_path / "file", what="status", clock=lambda: now[0])
 
     def text() -> str:
         asked.append(1)
@@ -86,7 +86,7 @@ def test_at_most_once_a_second_and_always_at_the_end(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_renewed_is_trouble_and_no_error(tmp_path: Path) -> None:
     home = tmp_path / "gone"
     home.mkdir()
-    snapshot = Snapshot(home / "status.json", what="status")
+    snapshot = LiveFile(home / "status.json", what="status")
     snapshot.begin("first")
     (home / "status.json").unlink()
     home.rmdir()
@@ -101,14 +101,14 @@ def test_a_file_that_cannot_be_renewed_is_trouble_and_no_error(tmp_path: Path) -
 def test_what_cannot_be_written_at_the_start_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "status.json", tmp_path, Path("/dev/full")):
         with pytest.raises(InputError, match=r"^status "):
-            StatusFile(path, FACTS, Eta())
+            StatusFile(path, FACTS, TimeLeft())
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     link = tmp_path / "status.json"
     link.symlink_to(tmp_path / "real" / "there.json")
-    Snapshot(link, what="status").begin("text")
+    LiveFile(link, what="status").begin("text")
     assert link.is_symlink() and (tmp_path / "real" / "there.json").read_text() == "text"
 
 
@@ -118,6 +118,6 @@ def test_names_that_are_no_utf8_have_an_id(tmp_path: Path) -> None:
     status = tmp_path / odd / "status.json"
     for output in (None, tmp_path / odd / "out.jsonl"):
         options = JobOptions(prompts=tmp_path / odd / "p.jsonl", output=output, status=status)
-        assert not any(each.trouble for each in files_that_tell(options, Eta()))
+        assert not any(each.trouble for each in file_watchers(options, TimeLeft()))
         found = json.loads(status.read_text())
         assert found["id"].startswith("batch_") and Path(found["input_file_id"]) == options.prompts

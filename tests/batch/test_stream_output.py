@@ -11,7 +11,7 @@ import pytest
 from moelight.batch import stream_output
 from moelight.batch.journal import Journal
 from moelight.batch.paths import Outputs
-from moelight.batch.stream_output import DirectRows, open_outputs
+from moelight.batch.stream_output import StreamRows, open_outputs
 from moelight.core.errors import InputError, MoelightError
 
 
@@ -26,7 +26,7 @@ def test_standard_output(
     monkeypatch.setattr(stream_output, "_HELD_BYTES", 30)
     numbers = [*range(19, 0, -1), 0, *range(39, 20, -1), 20]
     with open_outputs(Outputs(rows=Path("-"), order=order), {}) as rows:  # type: ignore[arg-type]
-        assert isinstance(rows, DirectRows)
+        assert isinstance(rows, StreamRows)
         for number in numbers:
             assert not rows.done(number)
             rows.put(number, row(number), totals={"tokens": 2})

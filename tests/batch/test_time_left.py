@@ -10,7 +10,7 @@ import pytest
 
 from moelight.batch.lengths import Lengths
 from moelight.batch.progress import JobCounts, JobStart
-from moelight.batch.time_left import Eta
+from moelight.batch.time_left import TimeLeft
 from moelight.core.request import Completion
 
 MAX_TOKENS = 200
@@ -30,7 +30,7 @@ def foretold(
 ) -> list[tuple[float, float | None, float]]:
     """(share of the time gone, seconds foretold, seconds it then took) after each pass of a job whose answers would
     be ``lengths`` if nothing cut them."""
-    eta = Eta()
+    eta = TimeLeft()
     if start is not None:
         eta.started(start)
     waiting, running, done = list(lengths), list[list[int]](), list[int]()
@@ -112,7 +112,7 @@ def test_before_anything_is_measured_the_plan_speaks_and_then_the_run() -> None:
         predicted_s=300.0,
         predicted_prompt_s=10.0,
     )
-    eta = Eta()
+    eta = TimeLeft()
     assert eta.remaining_s is None
     eta.started(plan)
     assert eta.remaining_s == 300.0
@@ -127,7 +127,7 @@ def test_before_anything_is_measured_the_plan_speaks_and_then_the_run() -> None:
 
 def test_prompts_that_are_only_scored_are_work_too() -> None:
     """100,000 prompt tokens, 1,000 a second, three times as slow as planned."""
-    eta = Eta()
+    eta = TimeLeft()
     eta.started(JobStart(input="in.jsonl", prompt_tokens=100_000, predicted_s=33.0))
     for second in range(1, 21):
         eta.counts(
@@ -149,7 +149,7 @@ def test_prompts_that_are_only_scored_are_work_too() -> None:
 
 def test_rows_of_an_earlier_run_are_no_speed() -> None:
     """Nine tenths were done before; this run does one row a second."""
-    eta = Eta()
+    eta = TimeLeft()
     for second in range(1, 21):
         ended = Completion(index=0, text="", token_ids=(0,) * 10, finish_reason="length", prompt_tokens=5)
         eta.completion(ended, room=10)

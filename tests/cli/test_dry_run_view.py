@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from moelight.batch.forecast import Forecast, predicted_prompt_s
-from moelight.batch.summary import Problem, ScanSummary
+from moelight.batch.summary import InputProblem, ScanSummary
 from moelight.cli.dry_run_view import print_forecast
 from moelight.core.policy import Policy
 from moelight.hrm.estimate import Estimate, Phase
@@ -23,12 +23,12 @@ SUMMARY = ScanSummary(
     prompts=9_998,
     kinds={"/v1/chat/completions": 9_000, "/v1/completions": 999},
     problems={
-        "bad_json": Problem(
+        "bad_json": InputProblem(
             count=1,
             first_line=17,
             message="is no JSON: a comma or a quote is missing, and this is said at some length so that it wraps",
         ),
-        "model_not_found": Problem(count=1, first_line=9_001, message="there is no model \x1b[31m'gpt-4'"),
+        "model_not_found": InputProblem(count=1, first_line=9_001, message="there is no model \x1b[31m'gpt-4'"),
     },
     histogram=(0, 0, 0, 0, 0, 120, 4_000, 5_000, 800, 70, 0, 8),
     prompt_tokens=1_234_567,
@@ -142,7 +142,7 @@ def test_as_values_it_is_json() -> None:
 
 
 def test_where_nothing_can_run_it_says_so() -> None:
-    only_bad = ScanSummary(rows=1, problems={"bad_json": Problem(count=1, first_line=1, message="no JSON")})
+    only_bad = ScanSummary(rows=1, problems={"bad_json": InputProblem(count=1, first_line=1, message="no JSON")})
     forecast = Forecast(input="in", detected="lines", model="m", summary=only_bad)
     assert "no row can be served" in drawn(forecast, 80)
     assert (forecast.as_dict()["plan"], forecast.as_dict()["given"]) == (None, "")

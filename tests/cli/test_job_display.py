@@ -8,14 +8,14 @@ import time
 import pytest
 from rich.console import Console
 
-from moelight.batch.progress import JobCounts, JobStart, Several, Shown
-from moelight.batch.time_left import Eta
+from moelight.batch.progress import JobCounts, JobStart, ProgressFields, ProgressGroup
+from moelight.batch.time_left import TimeLeft
 from moelight.cli import job_display
 from moelight.cli.job_display import Bar, LogLines, TableOfRows
 from moelight.cli.job_text import about_text, end_line, interrupted_line, log_line, start_line
 from moelight.cli.tables import printable
 from moelight.core.schedule import Lane
-from moelight.observe.stats import Binding, LaneStats, Stats
+from moelight.observe.stats import Binding, LaneStats, RunStats
 
 START = JobStart(
     input="prompts.jsonl",
@@ -66,9 +66,13 @@ def drawn(table: TableOfRows) -> str:
 
 def test_a_table_takes_text_as_it_is() -> None:
     table = TableOfRows()
-    table.row(Shown(number=2, prompt="bad", error="no \x1b[0m token"))
-    table.row(Shown(number=1, prompt="cut", texts=("endless",), finish_reasons=("length",)))
-    table.row(Shown(number=0, prompt="[bold]prompt[/bold]", texts=("[red]x[/red] :smile:",), finish_reasons=("stop",)))
+    table.row(ProgressFields(number=2, prompt="bad", error="no \x1b[0m token"))
+    table.row(ProgressFields(number=1, prompt="cut", texts=("endless",), finish_reasons=("length",)))
+    table.row(
+        ProgressFields(
+            number=0, prompt="[bold]prompt[/bold]", texts=("[red]x[/red] :smile:",), finish_reasons=("stop",)
+        )
+    )
     text = drawn(table)
     places = [text.index(said) for said in ("[bold]prompt[/bold]", "cut", "bad")]
     assert places == sorted(places), "rows come in the order of the input"
@@ -78,14 +82,14 @@ def test_a_table_takes_text_as_it_is() -> None:
 
 def test_all_samples_of_a_row_are_shown() -> None:
     table = TableOfRows()
-    table.row(Shown(number=0, prompt="text", texts=("one", "two"), finish_reasons=("stop", "length")))
+    table.row(ProgressFields(number=0, prompt="text", texts=("one", "two"), finish_reasons=("stop", "length")))
     text = drawn(table)
     assert "one" in text and "two …" in text
 
 
 def test_long_text_is_folded_and_kept() -> None:
     table = TableOfRows()
-    table.row(Shown(number=0, prompt="p" * 100, texts=("c" * 300,), finish_reasons=("stop",)))
+    table.row(ProgressFields(number=0, prompt="p" * 100, texts=("c" * 300,), finish_reasons=("stop",)))
     text = drawn(table)
     assert max(map(len, text.splitlines())) <= 60
     assert text.count("p") == 100 + "prompt completion".count("p")
@@ -95,9 +99,9 @@ def test_long_text_is_folded_and_kept() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_two_lines_at_the_foot_of_a_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    eta = Eta()
+    eta = TimeLeft()
     bar = Bar(console, eta)
-    told = Several([eta, bar])
+    told = ProgressGroup([eta, bar])
     told.reading(4000, 500, 1000)
     assert "4,000 rows, 50 %" in _shown(console, bar)
     told.started(START)
@@ -123,7 +127,7 @@ def _shown(console: Console, bar: Bar) -> str:
 
 
 def test_elsewhere_lines_are_held_until_the_job_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    eta = Eta()
+    eta = TimeLeft()
     log = LogLines(eta)
     log.started(START)
     log.planned("mixtral: everything stays")
@@ -152,7 +156,7 @@ def test_a_long_pass_is_no_silence(capsys: pytest.CaptureFixture[str], monkeypat
             time.sleep(0.01)
             heard += capsys.readouterr().err
 
-    with LogLines(Eta()) as log:
+    with LogLines(TimeLeft()) as log:
         log.reading(4000, 500, 1000)
         twice("reading the input: 4,000 rows, 50 %")
         log.started(START)
@@ -161,7 +165,7 @@ def test_a_long_pass_is_no_silence(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_a_job_that_breaks_at_once_leaves_the_one_line_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="broken"), LogLines(Eta()) as log:
+    with pytest.raises(ValueError, match="broken"), LogLines(TimeLeft()) as log:
         log.started(START)
         raise ValueError("broken")
     assert capsys.readouterr().err == ""
@@ -193,7 +197,7 @@ def test_the_first_and_the_last_line_say_it_all() -> None:
         "at most 2.50M to generate; mixtral: everything stays; about 1 h 40 min at most"
     )
     assert log_line(COUNTS, None, DISK).endswith("5,432 tok/s, disk 97 %")
-    stats = Stats(
+    stats = RunStats(
         wall_s=2.0,
         load_s=0.5,
         prompt_tokens=5,

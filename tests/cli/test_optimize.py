@@ -15,7 +15,7 @@ from moelight.cli.plan_view import print_plan
 from moelight.core.policy import Policy, Shares
 from moelight.core.units import GiB
 from moelight.hrm.estimate import Estimate
-from moelight.optimizer.plan import Help, Plan, TierUse
+from moelight.optimizer.plan import Plan, TierUse, WhatIf
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.policy_files import load_policy
 from moelight.profiles.workload import Workload
@@ -235,7 +235,7 @@ PLAN = Plan(
         TierUse(tier="disk", capacity_bytes=0, by_purpose=()),
     ),
     why="The link binds: 90 % of the experts cross it in every pass.",
-    helps=(Help(change="twice the host memory", gain=0.382), Help(change="twice the link", gain=0.04)),
+    helps=(WhatIf(change="twice the host memory", gain=0.382), WhatIf(change="twice the link", gain=0.04)),
     bound_tokens_per_s=540.0,
     solve_s=0.41,
 )

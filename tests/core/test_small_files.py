@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moelight.core.small_files import open_regular, parse_json, read_bytes, read_object, read_text, reason
+from moelight.core.small_files import open_regular, parse_json, read_bytes, read_error_text, read_object, read_text
 from tests.hostile.endless import ENDLESS, guarded, put
 
 
@@ -17,7 +17,7 @@ from tests.hostile.endless import ENDLESS, guarded, put
 def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     with guarded(), pytest.raises(OSError, match=ENDLESS[kind][1]) as caught:
         read_bytes(put(kind, tmp_path / "it"), most=100)
-    assert str(tmp_path) not in reason(caught.value) and "\n" not in reason(caught.value)
+    assert str(tmp_path) not in read_error_text(caught.value) and "\n" not in read_error_text(caught.value)
 
 
 def test_a_fifo_with_a_writer_is_none_either(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
-from moelight.engine.batcher import Piece
+from moelight.engine.batcher import SequenceChunk
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
-from moelight.engine.output_processor import Answers
+from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.sampling import next_tokens
 from moelight.engine.tokenizer import Tokenizer
@@ -103,8 +103,8 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     ]
     hows = [SamplingParams(prompt_logprobs=2, **special[row % len(special)]) for row in range(40)]
     requests = [Request(index=row, token_ids=(65, 66, 65), sampling=how) for row, how in enumerate(hows)]
-    answers = Answers(requests, tokenizer, Constraints(tokenizer, 307), 99)
-    pieces = [Piece(generation=each, start=0, count=3) for each in answers.generations]
+    answers = OutputProcessor(requests, tokenizer, Constraints(tokenizer, 307), 99)
+    pieces = [SequenceChunk(generation=each, start=0, count=3) for each in answers.generations]
     logits = torch.randn(40, 307, generator=torch.Generator().manual_seed(1))
     with Reads():
         chosen = answers.choose(pieces, logits)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moelight.core.errors import InputError
 from moelight.core.policy import ADMISSIONS, Policy
 from moelight.core.request import Request, SamplingParams
-from moelight.engine.batcher import Batcher, Generation, Load, Piece, partition
+from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk, partition
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 from tests.shapes import examples
@@ -21,9 +21,9 @@ BLOCK = 16
 GPU = Policy(model="m", attention_device="gpu", ffn_device="gpu", micro_batch_tokens=100, kv_block_size=BLOCK)
 
 
-def generation(index: int, prompt: int, answer: int) -> Generation:
+def generation(index: int, prompt: int, answer: int) -> RunningSequence:
     request = Request(index=index, token_ids=tuple(range(prompt)), sampling=SamplingParams(max_tokens=answer))
-    return Generation(request=request, seed=0, max_tokens=answer)
+    return RunningSequence(request=request, seed=0, max_tokens=answer)
 
 
 @dataclass
@@ -32,26 +32,26 @@ class Run:
 
     policy: Policy
     discrete: bool
-    generations: list[Generation]
+    generations: list[RunningSequence]
     blocks: int
     random: Random
     window: int | None = None
     late: bool = False
     asks_twice: bool = False
-    passes: list[list[Load]] = field(default_factory=list)
+    passes: list[list[MicroBatchPlan]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks)
         self.batcher = Batcher(self.policy, self.pool, discrete=self.discrete, window=self.window)
-        self.finished: list[Generation] = []
+        self.finished: list[RunningSequence] = []
         self.batch: set[int] = set()
 
     def drive(self, *, early: bool = True) -> None:
         """Tokens arrive before the next pass is asked for, or (``late``) after it was launched."""
-        flying: list[Load] = []
+        flying: list[MicroBatchPlan] = []
         self.batcher.add(self.generations)
         while self.batcher.busy or flying:
-            loads: list[Load] = []
+            loads: list[MicroBatchPlan] = []
             if self.batcher.busy:
                 before = {id(g): (g.computed, bool(g.chosen)) for g in self.generations}
                 loads = self.batcher.next_pass()
@@ -65,7 +65,7 @@ class Run:
                 self.arrive(arrived, early=early)
             flying = loads if self.late else []
 
-    def arrive(self, loads: list[Load], *, early: bool) -> None:
+    def arrive(self, loads: list[MicroBatchPlan], *, early: bool) -> None:
         for load in loads:
             for piece in load.pieces:
                 owner = piece.generation
@@ -77,7 +77,7 @@ class Run:
                     self.batcher.retire(owner)
                     self.finished.append(owner)
 
-    def check(self, loads: list[Load], before: dict[int, tuple[int, bool]]) -> None:
+    def check(self, loads: list[MicroBatchPlan], before: dict[int, tuple[int, bool]]) -> None:
         self.check_limits(loads)
         self.check_blocks()
         pieces = [piece for load in loads for piece in load.pieces]
@@ -97,7 +97,7 @@ class Run:
             if before[id(g)][1]:
                 assert places.get(id(g)) == len(g.request.token_ids) + g.chosen, "whoever decodes rides in every pass"
 
-    def check_static(self, pieces: list[Piece], before: dict[int, tuple[int, bool]]) -> None:
+    def check_static(self, pieces: list[SequenceChunk], before: dict[int, tuple[int, bool]]) -> None:
         """Either prompts or decoding; all that decode do so together; nobody joins a batch that has begun."""
         if pieces[0].decodes:
             assert all(piece.decodes for piece in pieces)
@@ -120,7 +120,7 @@ class Run:
         first = next(g for g in self.generations if g.place < 0)
         return self.batcher.blocks_for(len(first.request.token_ids) + first.max_tokens)
 
-    def check_limits(self, loads: list[Load]) -> None:
+    def check_limits(self, loads: list[MicroBatchPlan]) -> None:
         policy = self.policy
         assert len(self.batcher.alive) <= policy.batch_size
         assert sum(load.tokens for load in loads) <= pass_tokens(policy)
@@ -139,7 +139,7 @@ class Run:
             if policy.attention_device == "gpu" and not load.fresh:
                 assert sum(self.seen(piece) for piece in load.pieces) <= kv_buffer_tokens(policy)
 
-    def seen(self, piece: Piece) -> int:
+    def seen(self, piece: SequenceChunk) -> int:
         return piece.count + (piece.start if self.window is None else min(piece.start, self.window - 1))
 
     def check_blocks(self) -> None:
@@ -150,7 +150,7 @@ class Run:
             assert len(g.blocks) * BLOCK >= len(g.request.token_ids) + g.max_tokens
 
 
-def shape(loads: list[Load]) -> list[list[tuple[int, int, int]]]:
+def shape(loads: list[MicroBatchPlan]) -> list[list[tuple[int, int, int]]]:
     return [[(p.generation.request.index, p.start, p.count) for p in load.pieces] for load in loads]
 
 
@@ -264,7 +264,7 @@ def test_requests_are_admitted_in_their_order(run: Run) -> None:
     assert [first_seen[index] for index in sorted(first_seen)] == sorted(first_seen.values())
 
 
-def launch(batcher: Batcher) -> list[Load]:
+def launch(batcher: Batcher) -> list[MicroBatchPlan]:
     loads = batcher.next_pass()
     batcher.launched(loads)
     return loads
@@ -369,7 +369,7 @@ pieces = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 500)), min_size=1
 def test_partition_puts_each_piece_in_exactly_one_part(
     sizes: list[tuple[int, int]], max_items: int, max_tokens: int
 ) -> None:
-    given_pieces = [Piece(generation=generation(i, 1, 1), start=s, count=c) for i, (c, s) in enumerate(sizes)]
+    given_pieces = [SequenceChunk(generation=generation(i, 1, 1), start=s, count=c) for i, (c, s) in enumerate(sizes)]
     parts = partition(given_pieces, max_items=max_items, max_tokens=max_tokens)
     assert sorted(id(p) for part in parts for p in part) == sorted(id(p) for p in given_pieces)
     assert all(1 <= len(part) <= max_items and sum(p.count for p in part) <= max_tokens for part in parts)
@@ -380,10 +380,11 @@ def test_partition_puts_each_piece_in_exactly_one_part(
 def test_partition_balances_tokens_then_context() -> None:
     """Equal token counts, as when all decode, are spread by what attention will cost."""
     decoding = [
-        Piece(generation=generation(i, 1, 1), start=s, count=1) for i, s in enumerate([900, 10, 20, 890, 30, 40])
+        SequenceChunk(generation=generation(i, 1, 1), start=s, count=1)
+        for i, s in enumerate([900, 10, 20, 890, 30, 40])
     ]
     parts = partition(decoding, max_items=3, max_tokens=100)
     assert sorted(sum(p.start for p in part) for part in parts) == pytest.approx([945, 945], abs=10)
-    mixed = [Piece(generation=generation(i, 1, 1), start=0, count=c) for i, c in enumerate([9, 1, 8, 2, 7, 3])]
+    mixed = [SequenceChunk(generation=generation(i, 1, 1), start=0, count=c) for i, c in enumerate([9, 1, 8, 2, 7, 3])]
     parts = partition(mixed, max_items=3, max_tokens=20)
     assert sorted(sum(p.count for p in part) for part in parts) == [14, 16]

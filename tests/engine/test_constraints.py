@@ -208,7 +208,7 @@ def test_a_grammar_that_takes_too_much_is_refused(
 
 
 def test_grammars_are_tried_in_one_process_which_anything_may_end() -> None:
-    trial = trials.Trial(trials.Vocabulary(tokens=[b"a", b"b", b""], special=[2], ends=[2]))
+    trial = trials.GrammarProcess(trials.Vocabulary(tokens=[b"a", b"b", b""], special=[2], ends=[2]))
     assert trial.why_not("regex", "a+") is None
     first = trial._process
     assert first is not None

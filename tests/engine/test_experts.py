@@ -41,7 +41,7 @@ from moelight.hrm import schedule_time
 from moelight.hrm.placement import place
 from moelight.hrm.schedule_time import ROUTED_ORDERS
 from moelight.runtime.machine import LANE_KINDS
-from moelight.runtime.microbatch import present
+from moelight.runtime.microbatch import require
 from moelight.scheduler.layout import EXPERT_HOMES
 from moelight.scheduler.requirements import misfit
 from tests.engines import Tiny
@@ -169,7 +169,7 @@ def test_every_mode(family: str, tiny: Tiny, devices: str, mode: str) -> None:
 
     def on_pass() -> None:
         nonlocal computed
-        kinds = [span.task.kind for span in present(engine.timeline).spans]
+        kinds = [span.task.kind for span in require(engine.timeline).spans]
         if TaskKind.ROUTE in kinds and TaskKind.SEND_PAGE not in kinds:
             computed += kinds.count(TaskKind.CPU_EXPERTS)
 
@@ -359,7 +359,7 @@ def test_where_all_are_near_nothing_is_small_and_nobody_counts(tiny: Tiny) -> No
         assert engine.policy.residents == "static"
         assert engine.expert_stats is None
         kinds: set[TaskKind] = set()
-        list(engine.run([ONE], on_pass=lambda: kinds.update(s.task.kind for s in present(engine.timeline).spans)))
+        list(engine.run([ONE], on_pass=lambda: kinds.update(s.task.kind for s in require(engine.timeline).spans)))
         assert tokens_of(engine) == truth(model)
         with pytest.raises(ConfigError, match="record"):
             engine.save_expert_profile(Path("nowhere.json"))

@@ -18,9 +18,9 @@ from moelight.core.errors import BudgetError, CheckpointError, ConfigError, Moel
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
-from moelight.kernels.reads import Ticket
+from moelight.kernels.reads import ReadTicket
 from moelight.runtime.machine import LANE_KINDS
-from moelight.weights.load import PageReader, Reading
+from moelight.weights.load import PageRead, PageReader
 from tests.engines import Tiny
 
 HOW = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -74,13 +74,13 @@ def test_a_file_that_ends_early_while_running(model: Path, device: str, lanes: s
 def test_a_disk_that_fails_while_running(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device)
 
-    wait = Ticket.wait
+    wait = ReadTicket.wait
 
-    def broken(self: Ticket, timeout: float | None = None) -> None:
+    def broken(self: ReadTicket, timeout: float | None = None) -> None:
         wait(self, timeout)
         raise OSError(errno.EIO, "Input/output error, at byte 4096", str(model / "model.safetensors"))
 
-    monkeypatch.setattr(Ticket, "wait", broken)
+    monkeypatch.setattr(ReadTicket, "wait", broken)
     with pytest.raises(CheckpointError, match=r"tensor '.*' cannot be read \(Input/output error, at byte 4096\)"):
         engine.generate(PROMPTS, HOW)
     engine.close()
@@ -93,7 +93,7 @@ def test_any_error_of_a_lane_comes_out_as_itself(model: Path, device: str, monke
     calls, error = [0], OSError(errno.ENOMEM, "Cannot allocate memory")
     start = PageReader.start
 
-    def sometimes(self: PageReader, *args: Any) -> Reading | None:
+    def sometimes(self: PageReader, *args: Any) -> PageRead | None:
         calls[0] += 1
         if calls[0] == 50:
             raise error

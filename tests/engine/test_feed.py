@@ -15,7 +15,7 @@ from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
-from moelight.engine.output_processor import Answers
+from moelight.engine.output_processor import OutputProcessor
 from moelight.memory.kv import BlockPool
 from tests.engine.test_answers import Words
 from tests.engine.test_invariance import DEVICES
@@ -100,7 +100,7 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
     policy = Policy(model="m", batch_size=256, micro_batch_size=256, micro_batch_tokens=256)
     batcher, most, finished = Batcher(policy, BlockPool(300), discrete=False), 0, 0
     words: Any = Words()
-    answers = Answers(source(), words, Constraints(words, 10), 1000)
+    answers = OutputProcessor(source(), words, Constraints(words, 10), 1000)
     batcher.add(answers.generations)
     while batcher.busy:
         loads = batcher.next_pass()

@@ -13,7 +13,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.engine.checkpoint import open_source
+from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.engine import Engine
 from moelight.engine.pass_runner import weight_dtype
 from moelight.hrm import costs, schedule_time
@@ -113,7 +113,7 @@ def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> N
     with Engine(policy, device="auto") as engine:
         device = find_machine("auto").device
         before = int(torch.get_device_module(device).memory_allocated(device))
-        dtype = weight_dtype(engine.policy, open_source(policy.model), find_machine("auto"))
+        dtype = weight_dtype(engine.policy, open_checkpoint(policy.model), find_machine("auto"))
         announced = footprint(engine.profile, engine.policy, dtype=dtype, kv_dtype=dtype)
         bound = announced.total("device")
         assert before >= bound - announced.bytes_of("transient")

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moelight.models import decoder
-from moelight.models.moe import route
+from moelight.models.moe import route_tokens
 from tests.engine.test_parity import reference, texts
 from tests.engines import Tiny, forced
 from tests.tiny import FAMILIES, hf_model
@@ -82,7 +82,7 @@ def watched(chosen: list[Tensor]) -> Iterator[None]:
     """Every router's choice, in the order of the ids, int32 [T, k], goes to ``chosen``."""
 
     def watching(logits: Tensor, spec: Any) -> tuple[Tensor, Tensor]:
-        weights, ids = route(logits, spec)
+        weights, ids = route_tokens(logits, spec)
         chosen.append(ids.clone())
         return weights, ids
 

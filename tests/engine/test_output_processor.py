@@ -11,7 +11,7 @@ from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
-from moelight.engine.output_processor import Answers, most_tokens
+from moelight.engine.output_processor import OutputProcessor, most_tokens
 from moelight.memory.kv import BlockPool
 
 EOS, STOPPER = 9, 5
@@ -38,18 +38,18 @@ class Words:
         return self.token_text(token).encode()
 
 
-def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000) -> tuple[Answers, Batcher]:
+def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000) -> tuple[OutputProcessor, Batcher]:
     """Answers and a batcher of micro-batches of 4 tokens; each request is a prompt length and how to go on."""
     policy = Policy(model="m", batch_size=n, micro_batch_size=4, micro_batch_tokens=4)
     batcher = Batcher(policy, BlockPool(100), discrete=False)
     made = [Request(index=i, token_ids=(1,) * length, sampling=how) for i, (length, how) in enumerate(requests)]
     words: Any = Words()
-    answers = Answers(made, words, Constraints(words, 10), context)
+    answers = OutputProcessor(made, words, Constraints(words, 10), context)
     batcher.add(answers.generations)
     return answers, batcher
 
 
-def one_pass(answers: Answers, batcher: Batcher, token: int = 0) -> tuple[bool, list[Completion]]:
+def one_pass(answers: OutputProcessor, batcher: Batcher, token: int = 0) -> tuple[bool, list[Completion]]:
     """Every completing piece gets ``token``; whether another pass was announced, and what finished."""
     loads = batcher.next_pass()
     batcher.launched(loads)

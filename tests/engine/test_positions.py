@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelight.core.errors import ConfigError
-from moelight.engine.checkpoint import open_source
+from moelight.engine.checkpoint import open_checkpoint
 from tests.engine.test_parity import reference, texts
 from tests.engines import Tiny, forced
 from tests.tiny import FAMILIES, hf_model
@@ -72,7 +72,7 @@ def test_yarn_beside_parameters_is_refused_by_its_key(spelling: str, family: str
     yarn = {spelling: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     directory = rewritten(tiny(family), tmp_path / "model", {"rope_parameters": BASE, "rope_scaling": yarn})
     with pytest.raises(ConfigError) as caught:
-        open_source(str(directory))
+        open_checkpoint(str(directory))
     assert str(caught.value) == (
         f"{directory}/config.json: rope_scaling: rope_type 'yarn' is not supported; known: default, linear"
     )

@@ -14,7 +14,7 @@ import pytest
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams
-from moelight.engine.batcher import Batcher, Generation, Load, Piece
+from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.engine import Engine
 from moelight.engine.prefix_cache import MOST_WAITS, keys_of
 from moelight.memory.kv import BlockPool
@@ -37,7 +37,7 @@ def alike(random: Random, many: int, *, longest: int = 120) -> Prompts:
     return prompts
 
 
-def generation(index: int, prompt: tuple[int, ...], answer: int, *, scored_from: int | None = None) -> Generation:
+def generation(index: int, prompt: tuple[int, ...], answer: int, *, scored_from: int | None = None) -> RunningSequence:
     scored = None if scored_from is None else 0
     request = Request(
         index=index,
@@ -45,7 +45,7 @@ def generation(index: int, prompt: tuple[int, ...], answer: int, *, scored_from:
         sampling=SamplingParams(max_tokens=answer, prompt_logprobs=scored),
         scored_from=scored_from or 1,
     )
-    return Generation(request=request, seed=0, max_tokens=answer)
+    return RunningSequence(request=request, seed=0, max_tokens=answer)
 
 
 @dataclass
@@ -57,13 +57,13 @@ class Played:
     random: Random
     late: bool
     slots: dict[int, object] = field(default_factory=dict)
-    passes: list[list[Load]] = field(default_factory=list)
+    passes: list[list[MicroBatchPlan]] = field(default_factory=list)
 
-    def drive(self, generations: Sequence[Generation], *, most: int = 1 << 30) -> None:
+    def drive(self, generations: Sequence[RunningSequence], *, most: int = 1 << 30) -> None:
         self.batcher.add(generations)
-        flying: list[Load] = []
+        flying: list[MicroBatchPlan] = []
         while (self.batcher.busy or flying) and len(self.passes) < most:
-            loads: list[Load] = []
+            loads: list[MicroBatchPlan] = []
             if self.batcher.busy:
                 loads = self.batcher.next_pass()
                 assert loads, "somebody always rides"
@@ -76,7 +76,7 @@ class Played:
             self.arrive(flying if self.late else loads)
             flying = loads if self.late else []
 
-    def compute(self, loads: list[Load]) -> None:
+    def compute(self, loads: list[MicroBatchPlan]) -> None:
         """Each piece reads all before it: of its own sequence, or written by an earlier pass."""
         before, mine = dict(self.slots), dict[tuple[int, int], object]()
         for load in loads:
@@ -89,10 +89,10 @@ class Played:
                     slot = self.slot(piece, place)
                     self.slots[slot] = mine[id(owner), slot] = written(owner, place)
 
-    def slot(self, piece: Piece, place: int) -> int:
+    def slot(self, piece: SequenceChunk, place: int) -> int:
         return piece.generation.blocks[place // BLOCK] * BLOCK + place % BLOCK
 
-    def arrive(self, loads: list[Load]) -> None:
+    def arrive(self, loads: list[MicroBatchPlan]) -> None:
         for load in loads:
             for piece in load.pieces:
                 owner = piece.generation
@@ -113,7 +113,7 @@ class Played:
         return sum(p.count for loads in self.passes for load in loads for p in load.pieces if not p.decodes)
 
 
-def written(owner: Generation, place: int) -> object:
+def written(owner: RunningSequence, place: int) -> object:
     """What the cache holds of a token: it depends on all before it."""
     prompt = owner.request.token_ids
     return prompt[: place + 1] if place < len(prompt) else (owner.request.index, place)

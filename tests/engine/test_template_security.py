@@ -13,7 +13,7 @@ import pytest
 
 from moelight.core.errors import InputError
 from moelight.engine.chat import ChatTemplate, Conversation
-from moelight.engine.sandbox import Sandbox, _Format
+from moelight.engine.sandbox import Sandbox, _BoundedFormat
 from tests.engine.test_templates import TEMPLATES
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -283,7 +283,7 @@ def test_short_ways_lead_where_long_ones_do() -> None:
             found = sandbox.getattr(value, name)
             usual = jinja2.sandbox.ImmutableSandboxedEnvironment.getattr(sandbox, value, name)
             assert type(found) is type(usual), (value, name)
-            assert found == usual or isinstance(found, (jinja2.Undefined, _Format)), (value, name)
+            assert found == usual or isinstance(found, (jinja2.Undefined, _BoundedFormat)), (value, name)
 
 
 def test_a_rendering_takes_few_steps() -> None:

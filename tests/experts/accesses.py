@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moelight.core.errors import ConfigError
-from moelight.experts.adapt import Adapting
+from moelight.experts.adapt import AdaptRules
 from moelight.experts.policy import Action, AdaptRule
 from moelight.experts.windowed_stats import Monitor
 
@@ -52,6 +52,6 @@ BUDGET = Action(kind="set", name="prefetch_budget", value=8)
 PRESSURE = Action(kind="trigger", name="memory_pressure")
 
 
-def adapting(action: Action, panel: Panel | None = None, **changes: Any) -> Adapting:
+def adapting(action: Action, panel: Panel | None = None, **changes: Any) -> AdaptRules:
     rule = {"metric": "hit_rate", "op": ">=", "threshold": 0.0, "accesses": 100, "action": action}
-    return Adapting([AdaptRule(**(rule | changes))], panel or Panel(), Monitor())
+    return AdaptRules([AdaptRule(**(rule | changes))], panel or Panel(), Monitor())

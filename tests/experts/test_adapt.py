@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.adapt import Adapting
+from moelight.experts.adapt import AdaptRules
 from moelight.experts.policy import Action, AdaptRule, MonitorRules
 from moelight.experts.windowed_stats import Monitor
 from tests.experts.accesses import BUDGET, PRESSURE, Accesses, Panel, adapting, one_by_one, rates
@@ -64,7 +64,7 @@ def test_random_rules_and_batches_against_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rules, window = [any_rule(rng) for _ in range(5)], int(rng.choice([1, 4, 20]))
     panel, slow = Panel(), OneByOne(rules, window)
-    fast = Adapting(rules, panel, Monitor(MonitorRules(window=window)))
+    fast = AdaptRules(rules, panel, Monitor(MonitorRules(window=window)))
     for _ in range(60):
         liked = rng.choice([0, 6])  # phases of hits
         batch = (int(rng.integers(0, 3 + liked)), int(rng.integers(0, 9 - liked)), int(rng.integers(0, 6)))

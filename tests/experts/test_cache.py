@@ -15,7 +15,7 @@ from moelight.experts import ExpertCache
 from moelight.experts.eviction import EvictionRules
 from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
-from moelight.experts.predict import Floats, Ints, Nothing
+from moelight.experts.predict import Floats, Ints, NoPredictor
 from moelight.experts.prefetch import Prefetcher
 
 LAYERS, EXPERTS = 3, 6
@@ -197,7 +197,7 @@ def test_kept_out_is_counted_as_missing_and_does_not_come() -> None:
     """Who is there already is not: it is a hit."""
     seen: list[tuple[list[int], list[int], list[float]]] = []
 
-    class Watching(Nothing):
+    class Watching(NoPredictor):
         def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
             seen.append((ids.tolist(), counts.tolist(), [] if mass is None else mass.tolist()))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moelight.experts.confidence import SURE, Foresight, Trust
+from moelight.experts.confidence import SURE, PrefetchConfidence, PrefetchDecision
 
 IDS = np.array([4, 1, 7])
 
 
-def ask(trust: Trust, *chosen: int, row: int = 0) -> list[int]:
+def ask(trust: PrefetchConfidence, *chosen: int, row: int = 0) -> list[int]:
     """Guess `IDS`; ``chosen`` come."""
     found = trust.likely(row, IDS).tolist()
     trust.settle(row, np.array([chosen]))
@@ -17,7 +17,7 @@ def ask(trust: Trust, *chosen: int, row: int = 0) -> list[int]:
 
 
 def test_nobody_is_trusted_unseen_and_places_are_told_apart() -> None:
-    trust = Trust()
+    trust = PrefetchConfidence()
     asked = [ask(trust, 4, *([1] if time % 2 else [])) for time in range(60)]
     assert asked[0] == []
     assert asked[-1] == [4]
@@ -27,7 +27,7 @@ def test_nobody_is_trusted_unseen_and_places_are_told_apart() -> None:
 
 
 def test_guesses_that_are_not_acted_on_count_and_each_only_once() -> None:
-    trust = Trust()
+    trust = PrefetchConfidence()
     for _ in range(8):
         ask(trust, 4, 1, 7)
     assert ask(trust) == [4, 1, 7]
@@ -37,7 +37,7 @@ def test_guesses_that_are_not_acted_on_count_and_each_only_once() -> None:
 
 
 def test_layers_are_settled_apart_and_places_beyond_the_last_are_one() -> None:
-    trust, many = Trust(), np.arange(80)
+    trust, many = PrefetchConfidence(), np.arange(80)
     trust.likely(0, IDS)
     trust.likely(1, many)
     trust.settle(1, many)
@@ -52,7 +52,7 @@ def test_layers_are_settled_apart_and_places_beyond_the_last_are_one() -> None:
 
 def test_routers_are_trusted_by_how_clearly_they_choose() -> None:
     """A token of two experts, one chosen clearly and one by a hair's breadth: the first comes true, the second not."""
-    foresight, ids = Foresight(6), np.array([[2, 5]])
+    foresight, ids = PrefetchDecision(6), np.array([[2, 5]])
     clearly = np.array([[0.9, 0.1]])
     for _ in range(9):
         foresight.add(0, ids, clearly)
@@ -65,7 +65,7 @@ def test_routers_are_trusted_by_how_clearly_they_choose() -> None:
 
 
 def test_tokens_that_agree_make_an_expert_likelier_and_are_settled_each_with_its_own() -> None:
-    foresight, weights = Foresight(6), np.array([[0.9, 0.1]])
+    foresight, weights = PrefetchDecision(6), np.array([[0.9, 0.1]])
     for time in range(40):  # half of the clear choices of each of two micro-batches come true
         foresight.add(0, np.array([[1, 0]]), weights)
         foresight.add(0, np.array([[2, 0]]), weights)

@@ -11,14 +11,14 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import STRATEGIES, PrefetchRules
 from moelight.experts.predict import (
-    Affinity,
+    AffinityPredictor,
     Floats,
-    Frequency,
-    History,
+    FrequencyPredictor,
+    HistoryPredictor,
     Ints,
-    NextRouter,
-    Previous,
-    Transitions,
+    NextRouterPredictor,
+    PreviousPredictor,
+    TransitionPredictor,
     make_predictor,
 )
 
@@ -42,7 +42,7 @@ def best(scores: dict[int, float], budget: int) -> list[int]:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_previous_is_the_last_batch_of_the_layer(weighted: bool) -> None:
-    predictor, last = Previous(LAYERS, EXPERTS), defaultdict[int, dict[int, float]](dict)
+    predictor, last = PreviousPredictor(LAYERS, EXPERTS), defaultdict[int, dict[int, float]](dict)
     for layer, ids, counts, mass in batches(1):
         for budget in BUDGETS:
             assert predictor.predict(layer, budget).tolist() == best(last[layer], budget)
@@ -51,7 +51,7 @@ def test_previous_is_the_last_batch_of_the_layer(weighted: bool) -> None:
 
 
 def test_frequency_is_a_decayed_share() -> None:
-    predictor, shares = Frequency(LAYERS, EXPERTS, decay=0.75), [Counter[int]() for _ in range(LAYERS)]
+    predictor, shares = FrequencyPredictor(LAYERS, EXPERTS, decay=0.75), [Counter[int]() for _ in range(LAYERS)]
     for layer, ids, counts, mass in batches(2):
         for budget in BUDGETS:
             rounded = {expert: round(share, 12) for expert, share in shares[layer].items()}
@@ -66,7 +66,7 @@ def test_frequency_is_a_decayed_share() -> None:
 
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_history_is_a_window_of_each_layer(window: int) -> None:
-    predictor, seen = History(LAYERS, EXPERTS, window=window), defaultdict[int, list[list[int]]](list)
+    predictor, seen = HistoryPredictor(LAYERS, EXPERTS, window=window), defaultdict[int, list[list[int]]](list)
     for layer, ids, counts, mass in batches(3):
         scores = Counter(expert for batch in seen[layer][-window:] for expert in batch)
         for budget in BUDGETS:
@@ -109,7 +109,7 @@ class SlowAffinity:
 @pytest.mark.parametrize("decay", [0.5, 0.99])
 def test_affinity_is_learned_like_a_dictionary(decay: float) -> None:
     # No threshold on which a rounded share could lie.
-    fast, slow = Affinity(LAYERS, EXPERTS, threshold=0.30137, decay=decay), SlowAffinity(decay)
+    fast, slow = AffinityPredictor(LAYERS, EXPERTS, threshold=0.30137, decay=decay), SlowAffinity(decay)
     predicted = 0
     for step, (layer, ids, counts, mass) in enumerate(batches(4)):
         scores = slow.predict(layer, 0.30137)
@@ -130,7 +130,7 @@ def test_affinity_is_learned_like_a_dictionary(decay: float) -> None:
 
 def test_affinity_finds_a_rule_that_others_cannot_see() -> None:
     """What follows depends on what was before, and every expert is equally frequent."""
-    predictor, rng = Affinity(2, 8), np.random.default_rng(5)
+    predictor, rng = AffinityPredictor(2, 8), np.random.default_rng(5)
     one = np.ones(1, dtype=np.int64)
     for _ in range(200):
         expert = rng.integers(0, 8, size=1)
@@ -141,7 +141,7 @@ def test_affinity_finds_a_rule_that_others_cannot_see() -> None:
 
 
 def test_a_batch_that_chose_most_experts_teaches_nothing() -> None:
-    predictor = Affinity(2, 4)
+    predictor = AffinityPredictor(2, 4)
     chosen = [[0], [1], [0, 1, 2], [2], [0], [1, 2, 3], [0, 1], [1, 3]]
     for step, ids in enumerate(chosen):
         predictor.observe(step % 2, np.array(ids), np.ones(len(ids), dtype=np.int64), None)
@@ -150,21 +150,21 @@ def test_a_batch_that_chose_most_experts_teaches_nothing() -> None:
 
 
 def test_affinity_goes_on_from_what_was_saved() -> None:
-    first, second = Affinity(LAYERS, EXPERTS), Affinity(LAYERS, EXPERTS)
+    first, second = AffinityPredictor(LAYERS, EXPERTS), AffinityPredictor(LAYERS, EXPERTS)
     rows = list(batches(6))
     for row in rows[:60]:
         first.observe(*row)
-    second.learned(Transitions(matrix=first.matrix, times=first.times))
+    second.learned(TransitionPredictor(matrix=first.matrix, times=first.times))
     for row in rows[1:20]:  # layer 1 after the last layer: nothing is learned of that
         first.observe(*row)
         second.observe(*row)
     np.testing.assert_array_equal(first.matrix, second.matrix)
     with pytest.raises(ConfigError, match=r"affinity of shape \(3, 7, 7\)"):
-        Affinity(LAYERS, EXPERTS + 1).learned(Transitions(matrix=first.matrix, times=first.times))
+        AffinityPredictor(LAYERS, EXPERTS + 1).learned(TransitionPredictor(matrix=first.matrix, times=first.times))
 
 
 def test_a_hint_is_good_for_one_batch_of_its_layer() -> None:
-    predictor = NextRouter(LAYERS, EXPERTS)
+    predictor = NextRouterPredictor(LAYERS, EXPERTS)
     ids, mass = np.array([4, 2, 6]), np.array([0.2, 0.5, 0.2])
     assert predictor.predict(1, 3).size == 0
     predictor.hint(1, ids, mass)

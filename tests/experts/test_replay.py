@@ -22,8 +22,8 @@ from moelight.experts.policy import (
     PrefetchRules,
     ScheduleRules,
 )
-from moelight.experts.replay import Outcome, Replay, Shape, Trace, bound, replay
-from moelight.experts.timing import Machine
+from moelight.experts.replay import Outcome, Replay, Shape, Trace, bound, replay_trace
+from moelight.experts.timing import MachineCosts
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from tests.experts import slow
@@ -33,7 +33,7 @@ from tests.experts.traces import rows_of, skewed, write_trace
 LAYERS, EXPERTS = 3, 6
 SHAPE = Shape(layers=(0, 1, 2), num_experts=EXPERTS, page_bytes=100, top_k=1)
 MODEL = load_model_profile("olmoe-1b-7b")
-LAPTOP, T4 = (Machine(MODEL, load_hardware_profile(name)) for name in ("laptop-nvme", "t4"))
+LAPTOP, T4 = (MachineCosts(MODEL, load_hardware_profile(name)) for name in ("laptop-nvme", "t4"))
 UNIFORM = PerLayerRules(allocation="uniform", min_capacity=1)
 
 
@@ -43,8 +43,8 @@ def policy(slots: int, eviction: str = "lru", **parts: Any) -> ExpertPolicy:
     return ExpertPolicy(name=f"{eviction}_{slots}", cache=cache, **parts)
 
 
-def one(rows: Any, chosen: ExpertPolicy, shape: Shape = SHAPE, machine: Machine | None = None) -> Outcome:
-    [found] = replay(rows, shape, [chosen], machine)
+def one(rows: Any, chosen: ExpertPolicy, shape: Shape = SHAPE, machine: MachineCosts | None = None) -> Outcome:
+    [found] = replay_trace(rows, shape, [chosen], machine)
     return found
 
 
@@ -139,7 +139,7 @@ def test_rules_of_adapt_are_followed() -> None:
 # ---- seconds
 
 
-def seconds(machine: Machine, passes: list[list[list[int]]], chosen: ExpertPolicy) -> tuple[float, float, int]:
+def seconds(machine: MachineCosts, passes: list[list[list[int]]], chosen: ExpertPolicy) -> tuple[float, float, int]:
     """By hand: tokens with their ids, layer by layer, pass by pass, without guesses and with everything fetched."""
     now = stall = 0.0
     near: list[int] = []
@@ -165,7 +165,7 @@ def seconds(machine: Machine, passes: list[list[list[int]]], chosen: ExpertPolic
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, T4], ids=["disk", "link"])
-def test_seconds_without_guesses(machine: Machine) -> None:
+def test_seconds_without_guesses(machine: MachineCosts) -> None:
     rng = np.random.default_rng(3)
     passes = [[rng.choice(24, 8, replace=False).tolist() + [0] * 8 for _ in range(16)] for _ in range(6)]
     rows = rows_of((layer, ids) for layers in passes for layer, ids in enumerate(layers))
@@ -223,4 +223,4 @@ def test_a_machine_without_a_disk_brings_no_expert() -> None:
     laptop = load_hardware_profile("laptop-nvme")
     diskless = replace(laptop, tiers=tuple(tier for tier in laptop.tiers if tier.name != "disk"))
     with pytest.raises(ConfigError, match="no tier 'disk'"):
-        Machine(MODEL, diskless)
+        MachineCosts(MODEL, diskless)

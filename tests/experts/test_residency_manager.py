@@ -19,7 +19,7 @@ from moelight.experts.policy import (
     PrefetchRules,
 )
 from moelight.experts.profile import ActivationProfile
-from moelight.experts.residency_manager import ModelFacts, NearExperts
+from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 from tests.shapes import examples
 
 MOE = (False, True, True, False, True)
@@ -31,14 +31,14 @@ EVERYONE = [Page(layer=layer, expert=expert) for expert in range(EXPERTS) for la
 
 def near(
     *, resident: int = 6, eviction: tuple[str, ...] = ("lru",), learns: bool = True, **more: object
-) -> NearExperts:
+) -> ResidencyManager:
     profile = more.pop("profile", None)
     cache = CacheRules(capacity=Capacity(value=3), eviction=eviction)
     policy = ExpertPolicy(name="mine", cache=cache, **more)
-    return NearExperts(policy, MODEL, resident=EVERYONE[:resident], learns=learns, profile=profile)
+    return ResidencyManager(policy, MODEL, resident=EVERYONE[:resident], learns=learns, profile=profile)
 
 
-def places(found: NearExperts) -> list[int]:
+def places(found: ResidencyManager) -> list[int]:
     return sorted(found.table[found.table >= 0].tolist())
 
 
@@ -57,7 +57,7 @@ def test_every_place_is_taken_whatever_the_budgets_of_layers_are(allocation: str
     rules = PerLayerRules(allocation=allocation, min_capacity=1)
     found = near(resident=resident, per_layer=rules)
     assert places(found) == list(range(resident))
-    by_layer = NearExperts(
+    by_layer = ResidencyManager(
         ExpertPolicy(name="mine", cache=CacheRules(capacity=Capacity(value=3)), per_layer=rules),
         MODEL,
         resident=sorted(EVERYONE)[:resident],

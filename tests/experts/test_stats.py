@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.adapt import Adapting
+from moelight.experts.adapt import AdaptRules
 from moelight.experts.policy import MonitorRules, PrefetchRules
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.sizing import plan_slots
@@ -59,7 +59,7 @@ def test_all_of_it_is_json(tmp_path: Path) -> None:
         prefetcher.observe(0, np.array([0, 2]), np.array([1, 1]))
         list(prefetcher.ahead(1))
     monitor = Monitor(MonitorRules(log_interval=5))
-    rules: Adapting = adapting(BUDGET, accesses=3)
+    rules: AdaptRules = adapting(BUDGET, accesses=3)
     monitor.record(7, 3, 0)
     rules.record(7, 3, 0)
     warm = WarmPin(2, per_layer=1)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from moelight.experts.policy import Capacity, ExpertPolicy
-from moelight.experts.replay import Shape, replay
-from moelight.experts.timing import Machine
-from moelight.experts.tune import share_of, tune
+from moelight.experts.replay import Shape, replay_trace
+from moelight.experts.timing import MachineCosts
+from moelight.experts.tune import share_of, tune_policy
 from moelight.lang.check import read
 from moelight.lang.format import format_policy
 from moelight.profiles.hardware import load_hardware_profile
@@ -19,7 +19,7 @@ from tests.experts.traces import rows_of, skewed
 LAYERS = 4
 FEW = replace(MODEL, num_layers=LAYERS, moe_layers=(True,) * LAYERS)
 SHAPE = Shape.of(FEW)
-LAPTOP, T4 = (Machine(FEW, load_hardware_profile(name)) for name in ("laptop-nvme", "t4"))
+LAPTOP, T4 = (MachineCosts(FEW, load_hardware_profile(name)) for name in ("laptop-nvme", "t4"))
 ROWS = rows_of((layer, ids) for layer, ids, _ in skewed(12, layers=LAYERS, experts=64, top_k=8))
 
 
@@ -33,17 +33,17 @@ def test_a_share_means_so_many_however_it_is_cut(experts: int) -> None:
 
 
 def seconds(rows, chosen: ExpertPolicy, machine) -> float:  # type: ignore[no-untyped-def]
-    [found] = replay(rows, SHAPE, [chosen], machine)
+    [found] = replay_trace(rows, SHAPE, [chosen], machine)
     assert found.total_s is not None
     return found.total_s
 
 
 def test_more_memory_is_on_the_front_only_where_it_is_faster() -> None:
-    found = tune(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
+    found = tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
     assert [each.outcome.slots for each in found.found] == [LAYERS * count for count in (4, 8, 16, 20)]
     times = [each.outcome.total_s or 0.0 for each in found.front]
     assert times == sorted(times, reverse=True) and found.best is found.front[-1]
-    assert found == tune(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
+    assert found == tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
     for each in found.found:
         assert seconds(ROWS, each.policy, LAPTOP) == pytest.approx(each.outcome.total_s)
         plain = policy(each.outcome.slots)
@@ -53,7 +53,7 @@ def test_more_memory_is_on_the_front_only_where_it_is_faster() -> None:
 
 
 def test_beside_a_gpu_misses_may_be_computed_where_they_lie() -> None:
-    best = tune(ROWS, SHAPE, T4, most_slots=LAYERS * 4).best
+    best = tune_policy(ROWS, SHAPE, T4, most_slots=LAYERS * 4).best
     assert best.policy.schedule.mode == "hybrid" and best.policy.cache.capacity == Capacity(value=6.25, unit="percent")
 
 
@@ -63,11 +63,11 @@ def test_the_order_that_keeps_the_busy_ones_wins() -> None:
     for number in range(24):
         for layer in range(LAYERS):
             batches.append((layer, [0] if number % 2 else [1 + (7 * number + layer) % 63]))
-    best = tune(rows_of(batches), SHAPE, LAPTOP, most_slots=LAYERS).best
+    best = tune_policy(rows_of(batches), SHAPE, LAPTOP, most_slots=LAYERS).best
     assert best.policy.cache.eviction != ("lru",)
 
 
 def test_nothing_to_search_in() -> None:
     for rows, most in (([], None), (ROWS, LAYERS - 1)):
         with pytest.raises(ValueError, match="rows, and room"):
-            tune(rows, SHAPE, LAPTOP, most_slots=most)
+            tune_policy(rows, SHAPE, LAPTOP, most_slots=most)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moelight.experts.trace import Row
+from moelight.experts.trace import TraceRow
 
 
 def write_trace(path: Path, rows: Iterable[Any]) -> Path:
@@ -19,8 +19,8 @@ def write_trace(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
-def rows_of(batches: Iterable[tuple[int, Sequence[int]]]) -> list[Row]:
-    return [Row(line=1, layer=layer, ids=np.array(ids, np.int64)) for layer, ids in batches]
+def rows_of(batches: Iterable[tuple[int, Sequence[int]]]) -> list[TraceRow]:
+    return [TraceRow(line=1, layer=layer, ids=np.array(ids, np.int64)) for layer, ids in batches]
 
 
 def skewed(passes: int, *, layers: int, experts: int, top_k: int, tokens: int = 1, seed: int = 0) -> list[Any]:

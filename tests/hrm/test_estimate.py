@@ -14,7 +14,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm.estimate import acts_of, cost_of, estimate, flops_per_token
 from moelight.hrm.machine_model import speeds_of
-from moelight.hrm.pass_cost import Homes
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import ORDERS, pass_s
 from moelight.hrm.workload_model import cache_tokens, decode_pass
 from moelight.profiles.hardware import load_hardware_profile
@@ -57,10 +57,10 @@ def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> 
     """Halfway between two homes each term is halfway: what the integer programme relies on."""
     acts, kind = acts_of(MIXTRAL, given_policy, T4), decode_pass(WORK, 512)
     near, far = (
-        Homes(from_host=10.0, from_disk=3.0, computed=5.0, device_kv=0.1),
-        Homes(from_host=90.0, from_disk=41.0, computed=61.0, device_kv=0.9),
+        PlacementCounts(from_host=10.0, from_disk=3.0, computed=5.0, device_kv=0.1),
+        PlacementCounts(from_host=90.0, from_disk=41.0, computed=61.0, device_kv=0.9),
     )
-    middle = Homes(from_host=50.0, from_disk=22.0, computed=33.0, device_kv=0.5)
+    middle = PlacementCounts(from_host=50.0, from_disk=22.0, computed=33.0, device_kv=0.5)
     terms = [
         np.array([float(t) for t in ORDERS[order](cost_of(acts, WORK, kind, h, given_policy, order))])
         for h in (near, middle, far)
@@ -95,7 +95,7 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
     """Of one pass with the same work: so the optimizer need not try them."""
     chosen = replace(SETTINGS[setting], batch_size=n, micro_batch_size=-(-n // min(count, n)), micro_batch_tokens=4096)
     acts, kind = acts_of(MIXTRAL, chosen, T4), decode_pass(WORK, n)
-    cost = cost_of(acts, WORK, kind, Homes(from_host=160.0, from_disk=64.0, computed=0.0), chosen, "cgopipe")
+    cost = cost_of(acts, WORK, kind, PlacementCounts(from_host=160.0, from_disk=64.0, computed=0.0), chosen, "cgopipe")
     least = float(pass_s("cgopipe", cost))
     others = {order: float(pass_s(order, cost)) for order in ORDERS if order != "module"}
     assert all(least <= seconds * (1 + 1e-9) for seconds in others.values()), others
@@ -104,7 +104,7 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
 
 def test_a_long_chain_takes_as_many_turns_as_look_ahead_allows() -> None:
     """Four micro-batches whose way is much longer than any lane's work on them; other orders look two ahead."""
-    kind, homes = decode_pass(WORK, 512), Homes()
+    kind, homes = decode_pass(WORK, 512), PlacementCounts()
     slow = replace(T4, transfer_s=0.01)
     seconds, others = {}, set()
     for ahead in (1, 2, 3, 8):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.random_questions import question
 from benchmarks.sampled_policies import Sampled, drawn, every_setting
 from moelight.hrm.machine_model import Speeds, Unit, speeds_of
-from moelight.optimizer.optimize import optimize
+from moelight.optimizer.optimize import make_plan
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import search
 from moelight.profiles.hardware import load_hardware_profile
@@ -85,7 +85,7 @@ def test_a_faster_link_does_not_slow_the_processor_that_shares_its_memory() -> N
     for rate in (12.5e9, 25e9, 50e9):
         links = tuple(replace(link, bandwidth_bytes_per_s=rate) for link in machine.links)
         linked = replace(machine, links=links)
-        plan = optimize(
+        plan = make_plan(
             linked, model, work, name="m", fix={"attention_device": "cpu", "schedule": "module"}, cache=False
         )
         found.append(plan.estimate.tokens_per_s)

@@ -13,7 +13,7 @@ from moelight.core.dtypes import FLOAT16, FLOAT32, INT4
 from moelight.core.errors import ConfigError
 from moelight.core.units import GiB
 from moelight.hrm import paper
-from moelight.hrm.paper import Choice, Setting
+from moelight.hrm.paper import PaperPolicy, PaperSetting
 from moelight.profiles.hardware import HardwareProfile, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
@@ -25,7 +25,7 @@ WORK = Workload(prompt_len=77, max_prompt_len=418, gen_len=32)
 TWO_GPUS = machine(device_bytes=15 * GiB, device_bandwidth=300e9, gpu_flops=65e12, cpu_flops=0.8e12, link=16e9, gpus=2)
 
 
-def setting(hardware: HardwareProfile | None = None, work: Workload = WORK) -> Setting:
+def setting(hardware: HardwareProfile | None = None, work: Workload = WORK) -> PaperSetting:
     return paper.setting_of(hardware or l4(), MIXTRAL, work, weight_dtype=FLOAT16, kv_dtype=FLOAT16)
 
 
@@ -35,7 +35,7 @@ def total(use: dict[str, float]) -> float:
 
 def test_the_readmes_policy_takes_what_its_log_says() -> None:
     """gpu 20.64 GB, cpu 147.28 GB, ctog 0.1549 s, T l 4.957 s, 944.66 token/s."""
-    x, choice = setting(), Choice(micro_batch_size=324, num_micro_batches=14, weights_host=1 - 0.05588468812)
+    x, choice = setting(), PaperPolicy(micro_batch_size=324, num_micro_batches=14, weights_host=1 - 0.05588468812)
     assert total(paper.device_prefill_bytes(x, choice)) / GiB == pytest.approx(20.64, abs=5e-4)
     assert total(paper.host_use_bytes(x, choice)) / GiB == pytest.approx(147.28, abs=5e-3)
     assert paper.decode_link_s(x, choice) == pytest.approx(0.1549, abs=5e-5)
@@ -69,7 +69,7 @@ def test_two_gpus_are_one_of_twice_the_size_on_one_link() -> None:
 def test_every_formula(g: int, nb: int, wc: float, cc: float, a_g: bool, s: int, n: int, gpus: int) -> None:
     hardware = machine(device_bytes=GiB, device_bandwidth=3e11, gpu_flops=1e14, cpu_flops=1e12, link=1.6e10, gpus=gpus)
     x = setting(hardware, Workload(prompt_len=s, max_prompt_len=s, gen_len=n))
-    choice = Choice(micro_batch_size=g, num_micro_batches=nb, weights_host=wc, kv_host=cc, gpu_attention=a_g)
+    choice = PaperPolicy(micro_batch_size=g, num_micro_batches=nb, weights_host=wc, kv_host=cc, gpu_attention=a_g)
     layers, h1, h2, n_q, n_kv, d, n_e, k = 32, 4096, 14336, 32, 8, 128, 8, 2
     tp, b_g, b_c, b_cg, p_g, p_c = gpus, 3e11 * gpus, 76 * GiB, 1.6e10, 1e14 * gpus, 1e12
     group, h_kv, length, bls, wg, cg = n_q // n_kv, h1 // (n_q // n_kv), s + n, g * nb, 1 - wc, 1 - cc
@@ -113,9 +113,9 @@ def test_every_formula(g: int, nb: int, wc: float, cc: float, a_g: bool, s: int,
 
 def test_numbers_and_arrays_give_the_same() -> None:
     x, sizes = setting(), np.array([1, 36, 324])
-    many = paper.decode_time(x, Choice(micro_batch_size=sizes, num_micro_batches=3, weights_host=0.5))
+    many = paper.decode_time(x, PaperPolicy(micro_batch_size=sizes, num_micro_batches=3, weights_host=0.5))
     for index, size in enumerate(sizes):
-        one = paper.decode_time(x, Choice(micro_batch_size=int(size), num_micro_batches=3, weights_host=0.5))
+        one = paper.decode_time(x, PaperPolicy(micro_batch_size=int(size), num_micro_batches=3, weights_host=0.5))
         assert one.layer_s == many.layer_s[index]
 
 
@@ -132,7 +132,7 @@ def test_grouped_weights_are_the_experts_alone() -> None:
     assert paper.projection_layers_bytes(packed) == paper.projection_layers_bytes(x)
     wide = paper.setting_of(l4(), MIXTRAL, WORK, weight_dtype=FLOAT32, kv_dtype=FLOAT16)
     assert paper.projection_layers_bytes(wide) == 2 * paper.projection_layers_bytes(x)
-    choice = Choice(micro_batch_size=4, num_micro_batches=4)
+    choice = PaperPolicy(micro_batch_size=4, num_micro_batches=4)
     assert paper.host_use_bytes(packed, choice)["kv"] < 0.3 * paper.host_use_bytes(x, choice)["kv"]
 
 

@@ -10,10 +10,10 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm.estimate import acts_of, cost_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
-from moelight.hrm.pass_cost import Homes
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import ROUTED_ONLY_SHARE, pass_s
 from moelight.hrm.workload_model import decode_pass
-from moelight.optimizer.simulation import Stage
+from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
@@ -44,12 +44,12 @@ def test_experts_that_are_near_run_while_the_others_are_read() -> None:
     """A pass takes turns but for them: half of the experts' time is hidden where half of the pages stay."""
     asked, kind = policy(), decode_pass(WORK, 3)
     acts = acts_of(MIXTRAL, asked, CPU)
-    half = cost_of(acts, WORK, kind, Homes(from_disk=PAGES / 2), asked, "cgopipe")
+    half = cost_of(acts, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "cgopipe")
     assert half.apart == 1.0
     experts = float(acts.experts_s(acts.near, 3.0)) * MIXTRAL.num_moe_layers
     turns = float(half.lanes["cpu"] + half.lanes["disk"])
     assert float(pass_s("cgopipe", half)) == pytest.approx(turns - experts / 2)
-    everything = cost_of(acts, WORK, kind, Homes(from_disk=float(PAGES)), asked, "cgopipe")
+    everything = cost_of(acts, WORK, kind, PlacementCounts(from_disk=float(PAGES)), asked, "cgopipe")
     assert float(pass_s("cgopipe", everything)) == pytest.approx(
         float(everything.lanes["cpu"] + everything.lanes["disk"])
     )
@@ -58,14 +58,14 @@ def test_experts_that_are_near_run_while_the_others_are_read() -> None:
 def test_all_experts_at_once_wait_for_the_last_page() -> None:
     asked, kind = policy(schedule="module"), decode_pass(WORK, 3)
     acts = acts_of(MIXTRAL, asked, CPU)
-    cost = cost_of(acts, WORK, kind, Homes(from_disk=PAGES / 2), asked, "module")
+    cost = cost_of(acts, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "module")
     assert float(pass_s("module", cost)) == pytest.approx(float(cost.lanes["cpu"] + cost.lanes["disk"]))
 
 
 @pytest.mark.parametrize("near", [0.25, 0.5, 0.75])
 def test_the_virtual_clock_lets_them_run_too(near: float) -> None:
     """Within the sum of the steps of each layer that no lane can share."""
-    stage = Stage(policy(weights=Shares(host=near, disk=1.0 - near)), MIXTRAL, MACHINE, WORK)
+    stage = SimulationSetup(policy(weights=Shares(host=near, disk=1.0 - near)), MIXTRAL, MACHINE, WORK)
     assert stage.rehearse("cgopipe").steady.seconds == pytest.approx(stage.estimate.pass_s, rel=0.05)
 
 
@@ -78,6 +78,6 @@ def test_routed_pages_alone_come_where_the_engine_brings_no_others(batch_size: i
     found = estimate(MIXTRAL, asked, WORK, CPU)
     streamed = PAGES / 2 * acts_of(MIXTRAL, asked, CPU).page_bytes()
     assert found.lanes["disk"] * CPU.disk == pytest.approx(met * streamed)
-    steady = Stage(asked, MIXTRAL, MACHINE, WORK).rehearse("cgopipe").steady
+    steady = SimulationSetup(asked, MIXTRAL, MACHINE, WORK).rehearse("cgopipe").steady
     assert steady.busy_s[Lane.DISK] == pytest.approx(found.lanes["disk"], rel=0.02)
     assert least_missed(replace(asked, ffn_device="gpu")) == ROUTED_ONLY_SHARE  # a device is not asked what it chose

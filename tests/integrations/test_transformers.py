@@ -37,11 +37,11 @@ from moelight.experts.profile_files import save_profile
 from moelight.integrations import transformers as attaching
 from moelight.integrations.layers import moe_layers
 from moelight.integrations.links import StreamLink
-from moelight.integrations.page_stores import DiskHome
+from moelight.integrations.page_stores import DiskStore
 from moelight.integrations.transformers import Attachment
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
-from moelight.runtime.emulated_device import TwinEvent, TwinStream
+from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import StreamLane
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
 
@@ -278,8 +278,10 @@ def test_two_threads_may_generate_at_once() -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "listed"])
 def test_streams_of_a_device_do_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, greedy, _, _ = untouched(family)
-    compute = StreamLane(TwinStream(), TwinEvent)
-    monkeypatch.setattr(attaching, "_link", lambda _: StreamLink(StreamLane(TwinStream(), TwinEvent), lambda: compute))
+    compute = StreamLane(EmulatedStream(), EmulatedEvent)
+    monkeypatch.setattr(
+        attaching, "_link", lambda _: StreamLink(StreamLane(EmulatedStream(), EmulatedEvent), lambda: compute)
+    )
     with moelight.attach(model, policy(12, eviction=("lru",)), home="memory") as attachment:
         assert torch.equal(tokens(model), greedy)
         tokens(model, count=1)
@@ -289,7 +291,7 @@ def test_streams_of_a_device_do_the_same(family: str, monkeypatch: pytest.Monkey
 def test_a_disk_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, qwen: PreTrainedModel) -> None:
     attachment = moelight.attach(qwen, policy())
     with monkeypatch.context() as failing:
-        failing.setattr(DiskHome, "_at", lambda *_: 1 << 50)
+        failing.setattr(DiskStore, "_at", lambda *_: 1 << 50)
         for _ in range(2):
             with pytest.raises(CheckpointError, match="cannot be read"):
                 tokens(qwen, new=1)

@@ -20,22 +20,22 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
-from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.pages import PageTable
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 
 
-def experts(form: str, dtype: torch.dtype) -> Pages:
+def experts(form: str, dtype: torch.dtype) -> PageTable:
     """Pages of a layer whose sizes are multiples of 16."""
     shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
     if form == "float":
-        return Pages.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
+        return PageTable.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
     packing = 2 if form == "int4" else 1
     group = None if form == "int8" else 128
     stored = torch.uint8 if form == "int4" else torch.int8
     scales = [torch.ones(rows, inputs // group) if group else torch.ones(rows) for rows, inputs in shapes]
-    return Pages.of(
+    return PageTable.of(
         *([torch.empty((rows, inputs // packing), dtype=stored)] * EXPERTS for rows, inputs in shapes),
         gate_up_scale=[scales[0]] * EXPERTS,
         down_scale=[scales[1]] * EXPERTS,

@@ -8,24 +8,24 @@ import pytest
 
 from moelight.kernels import native
 
-ISAS = tuple(native.module().isa_available()) if native.available() else ()
+ISAS = tuple(native.extension().isa_available()) if native.available() else ()
 
 
 @pytest.fixture(params=[*ISAS, "torch"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Who serves the faces of `attention.py` during the test."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "module", lambda: None)
+        monkeypatch.setattr(native, "extension", lambda: None)
         yield "torch"
         return
-    native.module().set_isa(request.param)
+    native.extension().set_isa(request.param)
     yield request.param
-    native.module().set_isa("auto")
+    native.extension().set_isa("auto")
 
 
 @pytest.fixture(params=ISAS or [pytest.param("none", marks=pytest.mark.skip(reason="the extension is not built"))])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """An instruction set of the extension, in force during the test."""
-    native.module().set_isa(request.param)
+    native.extension().set_isa(request.param)
     yield request.param
-    native.module().set_isa("auto")
+    native.extension().set_isa("auto")

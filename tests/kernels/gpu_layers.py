@@ -16,7 +16,7 @@ from torch.nn import functional
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.pages import PageTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Layer:
 
     gate_up: list[Tensor]
     down: list[Tensor]
-    pages: Pages
+    pages: PageTable
     biases: tuple[list[Tensor], list[Tensor]] | None = None
 
     def truth(self, x: Tensor, counts: tuple[int, ...], activation: str = "silu", clamp: float = 7.0) -> Tensor:
@@ -56,7 +56,7 @@ def floats(
     biases = None
     if bias:
         biases = ([torch.randn(2 * width).to(dtype) for _ in gate_up], [torch.randn(hidden).to(dtype) for _ in gate_up])
-    pages = Pages.of(
+    pages = PageTable.of(
         [w.to(device) for w in gate_up],
         [w.to(device) for w in down],
         gate_up_bias=None if biases is None else [b.to(device) for b in biases[0]],
@@ -84,7 +84,7 @@ def integers(
 
     up = [draw(2 * width, hidden) for _ in range(experts)]
     down = [draw(hidden, width) for _ in range(experts)]
-    pages = Pages.of(
+    pages = PageTable.of(
         [stored for _, stored, _ in up],
         [stored for _, stored, _ in down],
         gate_up_scale=[scale for _, _, scale in up],

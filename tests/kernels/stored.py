@@ -26,10 +26,10 @@ PRODUCTS = {"avx512 without bf16": "wide", "avx512 with tiles imitated": "imitat
 
 def _runs(products: str) -> bool:
     try:
-        native.module().set_bf16_products(products)
+        native.extension().set_bf16_products(products)
     except ValueError:
         return False
-    native.module().set_bf16_products("auto")
+    native.extension().set_bf16_products("auto")
     return True
 
 
@@ -40,10 +40,10 @@ LANES = [*ISAS, *(name for name, products in PRODUCTS.items() if "avx512" in ISA
 def serving(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One of `LANES`, or "torch", serves inside."""
     if name == "torch":
-        monkeypatch.setattr(native, "module", lambda: None)
+        monkeypatch.setattr(native, "extension", lambda: None)
         yield
         return
-    extension = native.module()
+    extension = native.extension()
     extension.set_isa("avx512" if name in PRODUCTS else name)
     extension.set_bf16_products(PRODUCTS.get(name, "auto"))
     yield

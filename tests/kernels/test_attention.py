@@ -150,7 +150,7 @@ def test_a_sequence_is_the_same_in_any_company(isa, dtype):
 def test_instruction_sets_agree(isa):
     call = paged([700, 3], q_heads=8, kv_heads=2, head_dim=80)
     found = cpu_gqa_decode(*call.arguments)
-    native.module().set_isa("scalar")
+    native.extension().set_isa("scalar")
     assert relative_error(found, cpu_gqa_decode(*call.arguments).double()) <= 1e-6
 
 

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize("card", [80, *(pytest.param(card, marks=pytest.mark.cards) for card in (75, 86, 90))])
 def test_compiles(card: int, tmp_path: Path) -> None:
-    if not serving.available():
-        pytest.skip(serving.reason())
+    if not serving.triton_available():
+        pytest.skip(serving.triton_reason())
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
     ran = subprocess.run(

@@ -13,7 +13,7 @@ import torch
 
 from moelight.kernels.gpu import serving, tiles
 from moelight.kernels.gpu.grouped import ACTIVATIONS, expert_ffn
-from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
 from moelight.models import moe
 from moelight.profiles.model import RouterSpec
@@ -41,11 +41,11 @@ EVERY_COUNT = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Where the tensors of a test lie; who serves them is certain."""
     if request.param == "torch":
-        monkeypatch.setattr(serving, "available", lambda: False)
+        monkeypatch.setattr(serving, "triton_available", lambda: False)
         yield torch.device("cpu")
         return
-    if not serving.available():
-        pytest.skip(serving.reason())
+    if not serving.triton_available():
+        pytest.skip(serving.triton_reason())
     if serving.interpreting() != (request.param == "interpreted"):
         pytest.skip(
             "triton was imported to interpret its kernels"
@@ -117,7 +117,7 @@ def test_an_arena_is_a_list_of_pages_elsewhere(device):
             arena[place * slot + 2 * hidden * width : (place + 1) * slot - 8] = layer.pages.parts["down"][e].flatten()
     starts = [place * slot if place >= 0 else -1 for place in places]
     downs = [start + 2 * hidden * width if start >= 0 else -1 for start in starts]
-    pages = Pages.in_arena(arena, torch.tensor(starts), downs, hidden=hidden, width=width)
+    pages = PageTable.in_arena(arena, torch.tensor(starts), downs, hidden=hidden, width=width)
     assert torch.equal(expert_ffn(x, pages, offsets), whole)
 
 
@@ -127,7 +127,7 @@ def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):
     for tensors in parts.values():
         tensors[1] = None
     x, offsets = rows_of((2, 3, 1), 32, torch.float32, device)
-    found = expert_ffn(x, Pages.of(**parts), offsets)
+    found = expert_ffn(x, PageTable.of(**parts), offsets)
     assert not found[2:5].any()
     assert torch.equal(found[[0, 1, 5]], expert_ffn(x, layer.pages, offsets)[[0, 1, 5]])
 
@@ -168,7 +168,7 @@ def test_route_is_the_models_own(device, dtype, tolerance, narrow, normalize, to
     logits[0] = logits[0, 0]  # of equals the lowest id wins
     logits[-1, ::2] = logits[-1].max()
     spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=narrow)
-    expected, expected_ids = moe.route(logits, spec)
+    expected, expected_ids = moe.route_tokens(logits, spec)
     weights, ids = route(logits.to(device), top_k, normalize=normalize, weights_in_model_dtype=narrow)
     assert weights.dtype == torch.float32
     assert torch.equal(ids.cpu(), expected_ids)
@@ -181,7 +181,9 @@ def test_route_of_what_is_no_number(device):
     """Ids stay in range whatever the logits are."""
     logits = torch.randn(4, 6)
     logits[0, 3], logits[1, 2], logits[2] = float("nan"), float("inf"), float("-inf")
-    expected, expected_ids = moe.route(logits, RouterSpec(top_k=2, normalize=False, weights_in_model_dtype=False))
+    expected, expected_ids = moe.route_tokens(
+        logits, RouterSpec(top_k=2, normalize=False, weights_in_model_dtype=False)
+    )
     weights, ids = route(logits.to(device), 2, normalize=False)
     assert torch.equal(ids.cpu(), expected_ids)
     assert torch.allclose(weights.cpu(), expected, equal_nan=True)
@@ -199,7 +201,7 @@ def test_combine_sums_in_the_order_of_k(device):
 
 def test_slots_stay_inside_whatever_the_offsets_are(device):
     """Offsets on a device are not checked: the map bounds them."""
-    if not serving.available():
+    if not serving.triton_available():
         pytest.skip("the twin has no map")
     from moelight.kernels.gpu import grouped_triton
 
@@ -252,8 +254,8 @@ def test_imports_and_serves_without_triton():
 @pytest.mark.slow
 def test_interpreted_in_a_process_of_its_own():
     """Where something imported Triton before it was told to interpret, the tests above that need it run here."""
-    if not serving.available():
-        pytest.skip(serving.reason())
+    if not serving.triton_available():
+        pytest.skip(serving.triton_reason())
     if serving.interpreting() or torch.cuda.is_available():
         pytest.skip("this process runs them")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

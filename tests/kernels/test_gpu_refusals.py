@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelight.kernels.gpu import reference
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
 from tests.kernels.gpu_layers import floats, rows_of
 
@@ -80,18 +80,18 @@ def matrices(**change: Any) -> dict[str, Any]:
     ],
 )
 def test_pages_name_the_wrong_argument(name, change):
-    Pages.of(**matrices())
+    PageTable.of(**matrices())
     with pytest.raises(ValueError, match=rf"^{name}: "):
-        Pages.of(**matrices(**change))
+        PageTable.of(**matrices(**change))
 
 
 def test_an_arena_names_what_does_not_lie_in_it():
     sizes = {"hidden": 8, "width": 4}
     for offsets in ([0, 37], [0, -2], ["0", 0], torch.tensor([0.5, 0.0])):
         with pytest.raises(ValueError, match=r"^gate_up_offsets: "):
-            Pages.in_arena(torch.zeros(100), offsets, [64, 64], **sizes)
+            PageTable.in_arena(torch.zeros(100), offsets, [64, 64], **sizes)
     with pytest.raises(ValueError, match=r"^arena: "):
-        Pages.in_arena(torch.zeros(10, 10), [0], [64], **sizes)
+        PageTable.in_arena(torch.zeros(10, 10), [0], [64], **sizes)
 
 
 ROUTED = {

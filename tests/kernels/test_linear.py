@@ -158,7 +158,7 @@ def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
 def test_lanes_agree(lanes, kind):
     x, kept = generator(1)(9, 3000), stored(kind, 50, 3000)
     found = linear(x, kept)
-    native.module().set_isa("scalar")
+    native.extension().set_isa("scalar")
     assert relative_error(found, linear(x, kept).double()) <= 1e-5
 
 

@@ -54,7 +54,7 @@ def test_forcing_an_instruction_set(isa):
 
 def test_unknown_instruction_set_is_refused(isa):
     with pytest.raises(ValueError, match="must be auto, scalar"):
-        native.module().set_isa("sse9")
+        native.extension().set_isa("sse9")
     assert native.isa() == isa
 
 

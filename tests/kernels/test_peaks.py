@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moelight.kernels import native
-from moelight.kernels.dlpack import view
+from moelight.kernels.dlpack import as_dlpack
 
 MIB = 1 << 20
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is
 
 
 def read(data: torch.Tensor, threads: int) -> int:
-    extension = native.module()
+    extension = native.extension()
     assert extension is not None
-    return int(extension.read_peak(view("bytes", data), threads))
+    return int(extension.read_peak(as_dlpack("bytes", data), threads))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -32,7 +32,7 @@ def test_every_byte_is_read(size: int, threads: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_are_counted(dtype: str, threads: int) -> None:
-    extension = native.module()
+    extension = native.extension()
     assert extension is not None
     try:
         for isa in extension.isa_available():
@@ -45,14 +45,14 @@ def test_products_are_counted(dtype: str, threads: int) -> None:
 
 
 def test_refusals() -> None:
-    extension = native.module()
+    extension = native.extension()
     assert extension is not None
     with pytest.raises(ValueError, match="bytes: must be uint8"):
-        extension.read_peak(view("bytes", torch.zeros(8)), 1)
+        extension.read_peak(as_dlpack("bytes", torch.zeros(8)), 1)
     with pytest.raises(ValueError, match="bytes: must be contiguous"):
-        extension.read_peak(view("bytes", torch.zeros(16, dtype=torch.uint8)[::2]), 1)
+        extension.read_peak(as_dlpack("bytes", torch.zeros(16, dtype=torch.uint8)[::2]), 1)
     with pytest.raises(ValueError, match="threads: must be at least 1"):
-        extension.read_peak(view("bytes", torch.zeros(8, dtype=torch.uint8)), 0)
+        extension.read_peak(as_dlpack("bytes", torch.zeros(8, dtype=torch.uint8)), 0)
     with pytest.raises(ValueError, match="dtype: must be float32 or bfloat16"):
         extension.product_peak("int8", 1, 1)
     with pytest.raises(ValueError, match="rounds: must be at least 1"):

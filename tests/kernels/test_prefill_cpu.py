@@ -143,10 +143,10 @@ def kinds() -> list[tuple[str, torch.dtype, str]]:
     found = [(isa, dtype, "auto") for isa in ISAS for dtype in DTYPES]
     for products in ("wide", "pairs", "tiles", "imitation") if "avx512" in ISAS else ():
         with contextlib.suppress(ValueError):
-            native.module().set_bf16_products(products)
+            native.extension().set_bf16_products(products)
             found.append(("avx512", torch.bfloat16, products))
     if ISAS:
-        native.module().set_bf16_products("auto")
+        native.extension().set_bf16_products("auto")
     return found
 
 
@@ -154,11 +154,11 @@ def kinds() -> list[tuple[str, torch.dtype, str]]:
 def kind(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """A dtype, while an instruction set and a way to multiply are in force."""
     isa, dtype, products = request.param
-    native.module().set_isa(isa)
-    native.module().set_bf16_products(products)
+    native.extension().set_isa(isa)
+    native.extension().set_bf16_products(products)
     yield dtype
-    native.module().set_bf16_products("auto")
-    native.module().set_isa("auto")
+    native.extension().set_bf16_products("auto")
+    native.extension().set_isa("auto")
 
 
 OPTIONS = [{}, {"window": 50}, {"sinks": torch.randn(6), "softcap": 3.0}]
@@ -214,5 +214,5 @@ def test_every_way_to_multiply(kind, head_dim, group):
 def test_instruction_sets_agree(isa):
     call = prompts([150, 3], [70, 0], q_heads=8, head_dim=80)
     found = call.run()
-    native.module().set_isa("scalar")
+    native.extension().set_isa("scalar")
     assert relative_error(found, call.run().double()) <= 1e-6

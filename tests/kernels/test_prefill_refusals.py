@@ -145,7 +145,7 @@ def test_refuses_or_is_right(server, data):
         assert str(refusal).split(":")[0] in given_arguments
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "module", lambda: None)
+        patch.setattr(native, "extension", lambda: None)
         expected = attend(given_arguments | {"out": None})
     assert found.isnan().equal(expected.isnan())
     assert relative_error(found.nan_to_num(), expected.double().nan_to_num()) <= 1e-2

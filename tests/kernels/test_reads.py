@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moelight.kernels import native
-from moelight.kernels.reads import FileReader, Part
+from moelight.kernels.reads import FileReader, ReadPart
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 1234
@@ -33,7 +33,7 @@ SHM = Path("/dev/shm")
 def reads(request, monkeypatch):
     """Who reads during the test."""
     if request.param == "python":
-        monkeypatch.setattr(native, "module", lambda: None)
+        monkeypatch.setattr(native, "extension", lambda: None)
     return request.param
 
 
@@ -65,7 +65,7 @@ def memory(length: int, shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def check(reader: FileReader, file: Path, offset: int, length: int, shift: int) -> None:
     whole, dest = memory(length, shift)
     start = dest.data_ptr() - whole.data_ptr()
-    reader.submit([Part(file, offset, dest)]).wait()
+    reader.submit([ReadPart(file, offset, dest)]).wait()
     assert torch.equal(dest, CONTENT[offset : offset + length])
     assert (whole[:start] == 7).all()
     assert (whole[start + length :] == 7).all()
@@ -129,7 +129,7 @@ def test_many_requests_of_many_parts(reads, file, tmp_path):
         running = []
         for k in range(120):
             parts = [
-                Part(path, 977 * k + 13 * n, memory(60_000 + k, 64 * n)[1])
+                ReadPart(path, 977 * k + 13 * n, memory(60_000 + k, 64 * n)[1])
                 for n, path in enumerate((file, other, file))
             ]
             running.append((reader.submit(parts), parts))
@@ -148,7 +148,7 @@ def test_threads_may_submit_at_once(reads, file):
         for k in range(40):
             offset = (seed * 7919 + k * 104_729) % MIB
             _, dest = memory(50_000, seed)
-            reader.submit([Part(file, offset, dest)]).wait()
+            reader.submit([ReadPart(file, offset, dest)]).wait()
             if not torch.equal(dest, CONTENT[offset : offset + 50_000]):
                 wrong.append(offset)
 
@@ -164,10 +164,10 @@ def test_threads_may_submit_at_once(reads, file):
 def test_callbacks_are_over_before_the_wait_is(reads, file):
     told: list[object] = []
     with FileReader([file]) as reader:
-        ticket = reader.submit([Part(file, 0, memory(MIB)[1])], told.append)
+        ticket = reader.submit([ReadPart(file, 0, memory(MIB)[1])], told.append)
         ticket.wait()
         assert told == [None]
-        bad = reader.submit([Part(file, SIZE - 5, memory(10)[1])], told.append)
+        bad = reader.submit([ReadPart(file, SIZE - 5, memory(10)[1])], told.append)
         with pytest.raises(OSError, match="ends early"):
             bad.wait()
     assert isinstance(told[1], OSError)
@@ -179,7 +179,7 @@ def test_a_callback_may_submit_but_not_wait(reads, file):
     over = threading.Event()
 
     def first(_: OSError | None) -> None:
-        ticket = reader.submit([Part(file, 9, dest)], lambda error: (seen.append(error), over.set()))
+        ticket = reader.submit([ReadPart(file, 9, dest)], lambda error: (seen.append(error), over.set()))
         for wait in (ticket.wait, reader.close):
             try:
                 wait()
@@ -188,7 +188,7 @@ def test_a_callback_may_submit_but_not_wait(reads, file):
 
     _, dest = memory(1000)
     reader = FileReader([file], depth=1)
-    reader.submit([Part(file, 0, memory(1000)[1])], first).wait()
+    reader.submit([ReadPart(file, 0, memory(1000)[1])], first).wait()
     assert over.wait(10)
     reader.close()
     assert torch.equal(dest, CONTENT[9:1009])
@@ -201,7 +201,7 @@ def test_what_a_callback_raises_is_not_lost(reads, file, monkeypatch):
     raised: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: raised.append(args.exc_type))
     with FileReader([file]) as reader:
-        reader.submit([Part(file, 0, memory(10)[1])], lambda _: {}[1]).wait()
+        reader.submit([ReadPart(file, 0, memory(10)[1])], lambda _: {}[1]).wait()
         check(reader, file, 0, 10, 0)
     assert raised == [KeyError]
 
@@ -209,7 +209,7 @@ def test_what_a_callback_raises_is_not_lost(reads, file, monkeypatch):
 @pytest.mark.parametrize(("offset", "length"), [(SIZE - 100, 101), (SIZE, 1), (SIZE + 9000, 70_000), (0, SIZE + 4096)])
 def test_beyond_the_end(reads, file, offset, length):
     with FileReader([file], chunk_bytes=65536) as reader:
-        ticket = reader.submit([Part(file, offset, memory(length, offset % 512)[1])])
+        ticket = reader.submit([ReadPart(file, offset, memory(length, offset % 512)[1])])
         with pytest.raises(
             OSError, match=rf"the file ends early, at byte {max(SIZE, offset // 4096 * 4096)}|at byte"
         ) as caught:
@@ -227,7 +227,7 @@ def test_a_file_cut_after_it_was_opened(reads, tmp_path):
     with FileReader([path], chunk_bytes=65536) as reader:
         os.truncate(path, 300_000)
         with pytest.raises(OSError, match="ends early, at byte 300000"):
-            reader.submit([Part(path, 0, memory(MIB)[1])]).wait()
+            reader.submit([ReadPart(path, 0, memory(MIB)[1])]).wait()
 
 
 def test_a_reading_error_names_byte_and_file(reads, tmp_path):
@@ -235,7 +235,7 @@ def test_a_reading_error_names_byte_and_file(reads, tmp_path):
     path = Path("/proc/self/mem")
     with FileReader([path]) as reader:
         with pytest.raises(OSError, match=r"Input/output error, at byte 0") as caught:
-            reader.submit([Part(path, 0, memory(4096)[1])]).wait()
+            reader.submit([ReadPart(path, 0, memory(4096)[1])]).wait()
         assert caught.value.filename == str(path)
 
 
@@ -252,7 +252,7 @@ def test_missing_file_and_directory(reads, file, tmp_path):
 
 def test_closing_waits_for_what_is_in_flight(reads, file):
     reader = FileReader([file], depth=2, chunk_bytes=4096)
-    parts = [Part(file, k * 100_000, memory(100_000)[1]) for k in range(20)]
+    parts = [ReadPart(file, k * 100_000, memory(100_000)[1]) for k in range(20)]
     tickets = [reader.submit([part]) for part in parts]
     reader.close()
     assert all(ticket.done() for ticket in tickets)
@@ -265,28 +265,28 @@ def test_closing_waits_for_what_is_in_flight(reads, file):
 
 def test_an_error_that_nobody_asked_for_is_told_at_the_end(reads, file):
     reader = FileReader([file])
-    reader.submit([Part(file, SIZE, memory(5)[1])])
+    reader.submit([ReadPart(file, SIZE, memory(5)[1])])
     with pytest.raises(OSError, match="ends early"):
         reader.close()
 
 
 def test_another_error_is_not_hidden_by_the_end(reads, file):
     with pytest.raises(ZeroDivisionError), FileReader([file]) as reader:
-        reader.submit([Part(file, SIZE, memory(5)[1])])
+        reader.submit([ReadPart(file, SIZE, memory(5)[1])])
         raise ZeroDivisionError
 
 
 def test_memory_outlives_a_dropped_ticket(reads, file):
     with FileReader([file], depth=1, chunk_bytes=4096) as reader:
         for _ in range(50):
-            reader.submit([Part(file, 8, torch.empty(200_000, dtype=torch.uint8))])
+            reader.submit([ReadPart(file, 8, torch.empty(200_000, dtype=torch.uint8))])
         gc.collect()
 
 
 def test_a_reader_that_only_its_callback_holds(reads, file):
     over = threading.Event()
     reader = FileReader([file])
-    reader.submit([Part(file, 0, memory(MIB)[1])], lambda _, kept=reader: over.set())
+    reader.submit([ReadPart(file, 0, memory(MIB)[1])], lambda _, kept=reader: over.set())
     del reader
     assert over.wait(10)
 
@@ -294,8 +294,8 @@ def test_a_reader_that_only_its_callback_holds(reads, file):
 def test_a_wait_ends_in_time(reads, file):
     begun, go_on = threading.Event(), threading.Event()
     with FileReader([file], depth=1) as reader:
-        reader.submit([Part(file, 0, memory(10)[1])], lambda _: (begun.set(), go_on.wait(10)))
-        ticket = reader.submit([Part(file, 0, memory(10)[1])])
+        reader.submit([ReadPart(file, 0, memory(10)[1])], lambda _: (begun.set(), go_on.wait(10)))
+        ticket = reader.submit([ReadPart(file, 0, memory(10)[1])])
         assert begun.wait(10)
         with pytest.raises(TimeoutError):
             ticket.wait(0.05)

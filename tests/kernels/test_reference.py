@@ -43,7 +43,7 @@ def test_gqa_decode(dtype, tolerance, window):
 def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, window):
     bounds = [0, 1, 1, 20, 33]
     q, k, v = (torch.randn(33, heads, 24).to(dtype) for heads in (4, 2, 2))
-    found = reference.prefill_attention(q, k, v, bounds, 0.2, window=window)
+    found = reference.causal_attention(q, k, v, bounds, 0.2, window=window)
     for first, last in itertools.pairwise(bounds):
         n = last - first
         mask = torch.ones(n, n, dtype=torch.bool).tril()
@@ -64,14 +64,14 @@ def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, wind
 def test_a_prompt_in_chunks_is_the_prompt(window):
     tokens, cuts, block_size = 40, [0, 13, 14, 40], 8
     q, k, v = torch.randn(tokens, 4, 16), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
-    whole = reference.prefill_attention(q, k, v, [0, tokens], 0.25, window=window)
+    whole = reference.causal_attention(q, k, v, [0, tokens], 0.25, window=window)
     k_cache, v_cache = (
         torch.full((9, 2, block_size, 16), float("nan")),
         torch.full((9, 2, block_size, 16), float("nan")),
     )
     table = torch.tensor([[4, 0, 7, 2, 8]], dtype=torch.int32)
     for first, last in itertools.pairwise(cuts):
-        part = reference.prefill_attention(
+        part = reference.causal_attention(
             q[first:last],
             k[first:last],
             v[first:last],
@@ -95,7 +95,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window):
 def test_context_without_a_cache_is_refused():
     x = torch.randn(2, 1, 8)
     with pytest.raises(ValueError, match=r"^context_lens: "):
-        reference.prefill_attention(x, x, x, [0, 2], 1.0, context_lens=[3])
+        reference.causal_attention(x, x, x, [0, 2], 1.0, context_lens=[3])
 
 
 @EVERY_DTYPE

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moelight.kernels import native, reference, reference_routing
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
-from moelight.models.moe import route
+from moelight.models.moe import route_tokens
 from moelight.profiles.model import RouterSpec
 from tests.kernels.paged import TOLERANCE
 
@@ -28,7 +28,7 @@ def test_routes_as_the_models_do(server, dtype, normalize, tokens, experts, top_
     for rounded in (False, True):
         weights, ids = cpu_route(logits, top_k, normalize=normalize, round_weights=rounded)
         spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=rounded)
-        expected, expected_ids = route(logits, spec)
+        expected, expected_ids = route_tokens(logits, spec)
         assert weights.dtype == torch.float32
         assert torch.equal(ids, expected_ids)
         atol = 0.0 if not rounded or dtype == torch.float32 else torch.finfo(dtype).eps
@@ -78,7 +78,7 @@ def test_routing_is_the_same_everywhere(isa, dtype):
     for row in (0, 17, 332):
         alone = cpu_route(logits[row : row + 1], 4, normalize=True, threads=1)
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, everyone, strict=True))
-    native.module().set_isa("scalar")
+    native.extension().set_isa("scalar")
     assert all(torch.equal(a, b) for a, b in zip(cpu_route(logits, 4, normalize=True), everyone, strict=True))
 
 
@@ -147,7 +147,7 @@ def test_a_token_is_summed_the_same_in_any_company(isa, dtype):
     together = cpu_scatter_sum(rows, position, weights, threads=2)
     for pick in (slice(7, 8), slice(100, 2900, 3)):
         assert torch.equal(cpu_scatter_sum(rows, position[pick], weights[pick], threads=1), together[pick])
-    native.module().set_isa("scalar")
+    native.extension().set_isa("scalar")
     assert torch.equal(cpu_scatter_sum(rows, position, weights), together)
 
 
@@ -251,7 +251,7 @@ def test_refuses_or_is_right(server, data):
         assert str(refusal).split(":")[0] in arguments
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "module", lambda: None)
+        patch.setattr(native, "extension", lambda: None)
         expected = face(**kept)
     for a, b in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)

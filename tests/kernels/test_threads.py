@@ -15,7 +15,7 @@ import torch
 from moelight.kernels import native
 from moelight.kernels.copies import copy_pages
 from moelight.kernels.ffn import cpu_linear
-from moelight.kernels.threads import Gang
+from moelight.kernels.threads import ThreadTeam
 
 TASKS = Path("/proc/self/task")
 compiled = pytest.mark.skipif(not native.available(), reason=native.reason())
@@ -52,7 +52,7 @@ def before() -> Iterator[set[int]]:
 @linux
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5])
 def test_a_gang_has_as_many_threads_as_it_says(before: set[int], wanted: int) -> None:
-    gang = Gang(wanted)
+    gang = ThreadTeam(wanted)
     assert tasks() == before  # none is born before it is wanted
     with gang.working():
         for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_gang_has_as_many_threads_as_it_says(before: set[int], wanted: int) ->
 @linux
 def test_threads_are_bound_to_their_places_and_the_caller_is_not(before: set[int]) -> None:
     places = [[processor] for processor in (allowed() * 2)[:2]]
-    gang = Gang(2, places)
+    gang = ThreadTeam(2, places)
     with gang.working():
         for _ in range(20):
             work(2)
@@ -79,7 +79,7 @@ def test_threads_are_bound_to_their_places_and_the_caller_is_not(before: set[int
 @compiled
 @linux
 def test_a_place_that_is_not_there_fails_nothing(before: set[int]) -> None:
-    gang = Gang(3, [[700], [1000, 5000], [allowed()[0]]])
+    gang = ThreadTeam(3, [[700], [1000, 5000], [allowed()[0]]])
     with gang.working():
         work(3)
     assert tasks() - before
@@ -90,7 +90,7 @@ def test_a_place_that_is_not_there_fails_nothing(before: set[int]) -> None:
 @linux
 def test_cores_that_are_taken_away_fail_nothing(before: set[int]) -> None:
     mine = os.sched_getaffinity(0)
-    gang = Gang(2, [[processor] for processor in (allowed() * 2)[:2]])
+    gang = ThreadTeam(2, [[processor] for processor in (allowed() * 2)[:2]])
     try:
         with gang.working():
             work(2)
@@ -105,7 +105,7 @@ def test_cores_that_are_taken_away_fail_nothing(before: set[int]) -> None:
 @compiled
 @linux
 def test_a_closed_gang_works_on_its_caller_alone(before: set[int]) -> None:
-    gang = Gang(3)
+    gang = ThreadTeam(3)
     gang.close()
     with gang.working():
         work(3)
@@ -116,7 +116,7 @@ def test_a_closed_gang_works_on_its_caller_alone(before: set[int]) -> None:
 @compiled
 @linux
 def test_a_gang_that_is_let_go_of_ends_its_threads(before: set[int]) -> None:
-    gang = Gang(3)
+    gang = ThreadTeam(3)
     with gang.working():
         work(3)
     assert tasks() != before
@@ -127,7 +127,7 @@ def test_a_gang_that_is_let_go_of_ends_its_threads(before: set[int]) -> None:
 @compiled
 @linux
 def test_gangs_nest_and_the_outer_one_comes_back(before: set[int]) -> None:
-    outer, inner = Gang(2), Gang(3)
+    outer, inner = ThreadTeam(2), ThreadTeam(3)
     with outer.working():
         work(8)
         there = tasks()
@@ -146,7 +146,7 @@ def test_results_do_not_depend_on_the_gang() -> None:
     x, weight = torch.randn(37, 256), torch.randn(512, 256)
     alone = cpu_linear(x, weight, threads=1)
     for threads in (1, 2, 3):
-        gang = Gang(threads, [[0]] * threads)
+        gang = ThreadTeam(threads, [[0]] * threads)
         with gang.working():
             assert torch.equal(cpu_linear(x, weight, threads=4), alone)
         gang.close()
@@ -154,10 +154,10 @@ def test_results_do_not_depend_on_the_gang() -> None:
 
 @compiled
 def test_callers_on_gangs_and_without_work_at_once() -> None:
-    shared, own = Gang(2), Gang(3)
+    shared, own = ThreadTeam(2), ThreadTeam(3)
     failures: list[BaseException] = []
 
-    def call(gang: Gang | None) -> None:
+    def call(gang: ThreadTeam | None) -> None:
         try:
             for _ in range(30):
                 if gang is None:
@@ -182,7 +182,7 @@ def test_callers_on_gangs_and_without_work_at_once() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_of_a_fork_starts_threads_anew() -> None:
-    gang = Gang(2)
+    gang = ThreadTeam(2)
     with gang.working():
         work(2)
         child = os.fork()
@@ -202,13 +202,13 @@ def test_a_child_of_a_fork_starts_threads_anew() -> None:
 @linux
 def test_a_thread_that_settles_stays_on_the_places() -> None:
     mine, seen = allowed(), []
-    gang = Gang(1, [[mine[-1]]])
+    gang = ThreadTeam(1, [[mine[-1]]])
 
     def settle() -> None:
         gang.settle()
         seen.append(os.sched_getaffinity(0))
-        Gang(1, [[1000]]).settle()  # not there: nothing changes
-        Gang(2).settle()
+        ThreadTeam(1, [[1000]]).settle()  # not there: nothing changes
+        ThreadTeam(2).settle()
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=settle)
@@ -221,27 +221,27 @@ def test_a_thread_that_settles_stays_on_the_places() -> None:
 @pytest.mark.parametrize("threads", [0, -1])
 def test_too_few_threads_are_refused(threads: int) -> None:
     with pytest.raises(ValueError, match="threads: must be a positive integer"):
-        Gang(threads)
+        ThreadTeam(threads)
 
 
 @pytest.mark.parametrize("places", [[[0]], [[0], []], [[0], [-1]], [[0], [1], [2]]])
 def test_wrong_places_are_refused(places: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="places: "):
-        Gang(2, places)
+        ThreadTeam(2, places)
 
 
 @compiled
 @pytest.mark.parametrize(("threads", "places"), [(2, [[0]]), (2, [[0], []]), (1, [[-1]]), (1, [[1 << 20]]), (0, [])])
 def test_the_extension_refuses_what_the_face_would(threads: int, places: list[list[int]]) -> None:
-    extension = native.module()
+    extension = native.extension()
     assert extension is not None
     with pytest.raises(ValueError, match=r"places: |threads: "):
         extension.make_gang(threads, places)
 
 
 def test_without_the_extension_a_gang_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "module", lambda: None)
-    gang = Gang(2, [[0], [1]])
+    monkeypatch.setattr(native, "extension", lambda: None)
+    gang = ThreadTeam(2, [[0], [1]])
     with gang.working():
         work(2)
     gang.close()

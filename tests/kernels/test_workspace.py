@@ -21,7 +21,7 @@ def kept_by(call: Callable[[], Any]) -> int:
 
     def run() -> int:
         call()
-        return native.module().ffn_workspace_kept()
+        return native.extension().ffn_workspace_kept()
 
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(run).result()

@@ -10,7 +10,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import Capacity, ExpertPolicy
-from moelight.lang.builder import PolicyBuilder, check_policy, expert_policy
+from moelight.lang.builder import PolicyBuilder, check_expert_policy, expert_policy
 from moelight.lang.check import read
 
 TEXT = """
@@ -93,7 +93,7 @@ def test_a_name_that_is_none() -> None:
 
 def test_objects_made_by_hand_are_checked() -> None:
     policy = PolicyBuilder("p").cache(capacity=4).build()
-    check_policy(policy)
+    check_expert_policy(policy)
     for wrong, words in (
         ({"eviction": ("score",)}, "V15"),
         ({"eviction": ("mru",)}, "unknown_value"),
@@ -101,4 +101,4 @@ def test_objects_made_by_hand_are_checked() -> None:
         ({"capacity": Capacity(value=4, unit="pages")}, "type that the language"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_policy(replace(policy, cache=replace(policy.cache, **wrong)))
+            check_expert_policy(replace(policy, cache=replace(policy.cache, **wrong)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moelight.lang.diagnostics import Finding, shown
+from moelight.lang.diagnostics import Diagnostic, diagnostic_lines
 from moelight.lang.files import read_file
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -25,7 +25,7 @@ def expected(path: Path) -> list[tuple[str, str, int, int]]:
     )
 
 
-def said(findings: tuple[Finding, ...]) -> list[tuple[str, str, int, int]]:
+def said(findings: tuple[Diagnostic, ...]) -> list[tuple[str, str, int, int]]:
     rows = [("warning" if f.warning else "error", f.code, f.line, f.column) for f in findings]
     return sorted(rows, key=lambda row: (row[2:], row[:2]))
 
@@ -41,7 +41,7 @@ def test_what_is_found_and_where(path: Path) -> None:
         assert 1 <= finding.line <= len(lines)
         assert 1 <= finding.column <= len(lines[finding.line - 1]) + 1
         assert finding.message
-        place, source, caret = shown(finding, "x.moe", lines).split("\n")
+        place, source, caret = diagnostic_lines(finding, "x.moe", lines).split("\n")
         assert place.startswith(f"x.moe:{finding.line}:{finding.column}: ")
         assert caret.index("^") - caret.index("|") - 2 == finding.column - 1
         assert len(source) >= caret.index("^") or source.endswith("|")

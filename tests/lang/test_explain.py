@@ -12,13 +12,13 @@ from moelight.core.errors import ConfigError
 from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import EVICTIONS, MODES, STRATEGIES
 from moelight.lang.check import read
-from moelight.lang.explain import Experts, cached_experts, meanings, memory_words, spread
+from moelight.lang.explain import ExpertSizes, cached_experts, meanings, memory_words, spread
 from moelight.lang.keys import BLOCKS, KEYS
 from tests.lang.test_corpus import BAD, GOOD, expected
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = (ROOT / "docs" / "reference" / "policy-language.md").read_text(encoding="utf-8")
-MODEL = Experts(layers=4, per_layer=16, page_bytes=1 << 20)
+MODEL = ExpertSizes(layers=4, per_layer=16, page_bytes=1 << 20)
 
 
 def policy(cache: str, rest: str = ""):  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import DEFAULT_POLICY, Action, AdaptRule, CacheRules, Capacity, ExpertPolicy
-from moelight.lang.builder import check_policy
+from moelight.lang.builder import check_expert_policy
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy, read_file
 from moelight.lang.format import format_policy, format_text
@@ -31,7 +31,7 @@ def test_object_to_text_to_object(policy: ExpertPolicy) -> None:
     assert not reading.errors, (text, reading.errors)
     assert reading.policies == (policy,)
     assert format_text(text) == text
-    check_policy(policy)
+    check_expert_policy(policy)
 
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)

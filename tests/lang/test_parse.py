@@ -9,7 +9,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.lang.check import read
-from moelight.lang.diagnostics import shown
+from moelight.lang.diagnostics import diagnostic_lines
 from moelight.lang.files import load_expert_policies, load_expert_policy, read_file
 
 SOUND = "policy p { cache { capacity = 4 } }"
@@ -39,7 +39,7 @@ def test_hostile_texts_are_refused(name: str) -> None:
     reading = read(HOSTILE[name])
     assert reading.errors and not reading.policies
     for error in reading.errors[:3]:
-        words = shown(error, "x\x1b.moe", reading.lines)
+        words = diagnostic_lines(error, "x\x1b.moe", reading.lines)
         assert len(words) < 1000
         assert all(c.isprintable() or c == "\n" for c in words)
 

@@ -15,7 +15,16 @@ from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels import native
 from moelight.kernels.products import Workspace
-from moelight.models.moe import Begun, Experts, ExpertWeights, Routed, accumulate, grouped, mixture, route
+from moelight.models.moe import (
+    ExpertWeights,
+    MoEWeights,
+    Routed,
+    SplitMoE,
+    add_experts,
+    grouped_forward,
+    moe_forward,
+    route_tokens,
+)
 from moelight.profiles.model import RouterSpec
 from moelight.weights.torch_dtypes import to_torch
 from tests.shapes import examples, small_model
@@ -38,7 +47,7 @@ def experts(dtype: torch.dtype = torch.float32) -> list[ExpertWeights]:
 
 
 def routed(tokens: int, dtype: torch.dtype = torch.float32) -> Routed:
-    weights, ids = route(torch.randn(tokens, 5).to(dtype), SPEC)
+    weights, ids = route_tokens(torch.randn(tokens, 5).to(dtype), SPEC)
     return Routed(x=torch.randn(tokens, HIDDEN).to(dtype), weights=weights, ids=ids)
 
 
@@ -61,11 +70,11 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
     some = [each if mine else None for each, mine in zip(weights, here, strict=True)]
     others = [None if mine else each for each, mine in zip(weights, here, strict=True)]
     for part in (weights, some):
-        found = mixture(what, part, space(tokens))
+        found = moe_forward(what, part, space(tokens))
         torch.testing.assert_close(found.double(), one_by_one(what, part), rtol=1e-4, atol=1e-4)
     sums = torch.zeros(tokens, HIDDEN)
-    accumulate(sums, what, some, space(most), most_rows=most)
-    accumulate(sums, what, others, space(most), most_rows=most)
+    add_experts(sums, what, some, space(most), most_rows=most)
+    add_experts(sums, what, others, space(most), most_rows=most)
     torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
 
 
@@ -74,13 +83,13 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
 def test_the_way_of_a_gpu_gives_the_same_sums(tokens: int, here: list[bool]) -> None:
     """Through the twins of its kernels; workspaces of fewer tokens are used several times."""
     what, weights = routed(tokens), experts()
-    some = Experts(each if mine else None for each, mine in zip(weights, here, strict=True))
+    some = MoEWeights(each if mine else None for each, mine in zip(weights, here, strict=True))
     if not any(some):
         return
     expected = one_by_one(what, some)
-    torch.testing.assert_close(grouped(what, some, space(tokens)).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grouped_forward(what, some, space(tokens)).double(), expected, rtol=1e-4, atol=1e-4)
     total = torch.ones_like(what.x)
-    assert grouped(what, some, space(-(-tokens // 3)), total) is total
+    assert grouped_forward(what, some, space(-(-tokens // 3)), total) is total
     torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-4, atol=1e-4)
 
 
@@ -90,13 +99,13 @@ def test_a_pass_at_once_gives_the_numbers_of_a_micro_batch(dtype: DType) -> None
     kind = to_torch(dtype)
     what, weights = routed(30, kind), experts(kind)
     sums = torch.zeros(30, HIDDEN)
-    accumulate(sums, what, weights, space(30, dtype), most_rows=30)
-    assert torch.equal(sums.to(kind), mixture(what, weights, space(30, dtype)))
+    add_experts(sums, what, weights, space(30, dtype), most_rows=30)
+    assert torch.equal(sums.to(kind), moe_forward(what, weights, space(30, dtype)))
 
 
 def test_experts_come_in_the_order_of_their_ids_with_the_weights_that_are_theirs() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0], [5.0, 1.0, 1.0, 1.0, 1.0]])
-    weights, ids = route(logits, replace(SPEC, normalize=False))
+    weights, ids = route_tokens(logits, replace(SPEC, normalize=False))
     assert ids.tolist() == [[1, 3, 4], [0, 1, 2]]
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids.long()))
 
@@ -115,14 +124,14 @@ def test_what_is_begun_ends_as_if_all_had_been_there(
     kind = to_torch(dtype)
     what, weights = routed(tokens, kind), experts(kind)
     some = [each if mine else None for each, mine in zip(weights, here, strict=True)]
-    expected = mixture(what, some, space(tokens, dtype), into=torch.ones_like(what.x))
+    expected = moe_forward(what, some, space(tokens, dtype), into=torch.ones_like(what.x))
     numbers = {at: [part.clone() for part in weights[at]] for at in late}
     for at in late:
         for part in weights[at]:
             part.fill_(torch.nan)
     first_row, room = 4 * SPEC.top_k, space(tokens + 4, dtype)
     room.rows[:first_row] = 7
-    begun = Begun(what, some, frozenset(late), room, first_row)
+    begun = SplitMoE(what, some, frozenset(late), room, first_row)
     for at, parts in numbers.items():
         for part, right in zip(weights[at], parts, strict=True):
             part.copy_(right)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
-from moelight.hrm.task_cost import Cost
+from moelight.hrm.task_cost import TaskCost
 from moelight.observe import bubbles as room
 from moelight.observe.bubbles import BETWEEN, DONE, LAUNCH, UNRECORDED, Bubble, Bubbles, cause_of
 from moelight.scheduler import SCHEDULES
@@ -130,7 +130,7 @@ def runs(draw: st.DrawFn) -> list[Timeline]:
     for _ in range(draw(st.integers(1, 4))):
         built: Schedule = SCHEDULES.get(builder)(layout, PassShape(micro_batches=batches, carried=carried, wraps=True))
         carried = len(built.carried_out)
-        steps.append((built, lambda task: Cost(seconds=weight[task.kind] / 8)))
+        steps.append((built, lambda task: TaskCost(seconds=weight[task.kind] / 8)))
     return list(simulate_passes(steps, launcher=draw(st.booleans())))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.hrm.task_cost import Cost
+from moelight.hrm.task_cost import TaskCost
 from moelight.observe.bubbles import Bubble, Bubbles
 from moelight.observe.report import Report, report_of
 from moelight.observe.trace import About
@@ -89,7 +89,7 @@ def test_the_causes_of_a_simulated_run_survive_the_file(tmp_path: Path) -> None:
         shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 2, carried=carried, wraps=True)
         built = SCHEDULES.get("cgopipe")(layout, shape)
         carried = len(built.carried_out)
-        steps.append((built, lambda task: Cost(seconds=costs.get(task.kind, 0.375))))
+        steps.append((built, lambda task: TaskCost(seconds=costs.get(task.kind, 0.375))))
     timelines = simulate_passes(steps, launcher=True)
     direct = Bubbles()
     for timeline in timelines:

@@ -10,7 +10,7 @@ import pytest
 from moelight.core.adaptation import Adaptation
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.stats import Binding, LaneStats, LaneTotals, Stats
+from moelight.observe.stats import Binding, LaneStats, LaneTotals, RunStats
 
 
 def span(lane: Lane, start_s: float, end_s: float, crossed: int = 0) -> Span:
@@ -22,7 +22,7 @@ CHANGE = Adaptation(
 )
 
 
-def stats(**changed: object) -> Stats:
+def stats(**changed: object) -> RunStats:
     values: dict[str, object] = {
         "wall_s": 4.0,
         "load_s": 1.0,
@@ -38,7 +38,7 @@ def stats(**changed: object) -> Stats:
         "counts": {"things": 3},
         "adaptations": (CHANGE,),
     }
-    return Stats(**{**values, **changed})  # type: ignore[arg-type]
+    return RunStats(**{**values, **changed})  # type: ignore[arg-type]
 
 
 def test_the_keys_are_those_of_the_stats_file() -> None:

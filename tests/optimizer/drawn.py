@@ -12,7 +12,7 @@ from moelight.core.dtypes import FLOAT32
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
 from moelight.hrm.machine_model import Speeds, Unit
-from moelight.optimizer.problem import Fixed, Problem, cells, settings
+from moelight.optimizer.problem import Fixed, Problem, make_candidates, variants
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile
 from moelight.profiles.workload import Workload
@@ -158,11 +158,11 @@ def drawn_surface(draw: random.Random, name: str, peak: float) -> Surface:
 
 def drawn_capacities(draw: random.Random, problem: Problem) -> dict[str, int]:
     """About what some candidate needs with none to all of its pages and cache; or far too little; or plenty."""
-    setting = draw.choice(list(settings(problem)))
+    setting = draw.choice(list(variants(problem)))
     n = draw.randint(1, problem.workload.num_requests)
     mu = draw.randint(1, n)
     tokens = max(draw.choice(TOKENS[:5]), mu)
-    cell = cells(problem, setting, np.int64(n), np.int64(mu), np.int64(tokens), np.int64(8))
+    cell = make_candidates(problem, setting, np.int64(n), np.int64(mu), np.int64(tokens), np.int64(8))
     needed = dict.fromkeys(problem.capacity_bytes, 0)
     for (_, tier), size in fixed_bytes(problem.model, cell, dtype=FLOAT32, kv_dtype=FLOAT32).items():
         needed[tier] += int(size)

@@ -13,10 +13,10 @@ import numpy as np
 
 from moelight.core.policy import Policy, Shares
 from moelight.hrm import costs
-from moelight.hrm.cost_model import Acts
+from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, page_slots
-from moelight.hrm.pass_cost import Homes
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.placement import place
 from moelight.optimizer.problem import Problem, kv_tokens
 from moelight.profiles.model import ModelProfile
@@ -33,7 +33,7 @@ _COUNTS = ("resident", "from_host", "from_disk", "computed", "blocks")
 class Policies:
     """Policies of one setting as arrays of one length; they have the face of a policy."""
 
-    acts: Acts
+    acts: CostModel
     schedule: str
     batch_size: Any
     micro_batch_size: Any
@@ -78,8 +78,8 @@ def settings_of(problem: Problem, orders: tuple[str, ...] | None = None) -> Iter
                     yield attention, ffn, order
 
 
-def acts_for(problem: Problem, attention: str, ffn: str) -> Acts:
-    return Acts(
+def acts_for(problem: Problem, attention: str, ffn: str) -> CostModel:
+    return CostModel(
         model=problem.model,
         speeds=problem.speeds,
         dtype=problem.dtype,
@@ -144,7 +144,7 @@ def fits(problem: Problem, some: Policies) -> Any:
 
 def seconds(problem: Problem, some: Policies) -> Any:
     """Seconds of the job under each."""
-    homes = Homes(
+    homes = PlacementCounts(
         from_host=some.from_host,
         from_disk=some.from_disk,
         computed=some.computed,

@@ -12,13 +12,13 @@ from moelight.core.dtypes import BFLOAT16
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.adaptation import passed
-from moelight.engine.batcher import Batcher, Generation
-from moelight.engine.batcher import Load as Carried
+from moelight.engine.batcher import Batcher, RunningSequence
+from moelight.engine.batcher import MicroBatchPlan as Carried
 from moelight.hrm.estimate import acts_of
 from moelight.hrm.footprint import kv_blocks
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place
-from moelight.hrm.task_cost import Load, pass_costs
+from moelight.hrm.task_cost import MicroBatchLoad, pass_costs
 from moelight.memory.kv import BlockPool
 from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
 from moelight.profiles.model import ModelProfile
@@ -119,9 +119,9 @@ def adapted(played: Played, planned: Speeds, **options: object) -> Played:
     return replace(played, adapter=adapter, changes=[], ends_s=[], tokens=[], seconds=0.0).play()
 
 
-def _generations(lengths: Sequence[tuple[int, int]]) -> list[Generation]:
+def _generations(lengths: Sequence[tuple[int, int]]) -> list[RunningSequence]:
     return [
-        Generation(
+        RunningSequence(
             request=Request(index=index, token_ids=tuple(range(prompt)), sampling=SamplingParams(max_tokens=answer)),
             seed=0,
             max_tokens=answer,
@@ -130,10 +130,10 @@ def _generations(lengths: Sequence[tuple[int, int]]) -> list[Generation]:
     ]
 
 
-def _priced(load: Carried) -> Load:
+def _priced(load: Carried) -> MicroBatchLoad:
     decoding = [piece.start for piece in load.pieces if piece.decodes]
     prompts = [piece.count for piece in load.pieces if not piece.decodes]
-    return Load(
+    return MicroBatchLoad(
         decode_tokens=len(decoding),
         context=sum(decoding) / max(1, len(decoding)),
         prompt_tokens=sum(prompts),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moelight.hrm.machine_model import at_best
 from moelight.hrm.schedule_time import ORDERS
 from moelight.optimizer import bound
-from moelight.optimizer.problem import Problem, Setting, settings
+from moelight.optimizer.problem import Problem, Variant, variants
 from moelight.optimizer.search import search
 from moelight.profiles.workload import Workload
 from tests.optimizer.drawn import drawn_problem
@@ -23,7 +23,7 @@ from tests.shapes import examples
 MOST_POLICIES = 60_000
 
 
-def those_that_fit(problem: Problem, setting: Setting) -> Policies:
+def those_that_fit(problem: Problem, setting: Variant) -> Policies:
     some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
     assume(len(some.batch_size) <= MOST_POLICIES)
     some = some.at(np.flatnonzero(fits(problem, some)))
@@ -36,7 +36,7 @@ def those_that_fit(problem: Problem, setting: Setting) -> Policies:
 def test_no_policy_of_a_box_is_faster_than_its_bound(seed: int) -> None:
     """Boxes of all shapes, each around a policy that fits, in every order of work."""
     draw, problem = random.Random(seed), replace(drawn_problem(seed), orders=tuple(ORDERS))
-    setting = draw.choice(list(settings(problem)))
+    setting = draw.choice(list(variants(problem)))
     some = those_that_fit(problem, setting)
     if setting.order != "module":  # cgopipe's boxes hold every other order
         setting = replace(setting, order="cgopipe")
@@ -82,7 +82,7 @@ def box_around(draw: random.Random, problem: Problem, some: Policies, parts, sha
 @given(seed=st.integers(0, 1 << 30))
 def test_the_boxes_of_a_setting_hold_every_candidate(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=60)
-    for setting in settings(problem):
+    for setting in variants(problem):
         boxes = bound._all(problem, setting)
         n = random.Random(seed).randint(1, problem.workload.num_requests)
         for b in {1, n // 2 + 1, n}:
@@ -94,7 +94,7 @@ def test_the_boxes_of_a_setting_hold_every_candidate(seed: int) -> None:
 @given(seed=st.integers(0, 1 << 30))
 def test_cutting_a_box_loses_no_candidate(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=200)
-    setting = random.Random(seed).choice(list(settings(problem)))
+    setting = random.Random(seed).choice(list(variants(problem)))
     boxes = bound._all(problem, setting)
     lengths = bound._lengths(problem, boxes)
     boxes = replace(boxes, side=np.argmax(lengths, axis=0)).at(np.flatnonzero(np.max(lengths, axis=0) > 0))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.optimizer.candidates import Choices, around, first_look, scattered
-from moelight.optimizer.problem import Problem, settings
+from moelight.optimizer.candidates import PlacedCandidates, around, first_look, scattered
+from moelight.optimizer.problem import Problem, variants
 from moelight.profiles.workload import Workload
 from tests.optimizer.drawn import drawn_problem
 from tests.shapes import examples
@@ -29,9 +29,9 @@ FIXES: list[dict[str, int | float]] = [
 ]
 
 
-def every_look(problem: Problem, seed: int) -> list[Choices]:
+def every_look(problem: Problem, seed: int) -> list[PlacedCandidates]:
     """The first look at some settings, and what is around one of it, in steps and at random."""
-    found, every = [], list(settings(problem))
+    found, every = [], list(variants(problem))
     for setting in random.Random(seed).sample(every, min(4, len(every))):
         look = first_look(problem, setting)
         found.append(look)
@@ -75,7 +75,7 @@ def test_candidates_are_policies_and_have_what_is_fixed(fixes: dict[str, int | f
 def test_few_requests_are_looked_at_whole(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=8)
     requests = problem.workload.num_requests
-    for setting in settings(problem):
+    for setting in variants(problem):
         cell = first_look(problem, setting).cells
         cuts = set(zip(cell.batch_size.tolist(), (-(-cell.batch_size // cell.micro_batch_size)).tolist(), strict=True))
         smallest = {(n, -(-n // -(-n // b))) for n in range(1, requests + 1) for b in range(1, n + 1)}
@@ -90,7 +90,7 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         drawn_problem(seed, gpu=True),
         workload=Workload(num_requests=100, prompt_len=9, max_prompt_len=20, gen_len=6),
     )
-    for setting in settings(problem):
+    for setting in variants(problem):
         look = first_look(problem, setting)
         one = look.at(len(look.wanted.computed) // 2)
         near = around(problem, one, step=0.0)

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelight.hrm.estimate import job_s
-from moelight.hrm.pass_cost import Homes
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.milp import solve
-from moelight.optimizer.problem import Cells, Problem, cells, settings
+from moelight.optimizer.problem import Candidates, Problem, make_candidates, variants
 from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import Policies, every, fits, seconds
 from tests.shapes import examples
@@ -21,10 +21,10 @@ from tests.shapes import examples
 MOST_POLICIES = 60_000
 
 
-def one_candidate(seed: int) -> tuple[Problem, Cells, Policies]:
+def one_candidate(seed: int) -> tuple[Problem, Candidates, Policies]:
     """A problem, sizes for one of its settings, and every way to place its pages and cache that fits."""
     draw, problem = random.Random(seed), drawn_problem(seed)
-    setting = draw.choice(list(settings(problem)))
+    setting = draw.choice(list(variants(problem)))
     some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
     assume(len(some.batch_size) <= MOST_POLICIES)
     one = draw.randrange(len(some.batch_size))
@@ -32,7 +32,7 @@ def one_candidate(seed: int) -> tuple[Problem, Cells, Policies]:
     for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
         same &= getattr(some, name) == getattr(some, name)[one]
     sizes = (some.batch_size[one], some.micro_batch_size[one], some.micro_batch_tokens[one])
-    cell = cells(problem, setting, *map(np.int64, sizes), np.int64(some.prompt_micro_batches))
+    cell = make_candidates(problem, setting, *map(np.int64, sizes), np.int64(some.prompt_micro_batches))
     some = some.at(np.flatnonzero(same))
     return problem, cell, some.at(np.flatnonzero(fits(problem, some)))
 
@@ -47,7 +47,7 @@ def test_the_programme_finds_the_best_homes(seed: int) -> None:
         return
     assert found.seconds == pytest.approx(seconds(problem, some).min(), rel=1e-6)
     blocks = -(-int(cell.kv_tokens) // cell.kv_block_size)
-    homes = Homes(
+    homes = PlacementCounts(
         from_host=float(found.from_host),
         from_disk=float(found.from_disk),
         computed=float(found.computed),

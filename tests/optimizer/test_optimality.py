@@ -14,7 +14,7 @@ from moelight.core.errors import BudgetError
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.infeasible import refusal
+from moelight.optimizer.infeasible import infeasible_error
 from moelight.optimizer.optimize import policy_of
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import search
@@ -40,7 +40,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     assert (found is None) == (least == float("inf"))
     if found is None:
         with pytest.raises(BudgetError):
-            raise refusal(problem)
+            raise infeasible_error(problem)
         return
     policy = policy_of(problem, found)
     priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=FLOAT32)
@@ -80,19 +80,19 @@ def test_the_figure_in_a_refusal_is_enough_and_no_more_than_enough(seed: int) ->
         fixed={**problem.fixed, **fixed},
         capacity_bytes={**dict.fromkeys(problem.capacity_bytes, 1 << 50), tier: 1},
     )
-    needed = refusal(problem).needed_bytes
-    assert refusal(problem).tier == tier
+    needed = infeasible_error(problem).needed_bytes
+    assert infeasible_error(problem).tier == tier
     assert search(replace(problem, capacity_bytes={**problem.capacity_bytes, tier: needed})) is not None
     short = replace(problem, capacity_bytes={**problem.capacity_bytes, tier: needed - 1})
     assert search(short) is None
-    assert (refusal(short).tier, refusal(short).needed_bytes) == (tier, needed)
+    assert (infeasible_error(short).tier, infeasible_error(short).needed_bytes) == (tier, needed)
 
 
 def test_where_no_memory_alone_would_do_both_are_named() -> None:
     """And what is named is enough of the first, and no more than enough, where the second has plenty."""
     fixed = {"ffn_device": "gpu", "attention_device": "cpu"}
     problem = replace(drawn_problem(1, gpu=True), fixed=fixed, capacity_bytes={"device": 1, "host": 1, "disk": 1 << 50})
-    error = refusal(problem)
+    error = infeasible_error(problem)
     assert error.tier == "device" and str(error).endswith("of host memory")
     for device, fits in ((error.needed_bytes, True), (error.needed_bytes - 1, False)):
         sizes = {**problem.capacity_bytes, "device": device, "host": 1 << 50}

@@ -11,7 +11,7 @@ import pytest
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.paths import cache_directory
 from moelight.optimizer.cache import key_of, load, store
-from moelight.optimizer.optimize import optimize
+from moelight.optimizer.optimize import make_plan
 from moelight.optimizer.plan import Plan, plan_as_dict
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
@@ -27,7 +27,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(hardware: str, model: str, workload: Workload | None = None, **changes: object) -> Plan:
-    return optimize(
+    return make_plan(
         load_hardware_profile(hardware),
         load_model_profile(model),
         workload or load_workload("mtbench"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.units import GiB, MiB, parse_bytes
-from moelight.optimizer.paper import PaperResult, published_plan, search
+from moelight.optimizer.paper import PaperResult, published_plan, search_published
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile
@@ -32,7 +32,7 @@ def work(prompt_len: int, gen_len: int) -> Workload:
 
 def plan(hardware: HardwareProfile, workload: Workload, *, model: ModelProfile = MIXTRAL, **fix: object) -> PaperResult:
     fixed = {key.replace("__", "."): value for key, value in fix.items()}
-    return search(hardware, model, workload, name="m", fix=fixed)
+    return search_published(hardware, model, workload, name="m", fix=fixed)
 
 
 def sizes(result: PaperResult) -> tuple[int, int]:
@@ -266,7 +266,7 @@ def test_the_cpu_attends_unless_it_is_fixed() -> None:
 )
 def test_contradictions_name_their_keys(fix: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        search(l4(), MIXTRAL, work(77, 32), name="m", fix=fix)
+        search_published(l4(), MIXTRAL, work(77, 32), name="m", fix=fix)
     assert all(name in str(caught.value) for name in named), caught.value
     assert "\n" not in str(caught.value)
 

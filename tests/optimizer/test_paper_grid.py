@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import FLOAT16
 from moelight.core.units import MiB
 from moelight.hrm import paper
-from moelight.hrm.paper import Choice, Setting
+from moelight.hrm.paper import PaperPolicy, PaperSetting
 from moelight.optimizer import paper_grid
 from moelight.optimizer.paper_grid import Limits
 from moelight.profiles.model_files import load_model_profile
@@ -34,7 +34,7 @@ def work(prompt_len: int, gen_len: int) -> Workload:
 # The programme of a cell
 
 
-def solver_link_s(x: Setting, cell: Limits, g: int, nb: int) -> float | None:
+def solver_link_s(x: PaperSetting, cell: Limits, g: int, nb: int) -> float | None:
     """The artifact's programme as it is written there, by HiGHS: the least link time of one cell; None: infeasible."""
     from scipy.optimize import linprog
 
@@ -69,7 +69,7 @@ def solver_link_s(x: Setting, cell: Limits, g: int, nb: int) -> float | None:
     return float(found.fun + base[0]) * unit if found.status == 0 else None
 
 
-def random_setting(rng: np.random.Generator) -> Setting:
+def random_setting(rng: np.random.Generator) -> PaperSetting:
     """A model of one to six layers on a machine that nearly holds it, or does not."""
     hidden, experts = int(rng.integers(1, 9)) * 64, int(rng.integers(1, 9))
     x = paper.setting_of(l4(), MIXTRAL, work(77, 32), weight_dtype=FLOAT16, kv_dtype=FLOAT16)
@@ -114,7 +114,7 @@ def test_the_closed_form_is_the_solvers_answer(gpu_attention: bool) -> None:
             refused += 1
             continue
         assert found.feasible[0]
-        choice = Choice(
+        choice = PaperPolicy(
             micro_batch_size=g,
             num_micro_batches=nb,
             weights_host=found.weights_host[0],
@@ -135,7 +135,7 @@ def test_any_three_rows_are_solved_as_by_highs() -> None:
     rng, between = np.random.default_rng(7), 0
     for _ in range(300):
         values = (rng.normal(size=(3, 3)) + np.array([0.8, -0.8, -0.8])) * 10 ** rng.uniform(-2, 2, size=(3, 1))
-        rows = [paper_grid.Row(base=np.array([b]), weights=w, kv=c, cap=0.5) for b, w, c in values]
+        rows = [paper_grid.CapacityRow(base=np.array([b]), weights=w, kv=c, cap=0.5) for b, w, c in values]
         price_w, price_c = rng.uniform(0.1, 3, size=2)
         limits = Limits(weights_host=(0.0, 1.0), kv_host=(0.0, 1.0))
         found = paper_grid.least_shares(rows, limits, lambda w, c, a=price_w, b=price_c: a * w + b * c)
@@ -168,7 +168,7 @@ def grid() -> Iterator[int]:
     yield from count(36, 32)
 
 
-def enumerate_grid(x: Setting, limits: Limits) -> tuple[float, int, int] | None:
+def enumerate_grid(x: PaperSetting, limits: Limits) -> tuple[float, int, int] | None:
     """The least T / N and its cell, the last of equals, by pricing every cell of every micro-batch size that fits."""
     best: tuple[float, int, int] | None = None
     for g in grid():
@@ -178,7 +178,7 @@ def enumerate_grid(x: Setting, limits: Limits) -> tuple[float, int, int] | None:
         if not len(counts):
             return best
         shares = paper_grid.solve_cells(x, limits, np.full_like(counts, g), counts)
-        choice = Choice(
+        choice = PaperPolicy(
             micro_batch_size=g,
             num_micro_batches=counts,
             weights_host=shares.weights_host,
@@ -191,7 +191,7 @@ def enumerate_grid(x: Setting, limits: Limits) -> tuple[float, int, int] | None:
     return best
 
 
-def fits(x: Setting, limits: Limits, g: int, counts: np.ndarray) -> Any:
+def fits(x: PaperSetting, limits: Limits, g: int, counts: np.ndarray) -> Any:
     return paper_grid.solve_cells(x, limits, np.full_like(counts, g), counts).feasible
 
 

@@ -14,14 +14,14 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.footprint import footprint
 from moelight.optimizer.candidates import first_look
-from moelight.optimizer.placement import Filled, Wanted, fill, room_of
-from moelight.optimizer.problem import Cells, Problem, settings
+from moelight.optimizer.placement import RequestedPlacement, ResolvedPlacement, fill, room_of
+from moelight.optimizer.problem import Candidates, Problem, variants
 from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import every, fits
 from tests.shapes import examples
 
 
-def policy_at(problem: Problem, cells: Cells, filled: Filled, index: int) -> Policy:
+def policy_at(problem: Problem, cells: Candidates, filled: ResolvedPlacement, index: int) -> Policy:
     """One candidate with its homes, as a policy."""
     pages, homes = problem.pages, filled.homes
     disk, resident = homes.from_disk[index] / pages, filled.resident[index] / pages
@@ -51,14 +51,16 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
     """Against the footprint itself, for candidates of every setting, with whatever is wanted, homes pinned or not."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=12)
     problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
-    every = list(settings(problem))
+    every = list(variants(problem))
     for setting in draw.sample(every, min(5, len(every))):
         look = first_look(problem, setting)
         index = np.array([draw.randrange(len(look.wanted.computed)) for _ in range(6)])
         some = look.at(index)
         spilled = np.array([draw.choice([0.0, draw.randint(0, problem.pages)]) for _ in index])
         most = np.array([draw.choice([np.inf, draw.randint(0, problem.pages)]) for _ in index])
-        wanted = Wanted(computed=some.wanted.computed, device_kv=some.wanted.device_kv, resident=most, spilled=spilled)
+        wanted = RequestedPlacement(
+            computed=some.wanted.computed, device_kv=some.wanted.device_kv, resident=most, spilled=spilled
+        )
         filled = fill(problem, some.cells, wanted)
         for fitting in np.flatnonzero(filled.feasible):
             policy = policy_at(problem, some.cells, filled, int(fitting))
@@ -72,7 +74,7 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
 def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
     """With the pages for the CPU and the blocks on the device given, against every way to place the others."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=2)
-    setting = draw.choice(list(settings(problem)))
+    setting = draw.choice(list(variants(problem)))
     some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
     assume(len(some.batch_size) <= 40_000)
     fitting = fits(problem, some)
@@ -80,7 +82,7 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
     same = fitting & (some.computed == some.computed[one]) & (some.blocks == some.blocks[one])
     for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
         same &= getattr(some, name) == getattr(some, name)[one]
-    cell = Cells(
+    cell = Candidates(
         setting=setting,
         batch_size=some.batch_size[[one]],
         micro_batch_size=some.micro_batch_size[[one]],
@@ -91,7 +93,7 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
         look_ahead=some.look_ahead,
     )
     share = some.blocks[[one]] / -(-some.kv_tokens[[one]] // 32)
-    filled = fill(problem, cell, Wanted(computed=some.computed[[one]], device_kv=share))
+    filled = fill(problem, cell, RequestedPlacement(computed=some.computed[[one]], device_kv=share))
     assert bool(filled.feasible[0]) == bool(same.any())
     if same.any():
         assert filled.resident[0] == some.resident[same].max()
@@ -103,7 +105,7 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
 def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None:
     """Another resident page, and the ring it then needs, would not have fitted."""
     problem = drawn_problem(seed, most_requests=12)
-    for setting in settings(problem):
+    for setting in variants(problem):
         look = first_look(problem, setting)
         filled, room = fill(problem, look.cells, look.wanted), room_of(problem, look.cells)
         open_here = filled.feasible & np.isnan(look.wanted.device_kv)
@@ -123,9 +125,9 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
     problem = drawn_problem(3, gpu=False)
-    (setting, *_) = settings(problem)
+    (setting, *_) = variants(problem)
     look = first_look(problem, setting)
-    wanted = Wanted(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
+    wanted = RequestedPlacement(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
     assert np.all(fill(problem, look.cells, wanted).homes.device_kv == 0)
 
 
@@ -134,13 +136,15 @@ def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
 def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
     """Where it is asked for none: with one fewer, no number of pages that stay leaves a ring for the others."""
     problem = replace(drawn_problem(seed, gpu=True), fixed={"attention_device": "cpu"})
-    for setting in settings(problem):
+    for setting in variants(problem):
         if setting.ffn_device != "split":
             continue
         look = first_look(problem, setting)
         some = look.at(np.arange(8))
         room, none = room_of(problem, some.cells), np.zeros(8)
-        filled = fill(problem, some.cells, Wanted(computed=none, device_kv=none, resident=none + np.inf, spilled=none))
+        filled = fill(
+            problem, some.cells, RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none)
+        )
         slots = np.floor(np.maximum(room.device, 0) / room.slot_bytes)
         for least, free in zip(filled.homes.computed, slots, strict=True):
             others = room.pages - int(least) + 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
-from moelight.optimizer.problem import Problem, cells, kv_tokens, settings
+from moelight.optimizer.problem import Problem, kv_tokens, make_candidates, variants
 from moelight.profiles.workload import Workload
 from tests.optimizer.drawn import drawn_problem
 from tests.shapes import examples
@@ -23,7 +23,7 @@ def fixed(**values: object) -> Problem:
 
 
 def devices(problem: Problem) -> set[tuple[str, str]]:
-    return {(setting.attention_device, setting.ffn_device) for setting in settings(problem)}
+    return {(setting.attention_device, setting.ffn_device) for setting in variants(problem)}
 
 
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
@@ -49,7 +49,7 @@ def test_what_is_fixed_leaves_the_devices_that_can_have_it(values: dict[str, obj
 
 def test_what_cannot_go_together_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--fix attention_device=cpu and --fix kv\.device=0\.5 contradict"):
-        list(settings(fixed(attention_device="cpu", kv__device=0.5)))
+        list(variants(fixed(attention_device="cpu", kv__device=0.5)))
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_the_cache_holds_n_sequences_of_average_length_in_whole_blocks_and_the_l
 
 
 def test_candidates_have_the_face_of_a_policy() -> None:
-    setting = next(s for s in settings(PLAIN) if s.ffn_device == "gpu")
-    some = cells(PLAIN, setting, np.array([4, 3]), np.array([2, 1]), np.array([16, 32]), np.array([1, 8]))
+    setting = next(s for s in variants(PLAIN) if s.ffn_device == "gpu")
+    some = make_candidates(PLAIN, setting, np.array([4, 3]), np.array([2, 1]), np.array([16, 32]), np.array([1, 8]))
     assert (some.attention_device, some.ffn_device, some.schedule, some.discrete) == ("cpu", "gpu", setting.order, True)
     one = some.at(1)
     assert (int(one.batch_size), int(one.micro_batch_size), int(one.micro_batch_tokens)) == (3, 1, 32)

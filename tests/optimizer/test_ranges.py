@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from moelight.core.errors import UserError
-from moelight.optimizer.optimize import optimize
+from moelight.optimizer.optimize import make_plan
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import MOST_REQUESTS, Workload
@@ -40,16 +40,16 @@ def test_the_slowest_and_fastest_machines_are_planned_for(
     bandwidths: tuple[float, ...], peaks: tuple[float, ...]
 ) -> None:
     work = Workload(num_requests=100, prompt_len=77, max_prompt_len=418, gen_len=16)
-    plan = optimize(machine(bandwidths, peaks), load_model_profile("mixtral"), work, name="m", cache=False)
+    plan = make_plan(machine(bandwidths, peaks), load_model_profile("mixtral"), work, name="m", cache=False)
     assert 0 < plan.estimate.tokens_per_s < 1e12
 
 
 def test_the_most_gpus_and_the_most_requests_are_planned_for_or_refused() -> None:
     model, work = load_model_profile("mixtral"), load_workload("mtbench")
-    plan = optimize(machine((1e11, 1e12, 1e10), (1e14, 1e12), count=4096), model, work, name="m", cache=False)
+    plan = make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12), count=4096), model, work, name="m", cache=False)
     assert plan.estimate.tokens_per_s > 0
     most = Workload(num_requests=MOST_REQUESTS, prompt_len=77, max_prompt_len=418, gen_len=64)
-    assert optimize(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, most, name="m", cache=False).policy.kv_tokens > 0
+    assert make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, most, name="m", cache=False).policy.kv_tokens > 0
     far = Workload(num_requests=MOST_REQUESTS, prompt_len=1 << 24, max_prompt_len=1 << 24, gen_len=1 << 24)
     with pytest.raises(UserError, match="more than can be planned for"):
-        optimize(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, far, name="m", cache=False)
+        make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, far, name="m", cache=False)

@@ -14,8 +14,8 @@ import yaml
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.engine.checkpoint import open_source
-from moelight.engine.planning import Wishes, hardware_for, plan_for, resolve
+from moelight.engine.checkpoint import open_checkpoint
+from moelight.engine.planning import PlanConstraints, hardware_for, plan_for, resolve
 from moelight.optimizer.api import optimize
 from moelight.optimizer.runnable import policy_faults, why_not
 from moelight.profiles.files import profile_names
@@ -137,7 +137,7 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
     found = hardware_for(str(path), discrete=True)
     one = found.processor("gpu")
     assert one is not None and one == replace(unit, count=1) and found.tiers == machine.tiers
-    source = open_source("demo")
+    source = open_checkpoint("demo")
 
     def planned(hw: str) -> float:
         plan = plan_for(
@@ -147,7 +147,7 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
             hw=hw,
             host_memory=2 << 30,
             device_memory=1 << 30,
-            wishes=Wishes(),
+            wishes=PlanConstraints(),
             workload=WORK,
         )
         assert plan.runs and plan.policy.gpus == 1

@@ -16,7 +16,7 @@ from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.schedule_time import ORDERS
-from moelight.optimizer.optimize import best_plan, capacities, compute_dtype, optimize
+from moelight.optimizer.optimize import best_plan, capacities, compute_dtype, make_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import search
@@ -98,11 +98,11 @@ def test_as_many_prompts_ride_in_a_pass_as_pay() -> None:
         ),
     )
     work = Workload(num_requests=100_000, prompt_len=1900, max_prompt_len=1900, gen_len=2)
-    free = optimize(hardware, model, work, name="odd", cache=False)
-    few = optimize(
+    free = make_plan(hardware, model, work, name="odd", cache=False)
+    few = make_plan(
         hardware, model, work, name="odd", fix={"prompt_micro_batches": 8, "micro_batch_tokens": 8192}, cache=False
     )
-    many = optimize(hardware, model, work, name="odd", fix={"prompt_micro_batches": 64}, cache=False)
+    many = make_plan(hardware, model, work, name="odd", fix={"prompt_micro_batches": 64}, cache=False)
     assert free.estimate.tokens_per_s >= max(many.estimate.tokens_per_s * 0.999, 3 * few.estimate.tokens_per_s)
     assert free.bound_tokens_per_s >= many.estimate.tokens_per_s
     problem = Problem(

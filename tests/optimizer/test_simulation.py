@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, TaskKind
-from moelight.optimizer.simulation import Stage, layer_starts
+from moelight.optimizer.simulation import SimulationSetup, layer_starts
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
@@ -38,7 +38,7 @@ def policy(**changed: object) -> Policy:
 
 
 def test_the_passes_carry_the_jobs_tokens() -> None:
-    found = Stage(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
+    found = SimulationSetup(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
     assert [run.decode_tokens for run in found.decode] == [1000] * 3
     assert [run.prompt_tokens for run in found.decode] == [0] * 3
     assert found.with_prompts is not None and found.with_prompts.prompt_tokens > 1000
@@ -53,7 +53,7 @@ def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
     the ring slots of a layer, is not written down for each of them, and equal tasks are priced once."""
 
     def work(micro_batches: int) -> tuple[int, int]:
-        stage = Stage(policy(batch_size=4 * micro_batches, micro_batch_size=4), OLMOE, T4, WORK)
+        stage = SimulationSetup(policy(batch_size=4 * micro_batches, micro_batch_size=4), OLMOE, T4, WORK)
         calls = 0
 
         def count(*_: object) -> None:
@@ -74,13 +74,13 @@ def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
 @pytest.mark.parametrize(("batch_size", "passes"), [(8, 10_000), (10_000, 3), (1 << 30, 3)])
 def test_what_would_take_too_long_is_refused_before_it_is_built(batch_size: int, passes: int) -> None:
     chosen = policy(batch_size=batch_size, micro_batch_size=1, kv_tokens=1 << 40)
-    stage = Stage(chosen, OLMOE, T4, replace(WORK, num_requests=1 << 30))
+    stage = SimulationSetup(chosen, OLMOE, T4, replace(WORK, num_requests=1 << 30))
     with pytest.raises(ConfigError, match=r"some .* tasks, and 2,000,000 can be simulated; ask for fewer passes"):
         stage.rehearse("cgopipe", passes=passes)
 
 
 def test_passes_follow_one_another_on_one_clock() -> None:
-    found = Stage(policy(), OLMOE, T4, WORK).rehearse("cgopipe", passes=4)
+    found = SimulationSetup(policy(), OLMOE, T4, WORK).rehearse("cgopipe", passes=4)
     ends = [timeline.end_s for timeline in found.timelines]
     assert ends == sorted(ends) and found.timelines[0].start_s == 0
     runs = [found.with_prompts, *found.decode]
@@ -90,7 +90,7 @@ def test_passes_follow_one_another_on_one_clock() -> None:
 
 def test_a_job_without_prompts_of_its_own_has_decode_passes_only() -> None:
     work = Workload(num_requests=10, prompt_len=1, max_prompt_len=1, gen_len=4)
-    found = Stage(policy(), OLMOE, T4, work).rehearse("cgopipe")
+    found = SimulationSetup(policy(), OLMOE, T4, work).rehearse("cgopipe")
     assert found.steady.decode_tokens == 10
     assert found.with_prompts is None or found.with_prompts.prompt_tokens <= 10
 
@@ -112,7 +112,7 @@ def test_no_pass_is_shorter_than_its_busiest_lane(
         attention_device=attention,
         weights=Shares(device=device, host=1 - device - disk, disk=disk),
     )
-    stage = Stage(chosen, OLMOE, T4, WORK)
+    stage = SimulationSetup(chosen, OLMOE, T4, WORK)
     if schedule not in stage.schedules():
         with pytest.raises(ConfigError, match=schedule):
             stage.rehearse(schedule)
@@ -127,7 +127,7 @@ def test_no_pass_is_shorter_than_its_busiest_lane(
 
 
 def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
-    stage = Stage(policy(ffn_device="cpu", weights=Shares(host=1.0)), OLMOE, ALONE, WORK)
+    stage = SimulationSetup(policy(ffn_device="cpu", weights=Shares(host=1.0)), OLMOE, ALONE, WORK)
     assert set(stage.schedules()) == set(SCHEDULES) - {"flexgen-c"}
     assert stage.roofs().keys() <= {"disk"}
     for name in stage.schedules():
@@ -137,13 +137,13 @@ def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
 
 
 def test_roofs_are_of_the_links_that_are_there() -> None:
-    roofs = Stage(policy(), OLMOE, T4, WORK).roofs()
+    roofs = SimulationSetup(policy(), OLMOE, T4, WORK).roofs()
     assert set(roofs) == {"disk", "stage", "h2d", "d2h"}
     assert roofs["h2d"] <= 15.75e9
 
 
 def test_layers_begin_in_order() -> None:
-    found = Stage(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
+    found = SimulationSetup(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
     starts = layer_starts(found.steady.timeline)
     assert list(starts) == list(range(16))
     assert list(starts.values()) == sorted(starts.values())

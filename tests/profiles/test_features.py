@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.engine.checkpoint import open_source
+from moelight.engine.checkpoint import open_checkpoint
 from moelight.profiles.features import NOT_COMPUTED, require_computable
 from moelight.profiles.files import profile_names
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec
@@ -132,6 +132,6 @@ def test_the_engine_refuses_before_it_looks_at_a_weight(name: str, features: lis
     (tmp_path / "config.json").write_text(json.dumps(model_config(name)), encoding="utf-8")
     assert load_model_profile(str(tmp_path)).num_layers == load_model_profile(name).num_layers
     with pytest.raises(ConfigError) as caught:
-        open_source(str(tmp_path))
+        open_checkpoint(str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
     assert str(caught.value).endswith("does not compute " + ", ".join(features))

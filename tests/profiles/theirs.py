@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import model_config
-from moelight.profiles.tensor_list import Part, dense_tensors, page_shapes, pages
+from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes, pages
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -47,7 +47,7 @@ def elements(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def parts(model: ModelProfile) -> list[Part]:
+def parts(model: ModelProfile) -> list[StoredTensor]:
     """Every tensor on disk outside the experts."""
     return [part for stored in dense_tensors(model) for part in stored.parts]
 

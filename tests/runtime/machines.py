@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moelight.runtime.topology import Core, Node, Topology
+from moelight.runtime.topology import Core, NumaNode, Topology
 
 GiB = 1 << 30
 
@@ -17,7 +17,7 @@ def topology(cores: int, *, nodes: int = 1, siblings: int = 1, quota: float | No
             for core in range(cores)
         ),
         quota=quota,
-        nodes=tuple(Node(number=node, total_bytes=64 * GiB, available_bytes=48 * GiB) for node in range(nodes)),
+        nodes=tuple(NumaNode(number=node, total_bytes=64 * GiB, available_bytes=48 * GiB) for node in range(nodes)),
     )
 
 

@@ -28,7 +28,7 @@ from moelight.runtime.calibration import disk, layer, links, machine, memory, su
 from moelight.runtime.calibration.effort import FULL, QUICK, Effort
 from moelight.runtime.calibration.others import Others
 from moelight.runtime.calibration.pool import LEAST_TURNS, Pool
-from moelight.runtime.calibration.timing import Reading, best_of_rounds, reading_of, sample
+from moelight.runtime.calibration.timing import Measurement, best_of_rounds, reading_of, sample
 from moelight.runtime.machine import Machine, find_machine
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def pool() -> Pool:
 
 def test_a_reading_is_the_median_and_the_width_of_the_middle_half() -> None:
     reading = reading_of([1.0, 2.0, 4.0, 3.0, 100.0], amount=6.0)
-    assert reading == Reading(rate=2.0, spread=pytest.approx(2 / 3))
+    assert reading == Measurement(rate=2.0, spread=pytest.approx(2 / 3))
 
 
 def test_a_sample_warms_up_counts_calls_and_waits() -> None:
@@ -84,7 +84,7 @@ def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch:
     monkeypatch.setattr(timing, "Others", lambda: SimpleNamespace(cores=lambda: next(busy)))
     rates = {"a": iter([1.0, 5.0, 3.0, 2.0]), "b": iter([9.0, 1.0, 1.0, 1.0])}
     gauges = {
-        key: (lambda seconds, own=own: Reading(rate=next(own), spread=seconds), 0.5) for key, own in rates.items()
+        key: (lambda seconds, own=own: Measurement(rate=next(own), spread=seconds), 0.5) for key, own in rates.items()
     }
     found, least = best_of_rounds(gauges, quiet_rounds=2, seconds=60.0)
     assert {key: reading.rate for key, reading in found.items()} == {"a": 5.0, "b": 9.0}
@@ -92,9 +92,9 @@ def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch:
 
 
 def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first() -> None:
-    def slow(seconds: float) -> Reading:
+    def slow(seconds: float) -> Measurement:
         time.sleep(0.02)
-        return Reading(rate=1.0, spread=0.0)
+        return Measurement(rate=1.0, spread=0.0)
 
     found, _ = best_of_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
     assert 0 in found and 1 < len(found) < 10
@@ -257,9 +257,9 @@ def test_the_disk_is_read_three_ways_and_beside_work(tmp_path: Path) -> None:
 
 
 def test_reads_as_fast_as_the_page_cache_did_not_come_from_the_disk() -> None:
-    cached = Reading(rate=20e9, spread=0.0)
-    assert disk.from_cache(Reading(rate=19e9, spread=0.0), cached)
-    assert not disk.from_cache(Reading(rate=3e9, spread=0.0), cached)
+    cached = Measurement(rate=20e9, spread=0.0)
+    assert disk.from_cache(Measurement(rate=19e9, spread=0.0), cached)
+    assert not disk.from_cache(Measurement(rate=3e9, spread=0.0), cached)
 
 
 @pytest.mark.usefixtures("one_round")
@@ -276,13 +276,13 @@ def test_a_lane_that_reads_past_the_page_cache_is_believed_however_fast(
 
 def test_reads_beside_work_are_timed_from_arrival_to_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that takes a while to begin is as fast as one that does not."""
-    begin, late_s = disk._Lane.__init__, 0.4
+    begin, late_s = disk._DiskLane.__init__, 0.4
 
-    def late(self: disk._Lane, scratch: disk.Scratch) -> None:
+    def late(self: disk._DiskLane, scratch: disk.Scratch) -> None:
         time.sleep(late_s)
         begin(self, scratch)
 
-    monkeypatch.setattr(disk._Lane, "__init__", late)
+    monkeypatch.setattr(disk._DiskLane, "__init__", late)
     with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
         began = time.perf_counter()
         reading = disk.reads_beside(lambda: time.sleep(1e-3), scratch)(0.0)

@@ -15,15 +15,15 @@ import torch
 
 from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane
-from moelight.kernels.threads import Gang
+from moelight.kernels.threads import ThreadTeam
 from moelight.runtime import machine as machine_room
 from moelight.runtime.cores import Demands, share_cores
-from moelight.runtime.emulated_device import TwinEvent, TwinStream
+from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import (
     SKIPPED,
     InlineLane,
     LaneRunner,
-    Moved,
+    MovedBytes,
     PendingLane,
     StreamLane,
     StreamTicket,
@@ -37,7 +37,7 @@ KINDS: dict[str, Callable[[], LaneRunner]] = {
     "inline": InlineLane,
     "thread": lambda: ThreadLane("test"),
     "pending": lambda: PendingLane("test"),
-    "stream": lambda: StreamLane(TwinStream(), TwinEvent),
+    "stream": lambda: StreamLane(EmulatedStream(), EmulatedEvent),
 }
 TWIN = Machine(device=torch.device("cpu"), discrete=True, twin=True)
 PLAIN = Machine(device=torch.device("cpu"), discrete=False)
@@ -157,7 +157,11 @@ def test_a_ticket_says_that_its_work_found_nothing_to_do(lane: LaneRunner) -> No
 
 
 def test_a_ticket_says_what_a_work_found_to_move(lane: LaneRunner) -> None:
-    tickets = [lane.submit(lambda: Moved(40), ()), lane.submit(lambda: Moved(0), ()), lane.submit(lambda: None, ())]
+    tickets = [
+        lane.submit(lambda: MovedBytes(40), ()),
+        lane.submit(lambda: MovedBytes(0), ()),
+        lane.submit(lambda: None, ()),
+    ]
     for ticket in tickets:
         ticket.wait()
     assert [ticket.found_bytes for ticket in tickets] == [40, 0, None]
@@ -169,13 +173,13 @@ def test_a_ticket_waits_for_the_rest_of_what_is_moved(kind: str) -> None:
     """Or fails with it."""
     lane, later, torn = KINDS[kind](), Later(), Later(CheckpointError("torn"))
     threading.Timer(0.03, later.over.set).start()
-    ticket = lane.submit(lambda: Moved(7, later), ())
+    ticket = lane.submit(lambda: MovedBytes(7, later), ())
     ticket.wait()
     assert later.over.is_set()
     assert ticket.found_bytes == 7
     torn.over.set()
     with pytest.raises(CheckpointError, match="torn"):
-        lane.submit(lambda: Moved(7, torn), ()).wait()
+        lane.submit(lambda: MovedBytes(7, torn), ()).wait()
     lane.close()
 
 
@@ -244,20 +248,20 @@ def test_a_closed_thread_refuses_work_instead_of_never_doing_it() -> None:
         lane.submit(lambda: None, ())
 
 
-class LoggedStream(TwinStream):
+class LoggedStream(EmulatedStream):
     """Notes what happens to it, in order."""
 
     def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
         self.name, self.log = name, log
 
-    def __enter__(self) -> TwinStream:
+    def __enter__(self) -> EmulatedStream:
         self.log.append(("enter", self.name))
         return self
 
     def __exit__(self, *why: object) -> None:
         self.log.append(("exit", self.name))
 
-    def wait_event(self, event: TwinEvent) -> None:
+    def wait_event(self, event: EmulatedEvent) -> None:
         self.log.append(("wait", self.name, event))
         super().wait_event(event)
 
@@ -265,10 +269,10 @@ class LoggedStream(TwinStream):
         self.log.append(("synchronize", self.name))
 
 
-class LoggedEvent(TwinEvent):
+class LoggedEvent(EmulatedEvent):
     """Notes on which stream it was recorded."""
 
-    def record(self, stream: TwinStream) -> None:
+    def record(self, stream: EmulatedStream) -> None:
         assert isinstance(stream, LoggedStream)
         stream.log.append(("record", stream.name, self))
         super().record(stream)
@@ -311,7 +315,7 @@ def test_streams_wait_for_streams_on_the_device() -> None:
 
 def test_a_stream_that_waits_for_nothing_recorded_fails() -> None:
     """A real device would not wait at all, or for ever."""
-    stream, event = TwinStream(), TwinEvent()
+    stream, event = EmulatedStream(), EmulatedEvent()
     with pytest.raises(RuntimeError, match="never recorded"):
         stream.wait_event(event)
     with pytest.raises(RuntimeError, match="never recorded"):
@@ -319,7 +323,7 @@ def test_a_stream_that_waits_for_nothing_recorded_fails() -> None:
     event.record(stream)
     stream.wait_event(event)
     with pytest.raises(RuntimeError, match="never recorded"):
-        event.elapsed_time(TwinEvent())
+        event.elapsed_time(EmulatedEvent())
 
 
 def test_work_that_fails_on_a_stream_leaves_no_end_behind() -> None:
@@ -330,7 +334,7 @@ def test_work_that_fails_on_a_stream_leaves_no_end_behind() -> None:
 
 
 def test_spans_of_streams_are_on_the_hosts_clock() -> None:
-    lane = StreamLane(TwinStream(), TwinEvent)
+    lane = StreamLane(EmulatedStream(), EmulatedEvent)
     before = time.perf_counter()
     ticket = lane.submit(lambda: time.sleep(0.01), ())
     start, end = ticket.span()
@@ -344,7 +348,7 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
     """Each lane that computes works on its own gang, a twin's all on one; every gang is closed."""
     here, closed = threading.local(), []
 
-    class Noted(Gang):
+    class Noted(ThreadTeam):
         @contextmanager
         def working(self) -> Iterator[None]:
             before, here.gang = getattr(here, "gang", None), self
@@ -375,10 +379,10 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
 def test_a_lanes_own_thread_stays_on_the_cores_of_its_gang() -> None:
     mine = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
-    lane = ThreadLane("near", Gang(1, [[mine[-1]]]))
+    lane = ThreadLane("near", ThreadTeam(1, [[mine[-1]]]))
     lane.submit(lambda: seen.append(os.sched_getaffinity(0)), ()).wait()
     lane.close()
-    inline = InlineLane(Gang(1, [[mine[-1]]]))
+    inline = InlineLane(ThreadTeam(1, [[mine[-1]]]))
     inline.submit(lambda: seen.append(os.sched_getaffinity(0)), ()).wait()
     inline.close()
     assert seen == [{mine[-1]}, set(mine)]

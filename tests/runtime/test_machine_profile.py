@@ -175,14 +175,14 @@ def test_a_machine_that_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_measuring_program_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main("twin", str(tmp_path), str(tmp_path / "out.yaml")) == 2
+    assert program.run_calibration("twin", str(tmp_path), str(tmp_path / "out.yaml")) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_the_measuring_program_writes_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr(program, "measure_machine", lambda *_, **named: asked.append(named) or measured())
-    assert program.main("cpu", str(tmp_path), str(tmp_path / "out.yaml")) == 0
+    assert program.run_calibration("cpu", str(tmp_path), str(tmp_path / "out.yaml")) == 0
     assert read_hardware_profile(tmp_path / "out.yaml") == measured()
     assert asked == [{"name": "auto", "disk_dir": tmp_path, "disk_needed": False}]
 

@@ -18,7 +18,7 @@ from moelight.runtime.topology import read_plug, read_topology
 from tests.runtime.machines import GiB, invent_sys, topology
 
 EVERYWHERE = MemoryPlace(kind="interleaved", nodes=(0,), reason="a test")
-refused = numa.refusal()
+refused = numa.why_not_placed()
 placed = pytest.mark.skipif(refused is not None, reason=str(refused))
 
 
@@ -87,7 +87,7 @@ def test_a_policy_holds_for_a_thread_and_is_taken_back() -> None:
     for kind, mode in (("interleaved", 3), ("bound", 1)):
         with pytest.raises(RuntimeError, match="stop"), numa.placing(MemoryPlace(kind=kind, nodes=(0,), reason="")):
             assert policy_of() == mode
-            assert "already" in str(numa.refusal())  # somebody's policy stands
+            assert "already" in str(numa.why_not_placed())  # somebody's policy stands
             raise RuntimeError("stop")
         assert policy_of() == 0
     with numa.placing(MemoryPlace(kind="anywhere", reason="")):

@@ -16,11 +16,11 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
-from moelight.experts.residency_manager import ModelFacts, NearExperts
+from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 from moelight.memory.pages import PageStore
 from moelight.models.moe import Routed
-from moelight.runtime.lanes import SKIPPED, Moved
-from moelight.runtime.on_demand import Pager, SmallPass
+from moelight.runtime.lanes import SKIPPED, MovedBytes
+from moelight.runtime.on_demand import OnDemandPass, Pager
 from tests.shapes import examples
 
 LAYERS, EXPERTS, NEAR, SIZE = 3, 4, 4, 8
@@ -72,7 +72,9 @@ class World:
     def __post_init__(self) -> None:
         facts = ModelFacts(moe_layers=(True,) * LAYERS, num_experts=EXPERTS, top_k=1, page_bytes=SIZE, facts={})
         policy = ExpertPolicy(name="mine", cache=CacheRules(capacity=Capacity(value=self.near)))
-        self.experts = NearExperts(policy, facts, resident=EVERYONE[:: -(-len(EVERYONE) // self.near)][: self.near])
+        self.experts = ResidencyManager(
+            policy, facts, resident=EVERYONE[:: -(-len(EVERYONE) // self.near)][: self.near]
+        )
         arenas = {"experts": self.near, "ring": self.ring}
         self.store = PageStore(
             {name: torch.zeros(count * SIZE, dtype=torch.uint8) for name, count in arenas.items()},
@@ -104,10 +106,10 @@ class World:
         self.reads.append(Read(page, into, fails=page in self.torn))
         return self.reads[-1]
 
-    def begin(self, carried: dict[Page, int] | None = None, left: dict[Page, int] | None = None) -> SmallPass:
+    def begin(self, carried: dict[Page, int] | None = None, left: dict[Page, int] | None = None) -> OnDemandPass:
         return self.pager.begin([self.batch], carried or {}, left)  # type: ignore[list-item]
 
-    def choose(self, small: SmallPass, layer: int, *chosen: int) -> Any:
+    def choose(self, small: OnDemandPass, layer: int, *chosen: int) -> Any:
         """One layer as the lanes run it: routers, fetch, experts; what these find is checked."""
         ids = torch.tensor([[each] for each in chosen], dtype=torch.int32)
         self.batch.routed = Routed(x=torch.zeros(len(chosen), 1), weights=torch.ones(len(chosen), 1), ids=ids)
@@ -116,7 +118,7 @@ class World:
         choice = small.choice(layer)
         here = [expert for expert in set(chosen) if expert not in choice.late]
         self.check(choice.experts, layer, here)  # before anything has come
-        if isinstance(outcome, Moved) and outcome.rest is not None:
+        if isinstance(outcome, MovedBytes) and outcome.rest is not None:
             outcome.rest.wait()
         self.check(choice.experts, layer, sorted(set(chosen)))
         self.reading = [(Page(layer=layer, expert=each), choice.experts[each][0]) for each in set(chosen)]
@@ -127,7 +129,7 @@ class World:
             page = Page(layer=layer, expert=expert)
             assert found[expert][0].eq(mark(page)).all(), f"{page.name} is {found[expert][0].tolist()}"
 
-    def ahead(self, small: SmallPass, layer: int, *guess: int) -> Any:
+    def ahead(self, small: OnDemandPass, layer: int, *guess: int) -> Any:
         self.guess = list(guess)
         return small.fetch_ahead(Task(kind=TaskKind.READ_AHEAD, lane=Lane.DISK, layer=layer))
 

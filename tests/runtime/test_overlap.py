@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moelight.core.schedule import Buffer, Lane, Schedule, Task, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.runtime.executor import Executor, Flight
+from moelight.runtime.executor import Executor, PassInFlight
 from moelight.runtime.lanes import ThreadLane, Work
 from moelight.runtime.machine import find_machine, open_lanes
 from moelight.scheduler import SCHEDULES
@@ -72,7 +72,7 @@ def test_nothing_is_overwritten_while_an_earlier_pass_needs_it(schedule: str, da
         return lambda: time.sleep(0.001 if slow else 0.0)
 
     executor = Executor({lane: ThreadLane(str(lane)) for lane in Lane})
-    flights, timelines, schedules = list[Flight](), list[Timeline](), list[Schedule]()
+    flights, timelines, schedules = list[PassInFlight](), list[Timeline](), list[Schedule]()
     try:
         for number, shapes in enumerate(passes):
             shape = PassShape(micro_batches=shapes, carried=executor.carried, wraps=number < len(passes) - 1)

@@ -17,8 +17,8 @@ from moelight.engine.engine import Engine
 from moelight.engine.pass_runner import PassRunner
 from moelight.hrm import schedule_time
 from moelight.runtime import ops
-from moelight.runtime.lanes import SKIPPED, Moved, Outcome
-from moelight.runtime.on_demand import Sweep
+from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
+from moelight.runtime.on_demand import PassPages
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import PassShape
 from moelight.scheduler.validate import validate
@@ -110,7 +110,7 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
     moved: dict[TaskKind, int] = {}
     bind = Operations.bind
 
-    def counted(self: Operations, sweep: Sweep, *calls: Any) -> Callable[[Task], Callable[[], Outcome]]:
+    def counted(self: Operations, sweep: PassPages, *calls: Any) -> Callable[[Task], Callable[[], Outcome]]:
         perform = bind(self, sweep, *calls)
 
         def wrap(task: Task) -> Callable[[], Outcome]:
@@ -124,7 +124,7 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
                 if task.kind in BROUGHT and outcome is None:
                     tensor = getattr(sweep.micro_batches[task.micro_batch], BROUGHT[task.kind])
                     copies.bytes = tensor.numel() * tensor.element_size()
-                says = outcome.bytes if isinstance(outcome, Moved) else 0 if outcome is SKIPPED else task.bytes
+                says = outcome.bytes if isinstance(outcome, MovedBytes) else 0 if outcome is SKIPPED else task.bytes
                 assert copies.bytes == says, f"{task.name} says {says} and moves {copies.bytes}"
                 moved[task.kind] = moved.get(task.kind, 0) + copies.bytes
                 return outcome

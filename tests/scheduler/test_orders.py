@@ -12,7 +12,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.hrm.task_cost import Cost
+from moelight.hrm.task_cost import TaskCost
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.blocks import loop
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape, layout_of
@@ -39,8 +39,10 @@ def build(name: str, layout: Layout, *, n: int = N) -> Schedule:
 def price(**seconds: float) -> Price:
     """Seconds by kind of task; a whole layer's pages take ``w``; everything else takes nothing."""
 
-    def cost(task: Task) -> Cost:
-        return Cost(seconds=seconds.get("w", 0.0) / PAGES if task.kind is TaskKind.SEND_PAGE else _of(task, seconds))
+    def cost(task: Task) -> TaskCost:
+        return TaskCost(
+            seconds=seconds.get("w", 0.0) / PAGES if task.kind is TaskKind.SEND_PAGE else _of(task, seconds)
+        )
 
     return cost
 
@@ -157,8 +159,8 @@ def test_module_without_a_link_reads_pages_beside_compute() -> None:
     layout = small_layout((True,) * LAYERS, experts=PAGES, discrete=False)
     seconds: dict[str, float] = {"read_page": 1.0, "experts": 2.0, "cpu_attention": 0.5, "route": 0.1}
 
-    def cost(task: Task) -> Cost:
-        return Cost(seconds=_of(task, seconds))
+    def cost(task: Task) -> TaskCost:
+        return TaskCost(seconds=_of(task, seconds))
 
     for launcher in (False, True):
         found = steady_pass(build("module", layout), cost, launcher=launcher)
@@ -175,8 +177,8 @@ def test_flexgens_block_one_level_down(n: int, w: float) -> None:
     e + w). A single one computes beside it. With CGOPipe it is read beside all of them."""
     c, seconds = 1.5, {"read_page": w / PAGES, "pre_attention": 0.2, "cpu_attention": 0.3, "post_attention": 1.0}
 
-    def cost(task: Task) -> Cost:
-        return Cost(seconds=_of(task, seconds))
+    def cost(task: Task) -> TaskCost:
+        return TaskCost(seconds=_of(task, seconds))
 
     for launcher in (False, True):
         found = {
@@ -193,8 +195,8 @@ def test_flexgens_loop_one_level_down(w: float) -> None:
     n e."""
     seconds = {"read_page": w / PAGES, "pre_attention": 0.2, "cpu_attention": 0.3, "post_attention": 1.0}
 
-    def cost(task: Task) -> Cost:
-        return Cost(seconds=_of(task, seconds))
+    def cost(task: Task) -> TaskCost:
+        return TaskCost(seconds=_of(task, seconds))
 
     for launcher in (False, True):
         found = steady_pass(build("flexgen-loop", NO_LINK), cost, launcher=launcher)

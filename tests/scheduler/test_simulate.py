@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from moelight.core.errors import ScheduleError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Timeline
-from moelight.hrm.task_cost import Cost
+from moelight.hrm.task_cost import TaskCost
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
-from moelight.scheduler.simulate import Price, simulate, simulate_passes, steady_pass
+from moelight.scheduler.simulate import Price, simulate_pass, simulate_passes, steady_pass
 from tests.shapes import examples, small_layout
 
-Job = tuple[Schedule, tuple[Cost, ...]]
+Job = tuple[Schedule, tuple[TaskCost, ...]]
 LANES = (Lane.STAGE, Lane.H2D, Lane.DEVICE, Lane.CPU)
 
 
@@ -32,7 +32,7 @@ def jobs(draw: st.DrawFn, *, dram: bool = True) -> Job:
         deps = draw(st.sets(st.integers(0, position - 1), max_size=3)) if position else set()
         tasks.append(Task(kind=TaskKind.EMBED, lane=draw(st.sampled_from(LANES)), layer=position, deps=tuple(deps)))
         touched = draw(st.integers(0, 40)) if dram else 0
-        costs.append(Cost(seconds=draw(st.integers(0, 24)) / 8, dram_bytes=float(touched)))
+        costs.append(TaskCost(seconds=draw(st.integers(0, 24)) / 8, dram_bytes=float(touched)))
     return Schedule(builder="any", tasks=tuple(tasks)), tuple(costs)
 
 
@@ -108,7 +108,7 @@ def ends(timeline: Timeline) -> list[float]:
 @examples(300)
 @given(job=jobs(dram=False), start=st.integers(0, 9))
 def test_it_is_the_list_schedule(job: Job, start: int) -> None:
-    timeline = simulate(job[0], price(job), start_s=start)
+    timeline = simulate_pass(job[0], price(job), start_s=start)
     assert [(span.start_s - start, span.end_s - start) for span in timeline.spans] == list_schedule(job)
     assert [span.task for span in timeline.spans] == list(job[0].tasks)
 
@@ -116,7 +116,7 @@ def test_it_is_the_list_schedule(job: Job, start: int) -> None:
 @examples(300)
 @given(job=jobs(), dram=st.integers(1, 60))
 def test_lanes_share_host_memory_as_fluid_does(job: Job, dram: int) -> None:
-    found = ends(simulate(job[0], price(job), dram_bytes_per_s=dram))
+    found = ends(simulate_pass(job[0], price(job), dram_bytes_per_s=dram))
     assert found == pytest.approx([float(end) for end in fluid(job, dram)], abs=1e-4)
 
 
@@ -125,7 +125,7 @@ def test_lanes_share_host_memory_as_fluid_does(job: Job, dram: int) -> None:
 def test_the_bounds_that_hold_for_any_order(job: Job, dram: int, launcher: bool) -> None:
     """No less than any lane's work, any chain, or all bytes at full rate; and with work at hand something is done."""
     schedule, costs = job
-    end = simulate(schedule, price(job), dram_bytes_per_s=dram, launcher=launcher).end_s + 1e-9
+    end = simulate_pass(schedule, price(job), dram_bytes_per_s=dram, launcher=launcher).end_s + 1e-9
     for lane in schedule.lanes():
         assert end >= sum(cost.seconds for task, cost in zip(schedule.tasks, costs, strict=True) if task.lane is lane)
     assert end >= longest_chain(job)
@@ -138,21 +138,21 @@ def test_the_bounds_that_hold_for_any_order(job: Job, dram: int, launcher: bool)
 @given(job=jobs(), dram=st.integers(1, 60))
 def test_contention_and_launching_only_delay(job: Job, dram: int) -> None:
     """Every task ends no sooner than alone; and where there is enough for all lanes at once, exactly as alone."""
-    alone = ends(simulate(job[0], price(job)))
-    shared = ends(simulate(job[0], price(job), dram_bytes_per_s=dram))
-    launched = ends(simulate(job[0], price(job), launcher=True))
+    alone = ends(simulate_pass(job[0], price(job)))
+    shared = ends(simulate_pass(job[0], price(job), dram_bytes_per_s=dram))
+    launched = ends(simulate_pass(job[0], price(job), launcher=True))
     assert all(late >= soon - 1e-9 for late, soon in zip(shared, alone, strict=True))
     assert all(late >= soon for late, soon in zip(launched, alone, strict=True))
     plenty = 1.0 + sum(cost.dram_bytes / max(cost.seconds, 1e-3) for cost in job[1])
     if all(cost.seconds for cost in job[1]):
-        assert ends(simulate(job[0], price(job), dram_bytes_per_s=plenty)) == pytest.approx(alone, abs=1e-9)
+        assert ends(simulate_pass(job[0], price(job), dram_bytes_per_s=plenty)) == pytest.approx(alone, abs=1e-9)
 
 
 @examples(300)
 @given(job=jobs(), dram=st.integers(1, 60), more=st.integers(1, 60))
 def test_more_bandwidth_is_never_later(job: Job, dram: int, more: int) -> None:
-    less = simulate(job[0], price(job), dram_bytes_per_s=dram).end_s
-    assert simulate(job[0], price(job), dram_bytes_per_s=dram + more).end_s <= less + 1e-9
+    less = simulate_pass(job[0], price(job), dram_bytes_per_s=dram).end_s
+    assert simulate_pass(job[0], price(job), dram_bytes_per_s=dram + more).end_s <= less + 1e-9
 
 
 def test_a_launcher_that_waits_holds_up_what_it_has_not_launched() -> None:
@@ -162,7 +162,7 @@ def test_a_launcher_that_waits_holds_up_what_it_has_not_launched() -> None:
     schedule = Schedule(builder="any", tasks=tasks)
 
     def starts(*, launcher: bool) -> list[float]:
-        timeline = simulate(schedule, lambda task: Cost(seconds=2.0), launcher=launcher)
+        timeline = simulate_pass(schedule, lambda task: TaskCost(seconds=2.0), launcher=launcher)
         return [span.start_s for span in timeline.spans]
 
     assert starts(launcher=False) == [0.0, 2.0, 0.0]
@@ -172,7 +172,7 @@ def test_a_launcher_that_waits_holds_up_what_it_has_not_launched() -> None:
 def test_without_a_device_the_launcher_computes() -> None:
     order = [Lane.DISK, Lane.CPU, Lane.DISK, Lane.CPU]
     schedule = Schedule(builder="any", tasks=tuple(Task(kind=TaskKind.EMBED, lane=lane) for lane in order))
-    timeline = simulate(schedule, lambda task: Cost(seconds=1.0), launcher=True)
+    timeline = simulate_pass(schedule, lambda task: TaskCost(seconds=1.0), launcher=True)
     assert [span.start_s for span in timeline.spans] == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -181,9 +181,9 @@ def cgopipe(n: int, *, carried: int) -> Schedule:
     return SCHEDULES.get("cgopipe")(small_layout((True, True, True), host=12), shape)
 
 
-def paged(task: Task) -> Cost:
+def paged(task: Task) -> TaskCost:
     """Pages take long, everything else a little."""
-    return Cost(seconds=4.0 if task.kind is TaskKind.SEND_PAGE else 0.25)
+    return TaskCost(seconds=4.0 if task.kind is TaskKind.SEND_PAGE else 0.25)
 
 
 def test_pages_are_carried_from_pass_to_pass() -> None:
@@ -240,11 +240,11 @@ def test_a_schedule_that_carries_nothing_is_steady_at_once() -> None:
 
 def test_pages_carried_in_are_there_when_a_pass_is_simulated_alone() -> None:
     schedule = cgopipe(4, carried=4)
-    timeline = simulate(schedule, paged, start_s=7.0)
+    timeline = simulate_pass(schedule, paged, start_s=7.0)
     carried = [span for span in timeline.spans if span.task.kind is TaskKind.CARRIED_PAGE]
     assert [(span.start_s, span.end_s) for span in carried] == [(7.0, 7.0)] * 4
     assert len(timeline.spans) == len(schedule.tasks) - 4
-    assert timeline.end_s < simulate(cgopipe(4, carried=0), paged, start_s=7.0).end_s
+    assert timeline.end_s < simulate_pass(cgopipe(4, carried=0), paged, start_s=7.0).end_s
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:
@@ -252,7 +252,7 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
         Task(kind=TaskKind.EMBED, lane=lane, deps=deps) for lane, deps in ((Lane.CPU, (1,)), (Lane.H2D, (0,)))
     )
     with pytest.raises(ScheduleError, match="for ever"):
-        simulate(Schedule(builder="any", tasks=tasks), lambda task: Cost(seconds=1.0))
+        simulate_pass(Schedule(builder="any", tasks=tasks), lambda task: TaskCost(seconds=1.0))
 
 
 def test_twenty_thousand_tasks_take_well_under_a_second() -> None:
@@ -263,6 +263,8 @@ def test_twenty_thousand_tasks_take_well_under_a_second() -> None:
     seconds: Sequence[float] = []
     for _ in range(3):
         began = time.process_time()
-        simulate(schedule, lambda task: Cost(seconds=0.1, dram_bytes=5.0), dram_bytes_per_s=100.0, launcher=True)
+        simulate_pass(
+            schedule, lambda task: TaskCost(seconds=0.1, dram_bytes=5.0), dram_bytes_per_s=100.0, launcher=True
+        )
         seconds = [*seconds, time.process_time() - began]
     assert min(seconds) < 0.6

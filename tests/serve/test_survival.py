@@ -16,8 +16,8 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve import child_process
 from moelight.serve.data import DataDirectory
-from moelight.serve.jobs import Command, Job, WorkThread, generate_command, mend_tail, wait_until_free
-from moelight.serve.store import MOVES, Batch, Counts, File, Store
+from moelight.serve.jobs import Command, Job, WorkThread, generate_command, truncate_partial_line, wait_until_free
+from moelight.serve.store import MOVES, Batch, RowCounts, Store, StoredFile
 from moelight.serve.validate import check_lines
 from moelight.serve.worker import Worker
 from tests.serve.standing import PACE, line, lines, stand_in, standing, until
@@ -88,12 +88,12 @@ def directory_with(lock: Path) -> Path:
 
 def test_a_torn_tail_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    assert mend_tail(path) == 0
+    assert truncate_partial_line(path) == 0
     for text, rows, left in ((b"", 0, b""), (b"a\nb\n", 2, b"a\nb\n"), (b"a\nb", 1, b"a\n"), (b"ab", 0, b"")):
         path.write_bytes(text)
-        assert mend_tail(path) == rows and path.read_bytes() == left
+        assert truncate_partial_line(path) == rows and path.read_bytes() == left
     path.write_bytes(b"x" * (1 << 20) + b"\n" + b"y" * (3 << 20))
-    assert mend_tail(path) == 1 and path.stat().st_size == (1 << 20) + 1
+    assert truncate_partial_line(path) == 1 and path.stat().st_size == (1 << 20) + 1
 
 
 def batch_of(name: str, **more: object) -> Batch:
@@ -101,8 +101,8 @@ def batch_of(name: str, **more: object) -> Batch:
     return Batch(id=name, expires_at=2, **{**base, **more})  # type: ignore[arg-type]
 
 
-def file_of(name: str) -> File:
-    return File(id=name, path=f"files/{name}", filename="x", purpose="batch", bytes=1, created_at=1)
+def file_of(name: str) -> StoredFile:
+    return StoredFile(id=name, path=f"files/{name}", filename="x", purpose="batch", bytes=1, created_at=1)
 
 
 def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
         for to in [each for each in MOVES if each != "validating"]:
             name = f"{state}-{to}"
             assert store.add_batch(batch_of(name, status=state))
-            assert store.move(name, to, counts=Counts(total=1), output=file_of(f"out-{name}")) == (to in ways)
+            assert store.move(name, to, counts=RowCounts(total=1), output=file_of(f"out-{name}")) == (to in ways)
             found = store.batch(name)
             assert found is not None and found.status == (to if to in ways else state)
             assert (store.file(f"out-{name}") is not None) == (to in ways) == (found.output_file_id is not None)
@@ -220,7 +220,7 @@ def test_rows_of_a_real_job_survive_a_full_disk(tmp_path: Path, monkeypatch: pyt
     real = generate_command("demo", ("--sync-interval", "0", "--batch-size", "1"), line_format="openai")
     said = work(data, command=real, within_s=600)
     done = data.store.batch("batch_1")
-    assert done is not None and (done.status, done.counts) == ("completed", Counts(total=3, completed=3)), said
+    assert done is not None and (done.status, done.counts) == ("completed", RowCounts(total=3, completed=3)), said
     assert any("no space left on device); goes on once there is room" in each for each in said)
     rows = (data.batches / "batch_1" / "output.jsonl").read_text().splitlines()
     assert sorted(json.loads(each)["custom_id"] for each in rows) == [f"r{n}" for n in range(3)]
@@ -272,7 +272,7 @@ def test_a_batch_whose_rows_are_gone_is_not_completed(tmp_path: Path) -> None:
     data = DataDirectory(tmp_path / "data")
     data.store.add_file(file_of("file-1"))
     data.store.add_batch(batch_of("batch_1", status="finalizing"))
-    data.store.count("batch_1", Counts(total=3, completed=3))
+    data.store.count("batch_1", RowCounts(total=3, completed=3))
     (data.batches / "batch_1").mkdir()
     (data.batches / "batch_1" / "output.jsonl").write_bytes(lines(2))
     work(data)

@@ -20,7 +20,7 @@ from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm.costs import dense_bytes, page_bytes
-from moelight.kernels.reads import FileReader, Part
+from moelight.kernels.reads import FileReader, ReadPart
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
@@ -187,7 +187,7 @@ def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObj
     weight_map, model = opened(small)
     dtype = torch.bfloat16 if way == "converted" else torch.float32
     with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
-        past = PageReader(weight_map, model, dtype, lambda parts: files.submit([Part(*each) for each in parts]))
+        past = PageReader(weight_map, model, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts]))
         with plain if way == "through the cache" else past as reader:
             page = Page(layer=0, expert=data.draw(st.integers(0, model.experts.num_experts - 1)))
             whole, numbers = read_page(plain, page), reader.page_bytes // dtype.itemsize
@@ -202,7 +202,7 @@ def test_a_page_past_the_cache_that_cannot_be_read_names_file_and_tensor(tmp_pat
     weight_map, model = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
     with FileReader(page_files(weight_map)) as files:
         reader = PageReader(
-            weight_map, model, torch.float32, lambda parts: files.submit([Part(*each) for each in parts])
+            weight_map, model, torch.float32, lambda parts: files.submit([ReadPart(*each) for each in parts])
         )
         os.truncate(tmp_path / "model.safetensors", 1000)
         with pytest.raises(

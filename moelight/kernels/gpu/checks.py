@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def tensor(
+def check_tensor(
     name: str, value: object, dtypes: tuple[torch.dtype, ...], ndim: int, device: torch.device | None = None
 ) -> None:
     """A dense tensor with ``ndim`` dimensions, one of ``dtypes``, on ``device`` (None: wherever there are bytes)."""
@@ -23,7 +23,7 @@ def tensor(
         raise ValueError(f"{name}: must be on {device}, is on {value.device}")
 
 
-def shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
     """Exactly this shape, contiguous."""
     if tuple(value.shape) != expected:
         raise ValueError(f"{name}: must have shape {list(expected)}, has {list(value.shape)}")
@@ -31,7 +31,7 @@ def shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: must be contiguous")
 
 
-def rows(name: str, value: Tensor) -> None:
+def check_rows(name: str, value: Tensor) -> None:
     """Two dimensions, contiguous but for the distance between rows, which do not overlap."""
     if value.shape[1] > 1 and value.stride(1) != 1:
         raise ValueError(f"{name}: must be contiguous within its rows")
@@ -39,7 +39,7 @@ def rows(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: rows overlap")
 
 
-def ranges(name: str, offsets: Tensor, last: int) -> None:
+def check_offsets(name: str, offsets: Tensor, last: int) -> None:
     """Offsets that rise from 0 to ``last``; checked where they lie in host memory, for looking would stop a device."""
     if offsets.device.type != "cpu":
         return
@@ -48,13 +48,13 @@ def ranges(name: str, offsets: Tensor, last: int) -> None:
         raise ValueError(f"{name}: must rise from 0 to {last}, is {found}")
 
 
-def indices(name: str, value: Tensor, end: int) -> None:
+def check_indices(name: str, value: Tensor, end: int) -> None:
     """Indices from 0 to ``end`` - 1; checked where they lie in host memory."""
     if value.device.type == "cpu" and value.numel() and not (int(value.min()) >= 0 and int(value.max()) < end):
         raise ValueError(f"{name}: must lie between 0 and {end - 1}")
 
 
-def integer(name: str, value: object, least: int, most: int | None = None) -> None:
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
     """An integer within bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels.gpu import checks, reference, serving, tiles
-from moelight.kernels.gpu.pages import FLOATS, Pages
+from moelight.kernels.gpu.pages import FLOATS, PageTable
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 _MAP_NUMBERS = 4096
@@ -24,7 +24,7 @@ _MAP_NUMBERS = 4096
 
 def expert_ffn(
     x: Tensor,
-    pages: Pages,
+    pages: PageTable,
     offsets: Tensor,
     *,
     activation: str = "silu",
@@ -54,11 +54,11 @@ def expert_ffn(
     if out is None:
         out = torch.empty((rows, pages.hidden), dtype=x.dtype, device=x.device)
     else:
-        checks.tensor("out", out, (x.dtype,), 2, x.device)
-        checks.shape("out", out, (rows, pages.hidden))
+        checks.check_tensor("out", out, (x.dtype,), 2, x.device)
+        checks.check_shape("out", out, (rows, pages.hidden))
     if scratch is not None:
-        checks.tensor("scratch", scratch, (x.dtype,), 2, x.device)
-        checks.shape("scratch", scratch, (rows, pages.width))
+        checks.check_tensor("scratch", scratch, (x.dtype,), 2, x.device)
+        checks.check_shape("scratch", scratch, (rows, pages.width))
     if rows == 0:
         return out
     mean_rows = rows / min(rows, pages.experts)
@@ -75,27 +75,29 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _check(x: Tensor, pages: Pages, offsets: Tensor, activation: object, clamp: object, tokens: Tensor | None) -> int:
+def _check(
+    x: Tensor, pages: PageTable, offsets: Tensor, activation: object, clamp: object, tokens: Tensor | None
+) -> int:
     """-> R."""
-    if not isinstance(pages, Pages):
+    if not isinstance(pages, PageTable):
         raise ValueError(f"pages: must be Pages, is {type(pages).__name__}")
-    checks.tensor("x", x, FLOATS, 2, pages.table.device)
-    checks.rows("x", x)
+    checks.check_tensor("x", x, FLOATS, 2, pages.table.device)
+    checks.check_rows("x", x)
     if x.shape[1] != pages.hidden:
         raise ValueError(f"x: must have {pages.hidden} columns, has {x.shape[1]}")
     if not pages.scaled and pages.stored != x.dtype:
         raise ValueError(f"x: must be {pages.stored} as the weights, is {x.dtype}")
     rows = x.shape[0]
     if tokens is not None:
-        checks.tensor("tokens", tokens, (torch.int64,), 1, x.device)
-        checks.shape("tokens", tokens, (tokens.shape[0],))
-        checks.indices("tokens", tokens, rows)
+        checks.check_tensor("tokens", tokens, (torch.int64,), 1, x.device)
+        checks.check_shape("tokens", tokens, (tokens.shape[0],))
+        checks.check_indices("tokens", tokens, rows)
         if tokens.shape[0] and not rows:
             raise ValueError("x: has no rows for tokens to name")
         rows = tokens.shape[0]
-    checks.tensor("offsets", offsets, (torch.int32,), 1, x.device)
-    checks.shape("offsets", offsets, (pages.experts + 1,))
-    checks.ranges("offsets", offsets, rows)
+    checks.check_tensor("offsets", offsets, (torch.int32,), 1, x.device)
+    checks.check_shape("offsets", offsets, (pages.experts + 1,))
+    checks.check_offsets("offsets", offsets, rows)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
     if not isinstance(clamp, (int, float)) or not math.isfinite(clamp) or clamp <= 0:
@@ -105,7 +107,7 @@ def _check(x: Tensor, pages: Pages, offsets: Tensor, activation: object, clamp: 
 
 def _launch(
     x: Tensor,
-    pages: Pages,
+    pages: PageTable,
     offsets: Tensor,
     activation: str,
     clamp: float,
@@ -150,7 +152,7 @@ def _launch(
 
 def _product(
     kernel: Any,
-    pages: Pages,
+    pages: PageTable,
     part: str,
     x: Tensor,
     out: Tensor,
@@ -167,7 +169,7 @@ def _product(
 
 
 def arguments_of(
-    pages: Pages,
+    pages: PageTable,
     part: str,
     x: Tensor,
     out: Tensor,

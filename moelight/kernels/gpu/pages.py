@@ -25,7 +25,7 @@ Parts = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pages:
+class PageTable:
     """E experts. Made by `of` or `in_arena`, which check; safe to keep and to use again while the bytes stay.
 
     ``table`` int64 [6, E]: addresses in the order of PARTS, 0 for what is absent. ``group``: inputs with one scale, 0
@@ -73,7 +73,7 @@ class Pages:
         gate_up_bias: Parts | None = None,
         down_bias: Parts | None = None,
         group_size: int | None = None,
-    ) -> Pages:
+    ) -> PageTable:
         """A tensor per expert, at unrelated addresses of one device; None for an expert that is elsewhere.
 
         gate_up   [2I, H], gate rows first: float32, bfloat16, float16 or int8; uint8 [2I, H/2] with two values a byte
@@ -120,7 +120,7 @@ class Pages:
         for name, tensors in parts.items():
             _check_tensors(name, tensors, shapes[name], first, matrix=name in {"gate_up", "down"})
         rows = [[0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up) for tensors in parts.values()]
-        return Pages(
+        return PageTable(
             hidden=hidden,
             width=width,
             stored=first.dtype,
@@ -142,22 +142,22 @@ class Pages:
         gate_up_bias: Parts | None = None,
         down_bias: Parts | None = None,
         group_size: int | None = None,
-    ) -> Pages:
+    ) -> PageTable:
         """The same with all matrices in ``arena`` [elements], of their dtype (`view` gives it): matrix e begins at
         element ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert that is elsewhere.
 
         Raises ValueError, naming the argument, for what `of` refuses and for what does not lie in the arena.
         """
-        checks.tensor("arena", arena, MATRICES, 1)
-        checks.shape("arena", arena, tuple(arena.shape))
+        checks.check_tensor("arena", arena, MATRICES, 1)
+        checks.check_shape("arena", arena, tuple(arena.shape))
         for name, size in (("hidden", hidden), ("width", width)):
-            checks.integer(name, size, 1)
+            checks.check_integer(name, size, 1)
         packing = 2 if arena.dtype == torch.uint8 else 1
         if hidden % packing or width % packing:
             raise ValueError(f"hidden: two values a byte need even sizes, they are {hidden} and {width}")
         gate_up = _cut("gate_up_offsets", arena, gate_up_offsets, 2 * width, hidden // packing)
         down = _cut("down_offsets", arena, down_offsets, hidden, width // packing)
-        return Pages.of(
+        return PageTable.of(
             gate_up,
             down,
             gate_up_scale=gate_up_scale,

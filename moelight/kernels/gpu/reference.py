@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.kernels.gpu.pages import Pages
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.reference import route_topk
 
 
@@ -39,7 +39,7 @@ def activated(gate: Tensor, up: Tensor, activation: str, clamp: float) -> Tensor
 
 
 def expert_ffn(
-    x: Tensor, pages: Pages, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
+    x: Tensor, pages: PageTable, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
 ) -> Tensor:
     """What `grouped.expert_ffn` says, into ``out`` [R, H]; reads ``offsets``, and so waits for the device."""
     result = torch.zeros_like(out)
@@ -54,7 +54,7 @@ def expert_ffn(
     return out.copy_(result)
 
 
-def _linear(x: Tensor, pages: Pages, part: str, weight: Tensor, expert: int) -> Tensor:
+def _linear(x: Tensor, pages: PageTable, part: str, weight: Tensor, expert: int) -> Tensor:
     scales, biases = pages.parts[f"{part}_scale"], pages.parts[f"{part}_bias"]
     dense = dequantised(weight, scales[expert] if scales else None, pages.group).to(x.dtype)
     bias = biases[expert] if biases else None

@@ -30,10 +30,10 @@ def route(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, shape, stride or number.
     """
-    checks.tensor("logits", logits, FLOATS, 2)
-    checks.rows("logits", logits)
+    checks.check_tensor("logits", logits, FLOATS, 2)
+    checks.check_rows("logits", logits)
     tokens, experts = logits.shape
-    checks.integer("top_k", top_k, 1, experts)
+    checks.check_integer("top_k", top_k, 1, experts)
     if not serving.serves(logits.device, logits.dtype)[0]:
         return reference.route(logits, top_k, normalize=normalize, narrow=weights_in_model_dtype)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -68,9 +68,9 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Raises ValueError, naming the argument, for a wrong type, dtype, shape or number.
     """
-    checks.tensor("ids", ids, (torch.int32, torch.int64), 2)
-    checks.integer("experts", experts, 1)
-    checks.indices("ids", ids, experts)
+    checks.check_tensor("ids", ids, (torch.int32, torch.int64), 2)
+    checks.check_integer("experts", experts, 1)
+    checks.check_indices("ids", ids, experts)
     top_k = ids.shape[1]
     ordered, order = ids.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
@@ -93,24 +93,24 @@ def combine(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout or index.
     """
-    checks.tensor("results", results, FLOATS, 2)
-    checks.shape("results", results, tuple(results.shape))
-    checks.tensor("weights", weights, (torch.float32,), 2, results.device)
-    checks.shape("weights", weights, tuple(weights.shape))
+    checks.check_tensor("results", results, FLOATS, 2)
+    checks.check_shape("results", results, tuple(results.shape))
+    checks.check_tensor("weights", weights, (torch.float32,), 2, results.device)
+    checks.check_shape("weights", weights, tuple(weights.shape))
     tokens, top_k = weights.shape
     if top_k < 1 or (tokens and not results.shape[0]):
         raise ValueError(f"weights: {tokens} tokens with {top_k} experts have no rows in results")
-    checks.tensor("places", places, (torch.int64,), 2, results.device)
-    checks.shape("places", places, (tokens, top_k))
-    checks.indices("places", places, results.shape[0])
+    checks.check_tensor("places", places, (torch.int64,), 2, results.device)
+    checks.check_shape("places", places, (tokens, top_k))
+    checks.check_indices("places", places, results.shape[0])
     width = results.shape[1]
     if out is None:
         if add:
             raise ValueError("out: must be given, to be added to")
         out = torch.empty((tokens, width), dtype=results.dtype, device=results.device)
     else:
-        checks.tensor("out", out, (results.dtype, torch.float32), 2, results.device)
-        checks.shape("out", out, (tokens, width))
+        checks.check_tensor("out", out, (results.dtype, torch.float32), 2, results.device)
+        checks.check_shape("out", out, (tokens, width))
     if not out.numel():
         return out
     if not serving.serves(results.device, results.dtype)[0]:

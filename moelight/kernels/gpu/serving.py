@@ -33,12 +33,12 @@ def _load() -> tuple[str | None, str]:
     return str(triton.__version__), f"triton {triton.__version__}"
 
 
-def available() -> bool:
+def triton_available() -> bool:
     """Whether Triton is here."""
     return _load()[0] is not None
 
 
-def reason() -> str:
+def triton_reason() -> str:
     """One clause that says which Triton is here, or why there is none."""
     return _load()[1]
 
@@ -46,7 +46,7 @@ def reason() -> str:
 @cache
 def interpreting() -> bool:
     """Whether Triton was imported to run its kernels on the CPU, element by element: right, and slow."""
-    if not available():
+    if not triton_available():
         return False
     standard = importlib.import_module("triton.language.standard")
     return type(standard.cdiv).__name__ == "InterpretedFunction"
@@ -87,11 +87,11 @@ def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.
 
     ``rows_per_expert``: of a product; where there are no tensor units for Triton, torch is faster with many rows.
     """
-    if not available():
-        return False, reason()
+    if not triton_available():
+        return False, triton_reason()
     if device.type == "cpu":
         found = interpreting()
-        return found, f"{reason()}, interpreted" if found else "the tensors are in CPU memory"
+        return found, f"{triton_reason()}, interpreted" if found else "the tensors are in CPU memory"
     if interpreting():
         return False, "triton was told to interpret its kernels (TRITON_INTERPRET=1)"
     if device.type != "cuda":
@@ -113,4 +113,4 @@ def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tu
             return False, f"{name}: many rows, and triton does not use its tensor units, as torch does"
         if dtype == "float32":
             return False, "many rows in float32, for which triton uses no tensor units"
-    return True, f"{reason()}, {name}"
+    return True, f"{triton_reason()}, {name}"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.registry import Registry
-from moelight.profiles.families.family import Family, read_profile
+from moelight.profiles.families.family import ModelFamily, read_profile
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 
-FAMILIES: Registry[Family] = Registry(
+FAMILIES: Registry[ModelFamily] = Registry(
     "model_type",
     {
         "mixtral": "moelight.profiles.families.mixtral:FAMILY",

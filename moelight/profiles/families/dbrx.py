@@ -1,9 +1,9 @@
 """DBRX: a config with parts of its own, q, k and v in one tensor, LayerNorm without biases."""
 
-from moelight.profiles.families.family import ROPE_TYPES, Family
+from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import DBRX_STYLE
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     model_type="dbrx",
     names=DBRX_STYLE,
     keys={

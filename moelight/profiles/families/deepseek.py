@@ -6,10 +6,10 @@ the experts in them); V3 scores by a sigmoid, chooses with a bias that does not 
 
 from dataclasses import replace
 
-from moelight.profiles.families.family import ROPE_TYPES, Family
+from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import QWEN_STYLE
 
-DEEPSEEK = Family(
+DEEPSEEK = ModelFamily(
     model_type="deepseek",
     names=QWEN_STYLE,
     experts_keys=("n_routed_experts",),

@@ -27,7 +27,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class ModelFamily:
     """One ``model_type``: where its ``config.json`` keeps things, and what it means when a key is absent.
 
     Fields that carry a number are the default of a key; where the number is None the key is required, unless the
@@ -113,7 +113,7 @@ class Family:
     head_bias: bool = False
 
 
-def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile:
+def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelProfile:
     """`ModelProfile` of the checkpoint that ``config`` describes, read as ``family`` says.
 
     Raises:
@@ -151,7 +151,7 @@ def read_profile(config: HFConfig, family: Family, *, name: str) -> ModelProfile
     return profile
 
 
-def _attention(config: HFConfig, family: Family, layers: int) -> AttentionSpec:
+def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionSpec:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     rope_type, theta, factor = config.rope(
         default_type=family.rope_type, default_theta=family.rope_theta, known=family.rope_types
@@ -200,7 +200,7 @@ def _latent(config: HFConfig) -> LatentSpec:
     )
 
 
-def _window(config: HFConfig, family: Family) -> int | None:
+def _window(config: HFConfig, family: ModelFamily) -> int | None:
     switched_on = not family.window_flag or config.flag(family.window_flag, default=False)
     if not family.windowed or not switched_on:
         return None
@@ -216,7 +216,7 @@ def _same_everywhere(config: HFConfig, layers: int, window: int | None) -> None:
         )
 
 
-def _window_layers(config: HFConfig, family: Family, layers: int) -> tuple[bool, ...]:
+def _window_layers(config: HFConfig, family: ModelFamily, layers: int) -> tuple[bool, ...]:
     types = config.words("layer_types", _LAYER_TYPES, count=layers)
     if types:
         return tuple(kind == "sliding_attention" for kind in types)
@@ -226,7 +226,7 @@ def _window_layers(config: HFConfig, family: Family, layers: int) -> tuple[bool,
     return tuple(layer % 2 == 0 and layer < last for layer in range(layers))
 
 
-def _router(config: HFConfig, family: Family) -> RouterSpec:
+def _router(config: HFConfig, family: ModelFamily) -> RouterSpec:
     normalize = family.normalize
     if normalize is None:
         normalize = config.flag("norm_topk_prob", default=family.normalize_default)
@@ -247,7 +247,7 @@ def _router(config: HFConfig, family: Family) -> RouterSpec:
     )
 
 
-def _experts(config: HFConfig, family: Family) -> ExpertSpec:
+def _experts(config: HFConfig, family: ModelFamily) -> ExpertSpec:
     width = config.integer(family.expert_width_key)
     shared = 0
     if family.shared_width is not None:
@@ -265,7 +265,7 @@ def _experts(config: HFConfig, family: Family) -> ExpertSpec:
     )
 
 
-def _moe_layers(config: HFConfig, family: Family, layers: int) -> tuple[bool, ...]:
+def _moe_layers(config: HFConfig, family: ModelFamily, layers: int) -> tuple[bool, ...]:
     """Which layers have experts.
 
     ``sparse_layers``: those not listed in ``mlp_only_layers`` that do not fall between the sparse steps.

@@ -1,9 +1,9 @@
 """GLM-4.5: routing and shared expert as in DeepSeek-V3, over grouped queries, half of each head turned by positions."""
 
-from moelight.profiles.families.family import ROPE_TYPES, Family
+from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import QWEN_STYLE
 
-GLM4_MOE = Family(
+GLM4_MOE = ModelFamily(
     model_type="glm4_moe",
     names=QWEN_STYLE,
     experts_keys=("n_routed_experts", "num_local_experts"),

@@ -3,10 +3,10 @@
 Released files hold the experts in blocks of 4 bits (MXFP4) and the rest in bfloat16, which ``config.json`` leaves out.
 """
 
-from moelight.profiles.families.family import ROPE_TYPES, Family
+from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import GPT_OSS_STYLE
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     model_type="gpt_oss",
     names=GPT_OSS_STYLE,
     expert_width_key="intermediate_size",

@@ -1,9 +1,9 @@
 """Mixtral: softmax, top-k, always renormalised, router weights kept in float32; optional sliding window."""
 
-from moelight.profiles.families.family import Family
+from moelight.profiles.families.family import ModelFamily
 from moelight.profiles.names import MIXTRAL_STYLE
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     model_type="mixtral",
     names=MIXTRAL_STYLE,
     expert_width_key="intermediate_size",

@@ -1,9 +1,9 @@
 """OLMoE: RMSNorm over the whole q and k projections, optional clipping of q, k and v."""
 
-from moelight.profiles.families.family import Family
+from moelight.profiles.families.family import ModelFamily
 from moelight.profiles.names import QWEN_STYLE
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     model_type="olmoe",
     names=QWEN_STYLE,
     expert_width_key="intermediate_size",

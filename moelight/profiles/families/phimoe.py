@@ -1,9 +1,9 @@
 """Phi-3.5-MoE: LayerNorm with biases, biases in attention and head, routing by sparsemixer."""
 
-from moelight.profiles.families.family import ROPE_TYPES, Family
+from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import PHIMOE_STYLE
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     model_type="phimoe",
     names=PHIMOE_STYLE,
     experts_keys=("num_local_experts",),

@@ -3,10 +3,10 @@
 Qwen3: RMSNorm over each q and k head, explicit head size. Qwen2: biases of q, k and v, and a gated shared expert.
 """
 
-from moelight.profiles.families.family import ROPE_TYPES, Family
+from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import QWEN_STYLE
 
-QWEN3_MOE = Family(
+QWEN3_MOE = ModelFamily(
     model_type="qwen3_moe",
     names=QWEN_STYLE,
     expert_width_key="moe_intermediate_size",
@@ -25,7 +25,7 @@ QWEN3_MOE = Family(
     sparse_layers=True,
 )
 
-QWEN2_MOE = Family(
+QWEN2_MOE = ModelFamily(
     model_type="qwen2_moe",
     names=QWEN_STYLE,
     experts_keys=("num_experts",),

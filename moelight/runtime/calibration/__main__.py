@@ -15,7 +15,7 @@ from moelight.runtime.calibration.machine import measure_machine
 from moelight.runtime.machine import find_machine
 
 
-def main(device: str, directory: str, file: str) -> int:
+def run_calibration(device: str, directory: str, file: str) -> int:
     """Measure; 2 and one line on stderr where that cannot be."""
     try:
         found = measure_machine(find_machine(device), QUICK, name="auto", disk_dir=Path(directory), disk_needed=False)
@@ -27,4 +27,4 @@ def main(device: str, directory: str, file: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(run_calibration(*sys.argv[1:]))

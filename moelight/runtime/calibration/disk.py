@@ -25,8 +25,8 @@ import torch
 
 from moelight.core.errors import ConfigError
 from moelight.core.units import MiB
-from moelight.kernels.reads import FileReader, Part, Ticket
-from moelight.runtime.calibration.timing import Gauge, Reading, Work, reading_of
+from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
+from moelight.runtime.calibration.timing import Gauge, Measurement, Work, reading_of
 
 BLOCK_BYTES = 8 * MiB
 LEAST_BLOCKS = 2
@@ -133,7 +133,7 @@ def block_buffer() -> mmap.mmap:
 def cached_reads(scratch: Scratch) -> Gauge:
     """bytes/s of one reader whose file is in the page cache."""
 
-    def read(seconds: float) -> Reading:
+    def read(seconds: float) -> Measurement:
         with block_buffer() as block:
             _pass(scratch, block)
             return _passes(seconds, scratch.size, lambda: _pass(scratch, block))
@@ -145,8 +145,8 @@ def lane_reads(scratch: Scratch) -> Gauge:
     """bytes/s of the disk lane: past the page cache where that is possible, pages in the order in which passes want
     them, several on their way."""
 
-    def read(seconds: float) -> Reading:
-        with _Lane(scratch) as lane:
+    def read(seconds: float) -> Measurement:
+        with _DiskLane(scratch) as lane:
             return _passes(seconds, scratch.size, lane.read_all, before=scratch.forget)
 
     return read
@@ -155,7 +155,7 @@ def lane_reads(scratch: Scratch) -> Gauge:
 def direct_reads(scratch: Scratch) -> Gauge:
     """bytes/s of several readers past the page cache, each with blocks of its own; only where ``direct`` is there."""
 
-    def read(seconds: float) -> Reading:
+    def read(seconds: float) -> Measurement:
         with ThreadPoolExecutor(DIRECT_READERS) as readers:
             share = partial(_direct_share, scratch)
             return _passes(seconds, scratch.size, lambda: list(readers.map(share, range(DIRECT_READERS))))
@@ -169,7 +169,7 @@ def beside_reads(work: Work, scratch: Scratch) -> Gauge:
     Not the median but the mean: reading takes a processor away now and then, and those times are what is asked for.
     """
 
-    def read(seconds: float) -> Reading:
+    def read(seconds: float) -> Measurement:
         with _reading(scratch):
             work()
             samples, began = list[float](), time.perf_counter()
@@ -177,7 +177,7 @@ def beside_reads(work: Work, scratch: Scratch) -> Gauge:
                 start = time.perf_counter()
                 work()
                 samples.append(max(time.perf_counter() - start, 1e-9))
-        return Reading(rate=len(samples) / sum(samples), spread=reading_of(samples).spread)
+        return Measurement(rate=len(samples) / sum(samples), spread=reading_of(samples).spread)
 
     return read
 
@@ -186,13 +186,13 @@ def reads_beside(work: Work, scratch: Scratch) -> Gauge:
     """bytes/s of the disk lane while ``work`` is done without a pause, from one block's arrival to another's: a reader
     that has yet to begin, and its last blocks, which are still on their way, are no part of the rate."""
 
-    def read(seconds: float) -> Reading:
+    def read(seconds: float) -> Measurement:
         with _reading(scratch) as arrived:
             began = time.perf_counter()
             while time.perf_counter() - began < BESIDE_LONGER * seconds or len(arrived) < _LEAST_ARRIVALS:
                 work()
             first_s, last_s, blocks = arrived[0], arrived[-1], len(arrived) - 1
-        return Reading(rate=blocks * BLOCK_BYTES / max(last_s - first_s, 1e-9), spread=0.0)
+        return Measurement(rate=blocks * BLOCK_BYTES / max(last_s - first_s, 1e-9), spread=0.0)
 
     return read
 
@@ -200,12 +200,12 @@ def reads_beside(work: Work, scratch: Scratch) -> Gauge:
 def past_cache(scratch: Scratch) -> bool:
     """Whether the disk lane reads the file past the page cache: what it reads has come from the disk then, however
     fast."""
-    with _Lane(scratch) as lane:
+    with _DiskLane(scratch) as lane:
         next(lane.blocks())  # whether it is served so shows when it is read
         return lane.direct
 
 
-def from_cache(lane: Reading, cached: Reading) -> bool:
+def from_cache(lane: Measurement, cached: Measurement) -> bool:
     """Whether reads through the page cache that should have come from the disk were too fast for that: it was not
     emptied."""
     return lane.rate > _CACHED_ABOVE * cached.rate
@@ -228,7 +228,7 @@ def _direct_share(scratch: Scratch, reader: int) -> None:
             scratch.read(number, block, direct=True)
 
 
-def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Reading:
+def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Measurement:
     """Whole passes over the file, one sample each; ``before`` is not counted."""
     samples, began = list[float](), time.perf_counter()
     while not samples or time.perf_counter() - began < seconds:
@@ -239,7 +239,7 @@ def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None
     return reading_of(samples, size)
 
 
-class _Lane(AbstractContextManager["_Lane"]):
+class _DiskLane(AbstractContextManager["_DiskLane"]):
     """Reads the scratch file as the disk lane reads pages: into slots that lie in memory otherwise than in the file."""
 
     def __init__(self, scratch: Scratch) -> None:
@@ -264,17 +264,17 @@ class _Lane(AbstractContextManager["_Lane"]):
 
     def blocks(self) -> Iterator[int]:
         """The numbers of blocks as they arrive, of the whole file once."""
-        coming: deque[tuple[int, Ticket]] = deque()
+        coming: deque[tuple[int, ReadTicket]] = deque()
         for place, number in enumerate(lane_order(self._scratch.blocks)):
             into = self._slots[place % len(self._slots)]
             if len(coming) == len(self._slots):
                 yield _arrived(coming)
-            coming.append((number, self._reader.submit([Part(self._file, number * BLOCK_BYTES, into)])))
+            coming.append((number, self._reader.submit([ReadPart(self._file, number * BLOCK_BYTES, into)])))
         while coming:
             yield _arrived(coming)
 
 
-def _arrived(coming: deque[tuple[int, Ticket]]) -> int:
+def _arrived(coming: deque[tuple[int, ReadTicket]]) -> int:
     number, ticket = coming.popleft()
     ticket.wait()
     return number
@@ -287,7 +287,7 @@ def _reading(scratch: Scratch) -> Iterator[list[float]]:
     enough, arrived = threading.Event(), list[float]()
 
     def read() -> None:
-        with _Lane(scratch) as lane:
+        with _DiskLane(scratch) as lane:
             while not enough.is_set():
                 scratch.forget()
                 for _ in lane.blocks():

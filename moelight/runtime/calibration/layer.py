@@ -25,8 +25,8 @@ from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.runtime.calibration.memory import norms
 from moelight.runtime.calibration.pool import Pool
 from moelight.runtime.calibration.surfaces import Points
-from moelight.runtime.calibration.timing import Gauge, Reading, Work, reading_of
-from moelight.runtime.microbatch import present
+from moelight.runtime.calibration.timing import Gauge, Measurement, Work, reading_of
+from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
 HIDDEN = 2048
@@ -63,21 +63,21 @@ def _touched(tokens: int) -> float:
     return float(tokens * HIDDEN * (TOUCHED_BEFORE + TOUCHED_AFTER))
 
 
-def _norms(pool: Pool, tokens: int, seconds: float) -> Reading:
+def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
     return norms(pool, tokens, HIDDEN)(seconds)
 
 
 def acts(pool: Pool) -> Gauge:
     """Acts per second of a layer that touches next to nothing: calls, small tensors, the waking of threads."""
 
-    def read(seconds: float) -> Reading:
+    def read(seconds: float) -> Measurement:
         layer = _Layer(pool, _FEW_TOKENS)
         return reading_of(_in_turn(layer.decode, layer.products, seconds), ACTS)
 
     return read
 
 
-def _acts(pool: Pool, tokens: int, seconds: float) -> Reading:
+def _acts(pool: Pool, tokens: int, seconds: float) -> Measurement:
     layer = _Layer(pool, tokens)
     return reading_of(_in_turn(layer.around_attention, layer.products, seconds), _touched(tokens))
 
@@ -138,7 +138,7 @@ class _Layer:
 
     def products(self) -> None:
         """The products of these acts alone."""
-        for weight in (self._weights.qkv, self._weights.o, present(self._weights.router)):
+        for weight in (self._weights.qkv, self._weights.o, require(self._weights.router)):
             linear(self._hidden, weight)
 
     def _after(self) -> None:

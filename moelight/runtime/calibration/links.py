@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from moelight.core.units import KiB
-from moelight.runtime.calibration.timing import Gauge, Reading, Work, finisher, sample
+from moelight.runtime.calibration.timing import Gauge, Measurement, Work, finisher, sample
 
 SMALL_BYTES = 4 * KiB
 
@@ -28,11 +28,11 @@ def link_gauges(device: torch.device, size: int, attend: Work) -> dict[str, Gaug
     plain = torch.zeros(size, dtype=torch.uint8)
     there = torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def copy(into: torch.Tensor, source: torch.Tensor, amount: float, seconds: float) -> Reading:
+    def copy(into: torch.Tensor, source: torch.Tensor, amount: float, seconds: float) -> Measurement:
         work = partial(into.copy_, source, non_blocking=True)
         return sample(work, seconds=seconds, amount=amount, finish=finish)
 
-    def copy_beside(seconds: float) -> Reading:
+    def copy_beside(seconds: float) -> Measurement:
         with kept_busy(attend):
             return copy(there, pinned, size, seconds)
 

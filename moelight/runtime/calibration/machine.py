@@ -24,14 +24,14 @@ from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.identity import describe
 from moelight.runtime.calibration.layer import acts, elementwise_points
 from moelight.runtime.calibration.pool import SHARE_OF_FREE, Pool
-from moelight.runtime.calibration.timing import DISTURBED_CORES, Gauge, Reading, best_of_rounds, sample
+from moelight.runtime.calibration.timing import DISTURBED_CORES, Gauge, Measurement, best_of_rounds, sample
 from moelight.runtime.machine import Machine
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.weights.torch_dtypes import to_torch
 
 Say = Callable[[str], None]
 Gauges = dict[str | surfaces.Point, tuple[Gauge, float]]
-Readings = dict[str | surfaces.Point, Reading]
+Readings = dict[str | surfaces.Point, Measurement]
 LEAST_POOL_BYTES = 16 * MiB
 _DIGITS = 4
 _BUSY_CONTEXT = 1024
@@ -57,11 +57,11 @@ class _Findings:
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
         return readings
 
-    def rate(self, key: str, reading: Reading) -> None:
+    def rate(self, key: str, reading: Measurement) -> None:
         """A figure per second."""
         self.figures[key] = (reading.rate, reading.spread)
 
-    def seconds(self, key: str, reading: Reading) -> None:
+    def seconds(self, key: str, reading: Measurement) -> None:
         """The seconds of one where the reading says how many in a second."""
         self.figures[key] = (1 / reading.rate, reading.spread)
 

@@ -21,11 +21,11 @@ from moelight.hrm.costs import ROW_PADDING, TENSOR_ALIGNMENT, ExpertWorkspace
 from moelight.kernels.attention import cpu_gqa_decode
 from moelight.kernels.prefill import prefill_attention
 from moelight.kernels.products import Workspace, linear, padded_rows
-from moelight.models.moe import Routed, mixture
+from moelight.models.moe import Routed, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.runtime.calibration.effort import Shape
 from moelight.runtime.calibration.pool import Pool
-from moelight.runtime.calibration.timing import Gauge, Reading, Work, finisher, sample
+from moelight.runtime.calibration.timing import Gauge, Measurement, Work, finisher, sample
 
 # The heads of Mixtral 8x7B: four queries of a sequence share keys and values.
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -83,7 +83,7 @@ def prefill_points(name: str, pool: Pool, prompts: Sequence[int]) -> Points:
     return {(name, 0, tokens): _gauge(pool, partial(_prefill, pool, tokens)) for tokens in prompts}
 
 
-def surface_of(name: str, readings: Mapping[Point, Reading]) -> tuple[Surface, float]:
+def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surface, float]:
     """The surface ``name`` from those ``readings`` that are its points, and the median of their spreads."""
     mine = {point: reading for point, reading in readings.items() if point[0] == name}
     sizes = sorted({size for _, size, _ in mine})
@@ -109,7 +109,7 @@ def mixture_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[W
 
     def work() -> Tensor:
         views = next(pages)
-        return mixture(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
+        return moe_forward(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
 
     return work, 6.0 * tokens * TOP_K * hidden * width
 
@@ -182,7 +182,7 @@ def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Gauge:
     """Operands are made when the gauge is read, and freed after."""
     finish = finisher(pool.device)
 
-    def read(seconds: float) -> Reading:
+    def read(seconds: float) -> Measurement:
         work, amount = make()
         return sample(work, seconds=seconds, amount=amount, finish=finish)
 

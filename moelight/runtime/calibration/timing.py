@@ -24,7 +24,7 @@ DISTURBED_CORES = 0.15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class Measurement:
     """Per second: the median of some samples. ``spread`` is the width of their middle half, as a share of it."""
 
     rate: float
@@ -32,16 +32,16 @@ class Reading:
 
 
 # What a gauge is: told how many seconds it may take, it gives one reading.
-Gauge = Callable[[float], Reading]
+Gauge = Callable[[float], Measurement]
 
 
-def reading_of(seconds: Sequence[float], amount: float = 1.0) -> Reading:
+def reading_of(seconds: Sequence[float], amount: float = 1.0) -> Measurement:
     """Of samples in which ``amount`` took so many ``seconds`` each; at least one, all above 0."""
     low, middle, high = np.percentile(seconds, (25, 50, 75))
-    return Reading(rate=amount / float(middle), spread=float((high - low) / middle))
+    return Measurement(rate=amount / float(middle), spread=float((high - low) / middle))
 
 
-def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = lambda: None) -> Reading:
+def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = lambda: None) -> Measurement:
     """``amount`` per second, where one call of ``work`` does that much; sampled for about ``seconds``.
 
     The first call warms up and is not counted, unless it alone took longer than ``seconds``. Short work is called
@@ -52,7 +52,7 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
     finish()
     first = time.perf_counter() - began
     if first > seconds:
-        return Reading(rate=amount / first, spread=0.0)
+        return Measurement(rate=amount / first, spread=0.0)
     calls = max(1, round(SAMPLE_S / _timed(work, finish, 1)))
     samples = list[float]()
     while not samples or (time.perf_counter() - began < seconds and len(samples) < MOST_SAMPLES):
@@ -62,14 +62,14 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
 
 def best_of_rounds(
     gauges: Mapping[Key, tuple[Gauge, float]], *, quiet_rounds: int, seconds: float
-) -> tuple[dict[Key, Reading], float]:
+) -> tuple[dict[Key, Measurement], float]:
     """The fastest reading of each of ``gauges`` (with the seconds it may take), and how many processors other programs
     kept busy in the quietest round.
 
     Rounds go on until ``quiet_rounds`` of them were undisturbed, or ``seconds`` are over. A machine so slow that the
     first round takes twice as long leaves the last gauges out, so order them by importance.
     """
-    began, found, quiet, least = time.perf_counter(), dict[Key, Reading](), 0, float("inf")
+    began, found, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
     while quiet < quiet_rounds and (not found or time.perf_counter() - began < seconds):
         others, first_round = Others(), not found
         for key, (gauge, each_s) in gauges.items():
