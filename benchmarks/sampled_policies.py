@@ -31,7 +31,7 @@ class Sampled:
     """Policies of one choice of devices, order, block size, look-ahead and admission. They have the face of a policy;
     counts of pages, and of blocks of the cache on the device."""
 
-    acts: CostModel
+    cost_model: CostModel
     schedule: str
     batch_size: Any
     micro_batch_size: Any
@@ -50,15 +50,15 @@ class Sampled:
 
     @property
     def attention_device(self) -> str:
-        return self.acts.attention_device
+        return self.cost_model.attention_device
 
     @property
     def ffn_device(self) -> str:
-        return self.acts.ffn_device
+        return self.cost_model.ffn_device
 
     @property
     def discrete(self) -> bool:
-        return self.acts.discrete
+        return self.cost_model.discrete
 
     def __len__(self) -> int:
         return len(self.batch_size)
@@ -69,13 +69,13 @@ class Sampled:
 
     def seconds(self, problem: Problem) -> Any:
         """Of the whole job under each."""
-        homes = PlacementCounts(
+        placed = PlacementCounts(
             from_host=self.from_host,
             from_disk=self.from_disk,
             computed=self.computed,
             device_kv=self.blocks / (-(-self.kv_tokens // self.kv_block_size)),
         )
-        return job_s(self.acts, problem.workload, self.schedule, self, homes)
+        return job_s(self.cost_model, problem.workload, self.schedule, self, placed)
 
     def policy(self, problem: Problem, index: int) -> Policy:
         """One of them, page by page and block by block."""
@@ -100,7 +100,7 @@ class Sampled:
             look_ahead=self.look_ahead,
             admission=self.admission,
             residents=self.residents,
-            host_pages="pinned" if self.acts.pinned_homes else "staged",
+            host_pages="pinned" if self.cost_model.pinned_pages else "staged",
         )
 
 
@@ -121,8 +121,8 @@ def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -
     found, least, policy = 0, np.inf, None
     for _ in range(8):
         draws = [(setting, None) for setting in every] + [(setting, near) for setting in (*own * len(every), *every)]
-        for (acts, schedule), around in draws:
-            some = drawn(problem, rng, -(-2 * count // len(draws)), acts, schedule, around)
+        for (cost_model, schedule), around in draws:
+            some = drawn(problem, rng, -(-2 * count // len(draws)), cost_model, schedule, around)
             if not len(some):
                 continue
             seconds = some.seconds(problem)
@@ -135,14 +135,14 @@ def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -
     return Best(seconds=least, count=found, policy=policy)
 
 
-def _devices(acts: CostModel) -> tuple[str, str]:
-    return acts.attention_device, acts.ffn_device
+def _devices(cost_model: CostModel) -> tuple[str, str]:
+    return cost_model.attention_device, cost_model.ffn_device
 
 
 def every_setting(problem: Problem) -> Iterator[tuple[CostModel, str]]:
     for attention in ("cpu", "gpu") if problem.has_gpu else ("cpu",):
         for ffn in ("cpu", "gpu", "split") if problem.has_gpu else ("cpu",):
-            acts = CostModel(
+            cost_model = CostModel(
                 model=problem.model,
                 speeds=problem.speeds,
                 dtype=problem.dtype,
@@ -152,11 +152,11 @@ def every_setting(problem: Problem) -> Iterator[tuple[CostModel, str]]:
                 ffn_device=ffn,
             )
             for order in ORDERS:
-                if misfit(order, discrete=acts.discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None:
-                    yield acts, order
+                if misfit(order, discrete=cost_model.discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None:
+                    yield cost_model, order
 
 
-def drawn(problem: Problem, rng: Any, count: int, acts: CostModel, schedule: str, near: Policy | None) -> Sampled:
+def drawn(problem: Problem, rng: Any, count: int, cost_model: CostModel, schedule: str, near: Policy | None) -> Sampled:
     """As many of ``count`` draws as fit."""
     close = near is not None and rng.random() < 0.7
     block = near.kv_block_size if close else int(rng.choice(KV_BLOCK_SIZES))
@@ -168,9 +168,9 @@ def drawn(problem: Problem, rng: Any, count: int, acts: CostModel, schedule: str
     factor = np.where(rng.random(count) < 0.7, 1.0, np.exp(rng.normal(0, 0.3, count)))
     cache = np.maximum(1, np.floor(needed * factor)).astype(np.int64)
     none = np.zeros(count, dtype=np.int64)
-    pinned = acts.ffn_device != "cpu" and (near.host_pages == "pinned" if close else rng.random() < 0.5)
+    pinned = cost_model.ffn_device != "cpu" and (near.host_pages == "pinned" if close else rng.random() < 0.5)
     sizes = Sampled(
-        acts=replace(acts, pinned_homes=pinned),
+        cost_model=replace(cost_model, pinned_pages=pinned),
         schedule=schedule,
         batch_size=n,
         micro_batch_size=mu,
@@ -185,7 +185,7 @@ def drawn(problem: Problem, rng: Any, count: int, acts: CostModel, schedule: str
         kv_block_size=block,
         look_ahead=near.look_ahead if close else int(rng.integers(1, MOST_LOOK_AHEAD + 1)),
         admission=near.admission if close else str(rng.choice(ADMISSIONS)),
-        residents="static" if acts.discrete or rng.random() < 0.6 else "learned",
+        residents="static" if cost_model.discrete or rng.random() < 0.6 else "learned",
     )
     held = cached_sequences(problem.workload, cache, block, problem.model.max_positions)
     return _placed(problem, rng, sizes.at(np.flatnonzero(held >= 1)), near)
@@ -225,19 +225,19 @@ def _sizes_near(problem: Problem, rng: Any, count: int, near: Policy) -> tuple[A
 def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> Sampled:
     """Homes for every page and block: first blocks on the device, then pages for the CPU, then as many pages as stay or
     a part of them, then pages in host memory, the rest on disk. Those that do not fit are left out."""
-    acts, model, count = sizes.acts, problem.model, len(sizes)
-    slot, block = costs.page_slot_bytes(model, acts.page_dtype), kv_block_bytes(model, sizes, acts.kv_dtype)
+    cost_model, model, count = sizes.cost_model, problem.model, len(sizes)
+    slot, block = costs.page_slot_bytes(model, cost_model.page_dtype), kv_block_bytes(model, sizes, cost_model.kv_dtype)
     free = {tier: np.full(count, float(size)) for tier, size in problem.capacity_bytes.items()}
-    for (_, tier), size in fixed_bytes(model, sizes, dtype=acts.dtype, kv_dtype=acts.kv_dtype).items():
+    for (_, tier), size in fixed_bytes(model, sizes, dtype=cost_model.dtype, kv_dtype=cost_model.kv_dtype).items():
         free[tier] = free[tier] - size
     cache = -(-sizes.kv_tokens // sizes.kv_block_size)
     blocks = np.zeros(count)
-    if acts.attention_device == "gpu":
+    if cost_model.attention_device == "gpu":
         blocks = _cache_blocks(rng, np.clip(np.floor(free["device"] / block), 0, cache), cache, near)
         free["device"] = free["device"] - blocks * block
     free["host"] = free["host"] - (cache - blocks) * block
-    computed = _computed(problem, rng, count, near) if acts.ffn_device == "split" else np.zeros(count)
-    at_home = "host" if acts.ffn_device == "cpu" else "device"
+    computed = _computed(problem, rng, count, near) if cost_model.ffn_device == "split" else np.zeros(count)
+    at_home = "host" if cost_model.ffn_device == "cpu" else "device"
     pages = problem.pages - computed
     resident = _most_resident(pages, np.floor(free[at_home] / slot), model.num_moe_layers)
     resident = np.floor(resident * (1.0 if near is not None else rng.choice([1, 1, 0.999, 0.9, 0.5], count)))
@@ -252,18 +252,18 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
         per_layer = np.ceil(streamed / model.num_moe_layers)
         ring = np.where(streamed > 0, np.maximum(2 * per_layer, model.experts.num_experts), 0)
     fits = (resident >= 0) & (resident + ring <= np.floor(free[at_home] / slot)) & (free["host"] >= 0)
-    if acts.discrete:
+    if cost_model.discrete:
         fits &= free["device"] >= 0
     from_host = np.zeros(count)
     if at_home == "device":
         room = np.floor(free["host"] / slot) - computed
         wanted = np.where(rng.random(count) < 0.7, streamed, np.floor(streamed * rng.random(count)))
-        ring = 0 if acts.pinned_homes else per_layer  # where no page comes from disk
+        ring = 0 if cost_model.pinned_pages else per_layer  # where no page comes from disk
         shallow = (wanted >= streamed) & (streamed + ring <= room)
         from_host = np.where(shallow, streamed, np.clip(np.minimum(wanted, room - 2 * per_layer), 0, streamed))
         fits &= np.where(shallow, True, from_host + np.where(from_host < streamed, 2 * per_layer, ring) <= room)
     from_disk = streamed - from_host
-    fits &= from_disk * costs.page_bytes(model, acts.page_dtype) <= problem.capacity_bytes["disk"]
+    fits &= from_disk * costs.page_bytes(model, cost_model.page_dtype) <= problem.capacity_bytes["disk"]
     counts = {"resident": resident, "from_host": from_host, "from_disk": from_disk, "computed": computed}
     whole = {name: values.astype(np.int64) for name, values in {**counts, "blocks": blocks}.items()}
     return replace(sizes, **whole).at(np.flatnonzero(fits))

@@ -57,7 +57,7 @@ class VirtualMachine:
         """One pass in a random order of events; AssertionError where a task finds what it must not."""
         state, errands = PassState(shape), list[Errand]()
         for task in schedule.tasks:
-            if task.kind is TaskKind.CARRIED_PAGE:
+            if task.kind is TaskKind.PREFETCHED_PAGE:
                 assert task.page is not None
                 errands.append(self._carried[task.page])
             else:
@@ -167,7 +167,7 @@ class VirtualMachine:
     def _move_page(self, errand: Errand, page: Page) -> None:
         assert not errand.state.shape.routed_only, f"{errand.task.name} is not chosen yet"
         (into,) = errand.task.writes
-        straight = self._layout.pinned_homes and not self._layout.from_disk[self._layout.streamed.index(page)]
+        straight = self._layout.pinned_pages and not self._layout.from_disk[self._layout.streamed.index(page)]
         if errand.task.kind is TaskKind.SEND_PAGE:
             assert bool(errand.task.reads) != straight
         assert errand.task.kind is not TaskKind.STAGE_PAGE or not straight
@@ -200,8 +200,8 @@ _FLOW: dict[TaskKind, tuple[str, str | None]] = {
     TaskKind.POST_ATTENTION: ("attn", None),
     TaskKind.ROUTE: ("attn", "routed"),
     TaskKind.EXPERTS: ("routed", None),
-    TaskKind.EXPERTS_HERE: ("routed", "partial"),
-    TaskKind.FORESEE: ("hidden", None),
+    TaskKind.RESIDENT_EXPERTS: ("routed", "partial"),
+    TaskKind.PREDICT_EXPERTS: ("hidden", None),
     TaskKind.OFFLOAD_HIDDEN: ("routed", "routed_host"),
     TaskKind.CPU_EXPERTS: ("routed_host", "experts_host"),
     TaskKind.LOAD_EXPERTS: ("experts_host", "experts"),

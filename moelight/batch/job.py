@@ -107,7 +107,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeL
     left = eta or TimeLeft()
     with terminable(), prepare(options) as prepared:
         if options.durability.restart:
-            _rehearse(options, prepared, progress or Progress())
+            _simulated(options, prepared, progress or Progress())
         with _open_ledger(options, prepared) as ledger:
             return _run_on(options, prepared, ledger, left, progress)
 
@@ -171,7 +171,7 @@ def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress
     )
 
 
-def _rehearse(options: JobOptions, prepared: Prepared, told: Progress) -> None:
+def _simulated(options: JobOptions, prepared: Prepared, told: Progress) -> None:
     """What --restart throws away is thrown away for a job that can be run, or not at all."""
     workload = scan(prepared.source, prepared.encode, told, context=prepared.context).summary.workload()
     if workload is not None:
@@ -294,7 +294,7 @@ def _answer(
             for completion in engine.run(requests, on_pass=watch.on_pass, until=asked_to_end):
                 answering.take(completion)
             ledger.commit()
-        watch.tell()
+        watch.notify()
         left = interrupt.asked and ledger.completed + ledger.failed < summary.rows
         if not left:
             answering.check_complete()

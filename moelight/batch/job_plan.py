@@ -73,14 +73,14 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
     if options.policy is not None:
         policy = replace(options.policy, model=options.model)
         return PlannedJob(source=source, policy=policy, plan=None, workload=workload)
-    wishes = PlanConstraints(
+    constraints = PlanConstraints(
         batch_size=options.batch_size,
         micro_batch_size=options.micro_batch_size,
         schedule=options.schedule or "cgopipe",
     )
     machine = find_machine(options.device)
 
-    def planned(wishes: PlanConstraints) -> Plan:
+    def planned(constraints: PlanConstraints) -> Plan:
         return plan_for(
             options.model,
             source,
@@ -88,14 +88,14 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
             hw=options.hw,
             host_memory=options.host_memory,
             device_memory=options.device_memory,
-            wishes=wishes,
+            constraints=constraints,
             workload=workload,
             experts=options.experts.policy,
         )
 
-    plan = planned(wishes)
-    if plan.policy.batch_size > _MANY and wishes.batch_size is None:
-        fewer = planned(replace(wishes, batch_size=_MANY))
+    plan = planned(constraints)
+    if plan.policy.batch_size > _MANY and constraints.batch_size is None:
+        fewer = planned(replace(constraints, batch_size=_MANY))
         if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
             plan = fewer
     return PlannedJob(source=source, policy=plan.policy, plan=plan, workload=workload)

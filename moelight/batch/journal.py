@@ -320,7 +320,7 @@ class Journal:
             record["done"], self._fresh = row_ranges(self._fresh), []
         else:
             record["next"] = self._next
-            rows, spent = self._put_down()
+            rows, spent = self._spill()
             if rows or spent is not None:
                 record["waiting"] = {"file": self._generation, "rows": rows}
         extents = {name: file.seal() for name, file in self._files.items()}
@@ -332,15 +332,15 @@ class Journal:
         self._counted = self._counts()
         return record, spent
 
-    def _put_down(self) -> tuple[list[tuple[int, int, int, bool]], AppendFile | None]:
+    def _spill(self) -> tuple[list[tuple[int, int, int, bool]], AppendFile | None]:
         """Waiting rows out of memory: where they now are, and a file of them that nobody needs any more."""
         file = self._files.get("waiting")
         if file is None:
             if not self._waiting:
                 return [], None
-            return self._waiting.put_down(self._open_waiting()), None
+            return self._waiting.spill(self._open_waiting()), None
         if file.end <= max(_MOVED_BYTES, 4 * self._waiting.filed_bytes):
-            return self._waiting.put_down(file), None
+            return self._waiting.spill(file), None
         self._generation += 1
         del self._files["waiting"]
         return (self._waiting.move(self._open_waiting()) if self._waiting else []), file

@@ -44,7 +44,7 @@ class ReorderBuffer:
             return None
         return self.file.read(place[0], place[1]), place[2]
 
-    def put_down(self, file: AppendFile) -> list[Place]:
+    def spill(self, file: AppendFile) -> list[Place]:
         """Move the rows in memory to ``file``; where they are now."""
         self.file = file
         new: list[Place] = []
@@ -65,4 +65,4 @@ class ReorderBuffer:
             moved.append((number, file.end + file.held, size, failed))
             file.append(self.file.read(offset, size))
         self._places = {number: (offset, size, failed) for number, offset, size, failed in moved}
-        return moved + self.put_down(file)
+        return moved + self.spill(file)

@@ -121,7 +121,7 @@ class StreamRows:
             self._write(ready[0], failed=ready[1])
             self._next += 1
         if self._waiting.held_bytes > _HELD_BYTES:
-            self._put_down()
+            self._spill()
 
     def tick(self) -> None:
         """Nothing is kept back."""
@@ -152,7 +152,7 @@ class StreamRows:
     def _write(self, data: bytes, *, failed: bool) -> None:
         (self._errors if failed else self._output).write(data)
 
-    def _put_down(self) -> None:
+    def _spill(self) -> None:
         """Waiting rows out of memory, into a file without a name; it is emptied when nothing in it is waited for."""
         file = self._waiting.file
         if file is None:
@@ -161,7 +161,7 @@ class StreamRows:
         elif not self._waiting.filed_bytes:
             file.cut(0)
         with clear(file.path, "temporary rows in"):
-            self._waiting.put_down(file)
+            self._waiting.spill(file)
 
 
 class _Stream:

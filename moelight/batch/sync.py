@@ -45,7 +45,7 @@ class RowSync:
         engine = self._engine
         self._told.tokens(engine.progress_tokens, self._expected, engine.binding)
         if time.monotonic() - self._told_s >= _TOLD_EVERY_S:
-            self.tell()
+            self.notify()
         if self._trace is not None and engine.timeline is not None:
             self._trace.add(engine.timeline)
         for change in engine.adaptations[len(self._changes) :]:
@@ -56,7 +56,7 @@ class RowSync:
         """What the pass completed was taken: a next one may be minutes away."""
         self._ledger.tick()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """How far the job is."""
         self._told_s = time.monotonic()
         self._told.counts(self.counts())

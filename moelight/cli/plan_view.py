@@ -67,8 +67,8 @@ def _blocks(plan: Plan, width: int) -> Iterator[RenderableType]:
     yield Group(heading("policy"), indented(_policy(plan)))
     yield Group(heading("lanes in a decode pass"), indented(_lanes(plan, width)))
     yield Group(heading("memory"), indented(memory_view(plan, width)))
-    if plan.helps:
-        yield Group(heading("what would help most"), indented(_helps(plan)))
+    if plan.what_if:
+        yield Group(heading("what would help most"), indented(_what_if(plan)))
 
 
 def _policy(plan: Plan) -> Table:
@@ -168,10 +168,10 @@ def _purposes(use: TierUse, room: int) -> Text:
     return words
 
 
-def _helps(plan: Plan) -> Table:
+def _what_if(plan: Plan) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", style="green", no_wrap=True)
     grid.add_column()
-    for help_ in plan.helps:
-        grid.add_row(share_text(help_.gain, signed=True), help_.change)
+    for each in plan.what_if:
+        grid.add_row(share_text(each.gain, signed=True), each.change)
     return grid

@@ -79,7 +79,7 @@ def simulate_command(
     )
     stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, question.workload)
     names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)
-    found = sorted((stage.rehearse(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
+    found = sorted((stage.simulated_run(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
     if plot is not None:
         _plot(plot, question, found)
     if trace is not None:

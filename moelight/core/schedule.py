@@ -45,13 +45,13 @@ class TaskKind(str, enum.Enum):
     POST_ATTENTION = "post_attention"
     ROUTE = "route"  # the first part of post_attention, up to the router, where experts run apart from it
     EXPERTS = "experts"  # the second part: experts on the compute unit, of one micro-batch or (-1) of all of them
-    EXPERTS_HERE = "experts_here"  # those of them that are there already, while the others are on their way
-    FORESEE = "foresee"  # a guess which experts the layers to come will be asked for
+    RESIDENT_EXPERTS = "resident_experts"  # those of them that are there already, while the others are on their way
+    PREDICT_EXPERTS = "predict_experts"  # a guess which experts the layers to come will be asked for
     SAMPLE = "sample"
     READ_PAGE = "read_page"
     STAGE_PAGE = "stage_page"
     SEND_PAGE = "send_page"
-    CARRIED_PAGE = "carried_page"
+    PREFETCHED_PAGE = "prefetched_page"
     # What a layer's routers chose and is not there, and what was foreseen: known only when they run.
     READ_EXPERTS = "read_experts"
     SEND_EXPERTS = "send_experts"
@@ -69,7 +69,7 @@ class TaskKind(str, enum.Enum):
         return self in _PAGE_KINDS or self in CHOSEN_KINDS or self in AHEAD_KINDS
 
 
-_PAGE_KINDS = frozenset((TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_PAGE, TaskKind.CARRIED_PAGE))
+_PAGE_KINDS = frozenset((TaskKind.READ_PAGE, TaskKind.STAGE_PAGE, TaskKind.SEND_PAGE, TaskKind.PREFETCHED_PAGE))
 CHOSEN_KINDS = frozenset((TaskKind.READ_EXPERTS, TaskKind.SEND_EXPERTS))
 AHEAD_KINDS = frozenset((TaskKind.READ_AHEAD, TaskKind.SEND_AHEAD))
 
@@ -129,14 +129,14 @@ class Schedule:
     """A pass as an ordered tuple of tasks; every dependency points backwards.
 
     Slots are relative to the page stream's position when the pass starts; the pass moves that position on by
-    ``stream_advance`` parts of pages. ``carried_out`` are the tasks that fetch the first pages of the next pass, in
+    ``stream_advance`` parts of pages. ``prefetched_next`` are the tasks that fetch the first pages of the next pass, in
     ring order.
     """
 
     builder: str
     tasks: tuple[Task, ...]
     stream_advance: int = 0
-    carried_out: tuple[int, ...] = ()
+    prefetched_next: tuple[int, ...] = ()
 
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes in use, in the order of the enumeration."""

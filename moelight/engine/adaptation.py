@@ -58,8 +58,8 @@ class PassAdaptation:
         began_s = time.perf_counter()
         lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
         self._adapter.observe(passed(loads, seconds, lanes))
-        if alive := len(self._batcher.alive):  # none where all of a batch end together
-            self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / alive
+        if running := len(self._batcher.running):  # none where all of a batch end together
+            self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / running
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
         if self._due():
@@ -87,7 +87,7 @@ class PassAdaptation:
             waiting=self._batcher.waiting,
             prompt_len=prompt_len,
             gen_len=gen_len,
-            most_alive=self._most_alive(),
+            most_running=self._most_running(),
         )
         change = self._adapter.look(rest, after_pass=self._passed)
         if change is not None:
@@ -95,7 +95,7 @@ class PassAdaptation:
             self.changes.append(change)
             _log.info("after pass %d: %s", change.after_pass, change.reason)
 
-    def _most_alive(self) -> int:
+    def _most_running(self) -> int:
         """Sequences that the cache holds, if others need as many blocks as those that are alive."""
         if not self._blocks_each:
             return self._adapter.policy.batch_size

@@ -103,10 +103,10 @@ class SequenceChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPlan:
-    """The pieces of one micro-batch, generated tokens first. ``fresh``: none needs the cache."""
+    """The pieces of one micro-batch, generated tokens first. ``prefill_only``: none needs the cache."""
 
     pieces: tuple[SequenceChunk, ...]
-    fresh: bool
+    prefill_only: bool
 
     @property
     def tokens(self) -> int:
@@ -153,10 +153,12 @@ class Batcher:
         self._source: Iterator[RunningSequence] = iter(())
         self._first: RunningSequence | None = None  # taken from the source, and not admitted yet
         self.admitted = Admitted()
-        self._alive: dict[RunningSequence, None] = {}
+        self._running: dict[RunningSequence, None] = {}
         # Across a link, prompts at their beginning attend on the device, and the rest of others on the host.
         least = LEAST_SHARE if discrete and policy.attention_device == "cpu" else 0.0
-        self._prefixes = PrefixCache(pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least)
+        self._prefix_cache = PrefixCache(
+            pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least
+        )
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, generations: Iterable[RunningSequence]) -> None:
@@ -166,7 +168,7 @@ class Batcher:
     @property
     def busy(self) -> bool:
         """Something is waiting or alive."""
-        return bool(self._alive) or self.waiting
+        return bool(self._running) or self.waiting
 
     @property
     def waiting(self) -> bool:
@@ -174,9 +176,9 @@ class Batcher:
         return self._ahead() is not None
 
     @property
-    def alive(self) -> Collection[RunningSequence]:
+    def running(self) -> Collection[RunningSequence]:
         """Admitted and not finished, in the order of admission."""
-        return self._alive.keys()
+        return self._running.keys()
 
     def blocks_for(self, tokens: int) -> int:
         """KV blocks a request holds while it is alive, if it may reach ``tokens``."""
@@ -204,16 +206,16 @@ class Batcher:
     def next_pass(self) -> list[MicroBatchPlan]:
         """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow; under static
         admission either what is left of the batch's prompts, or the whole batch decodes."""
-        room = max(pass_tokens(self.policy), len(self._alive))
+        room = max(pass_tokens(self.policy), len(self._running))
         static = self.policy.admission == "static"
         prompts: list[SequenceChunk] = []
         if static:
             self._admit_batch()
-        prefills = static and any(not generation.chosen for generation in self._alive)
+        prefills = static and any(not generation.chosen for generation in self._running)
         going = [
             generation
-            for generation in self._alive
-            if not ((prefills and generation.chosen) or self._prefixes.waiting(generation))
+            for generation in self._running
+            if not ((prefills and generation.chosen) or self._prefix_cache.waiting(generation))
         ]
         # Those that decode first: who waited for another's prompt may have much to compute, and was admitted earlier.
         decoding = [_piece(generation, generation.waiting_tokens) for generation in going if generation.chosen]
@@ -224,7 +226,7 @@ class Batcher:
                 prompts.append(_piece(generation, count))
                 room -= count
         while not static and room > 0 and (admitted := self._admit()) is not None:
-            if self._prefixes.waiting(admitted):
+            if self._prefix_cache.waiting(admitted):
                 continue
             count = min(admitted.waiting_tokens, room)
             prompts.append(_piece(admitted, count))
@@ -233,9 +235,9 @@ class Batcher:
         loads = [self._load([piece]) for piece in whole]
         if not self._discrete:
             return loads + self._pack(decoding + rest)
-        fresh = [piece for piece in rest if piece.start == 0]
+        prefill_only = [piece for piece in rest if piece.start == 0]
         cached = decoding + [piece for piece in rest if piece.start]
-        return loads + self._pack(fresh) + self._pack(cached, in_buffer=True)
+        return loads + self._pack(prefill_only) + self._pack(cached, in_buffer=True)
 
     def launched(self, loads: Sequence[MicroBatchPlan]) -> None:
         """``loads`` are on their way. Of a sequence that ends with them, blocks and place are free for the next pass:
@@ -245,7 +247,7 @@ class Batcher:
                 generation = piece.generation
                 generation.computed += piece.count
                 if not piece.decodes:
-                    self._prefixes.computed(generation, before=piece.start)
+                    self._prefix_cache.computed(generation, before=piece.start)
                 if piece.completes:
                     generation.chosen += generation.max_tokens > 0
                     if generation.chosen == generation.max_tokens:
@@ -253,24 +255,24 @@ class Batcher:
 
     def retire(self, generation: RunningSequence) -> None:
         """Free the blocks and the place of a generation; nothing to do where they have been freed."""
-        if generation in self._alive:
-            del self._alive[generation]
-            self._pool.give_back(generation.blocks)
+        if generation in self._running:
+            del self._running[generation]
+            self._pool.release(generation.blocks)
             self._places.append(generation.place)
 
     def clear(self, *, failed: bool = False) -> None:
         """Forget everything that is not finished, and where more would come from. ``failed``: what was launched may
         not have been computed, so nothing is known of the cache."""
         self._source, self._first = iter(()), None
-        self._prefixes.clear()
+        self._prefix_cache.clear()
         if failed:
             self._pool.forget_all()
-        for generation in list(self._alive):
+        for generation in list(self._running):
             self.retire(generation)
 
     def _admit_batch(self) -> None:
         """The next N sequences, or as many as the cache holds, once the last of the batch before has finished."""
-        if not self._alive:
+        if not self._running:
             while self._admit() is not None:
                 pass
 
@@ -281,16 +283,16 @@ class Batcher:
         return self._first
 
     def _admit(self) -> RunningSequence | None:
-        if len(self._alive) >= self.policy.batch_size or (first := self._ahead()) is None:
+        if len(self._running) >= self.policy.batch_size or (first := self._ahead()) is None:
             return None
-        shared = self._prefixes.find(first)
+        shared = self._prefix_cache.find(first)
         need = self.blocks_for(len(first.request.token_ids) + first.max_tokens) - len(shared)
         if need > self._pool.free_beside(shared):
             return None
         self._pool.share(shared)
-        self._prefixes.admit(first, shared, self._pool.take(need))
+        self._prefix_cache.admit(first, shared, self._pool.take(need))
         first.place = self._places.pop()
-        self._alive[first], self._first = None, None
+        self._running[first], self._first = None, None
         self.admitted.sequences += 1
         self.admitted.prompt_tokens += len(first.request.token_ids)
         self.admitted.cached_tokens += first.cached
@@ -324,8 +326,10 @@ class Batcher:
         return count + (start if self._window is None else min(start, self._window - 1))
 
     def _load(self, pieces: list[SequenceChunk]) -> MicroBatchPlan:
-        fresh = self._discrete and all(piece.start == 0 for piece in pieces)
-        return MicroBatchPlan(pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), fresh=fresh)
+        prefill_only = self._discrete and all(piece.start == 0 for piece in pieces)
+        return MicroBatchPlan(
+            pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), prefill_only=prefill_only
+        )
 
 
 def places(policy: Policy, blocks: int) -> int:

@@ -78,7 +78,7 @@ class Engine:
             source: the opened checkpoint, where the caller has it already.
             adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
                 to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
-            experts: which experts stay near in small passes, and what is to be known of them; None: the default policy.
+            experts: which experts stay resident in small passes, and what is to be known of them; None: the default policy.
             prefix_caching: what prompts have in common from their beginning on is computed once, in whole blocks.
 
         Raises:
@@ -155,7 +155,7 @@ class Engine:
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
-            wishes=PlanConstraints(
+            constraints=PlanConstraints(
                 batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"
             ),
             workload=workload or Workload(),
@@ -246,7 +246,7 @@ class Engine:
         idle, idle_before = Idle(began_s), self._python_s
         self._totals.begin(began_s)
         try:
-            with closing(self._land_all(answers)) as landed:
+            with closing(self._collect_all(answers)) as landed:
                 for finished in landed:
                     if self.timeline is not None:
                         idle.add(self.timeline)
@@ -269,7 +269,7 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _land_all(self, answers: OutputProcessor) -> Generator[list[Completion]]:
+    def _collect_all(self, answers: OutputProcessor) -> Generator[list[Completion]]:
         """Pass after pass, and what finished with each.
 
         When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
@@ -278,29 +278,29 @@ class Engine:
         depends on those before it in the host's hands, it waits for the tokens, and is packed anew if a sequence ended
         early.
         """
-        passes, batcher, landed_s = self._loaded, self._batcher, time.perf_counter()
-        flying = self._launch(answers, self._pack_next())
+        passes, batcher, collected_s = self._loaded, self._batcher, time.perf_counter()
+        in_flight = self._launch(answers, self._pack_next())
         try:
-            while flying is not None:
+            while in_flight is not None:
                 packed = self._pack_next()
                 early = not answers.needs_history
-                landing, flying = flying, self._launch(answers, packed) if self._ahead and early else None
-                self.timeline, tokens = passes.land(landing)
+                collecting, in_flight = in_flight, self._launch(answers, packed) if self._ahead and early else None
+                self.timeline, tokens = passes.land(collecting)
                 self._num_passes += 1
                 self._totals.add(self.timeline)
                 if early and not self._ahead and not answers.may_end(tokens):
-                    flying = self._launch(answers, packed)
-                alive = len(batcher.alive)
-                finished = answers.collect(batcher, landing.loads, tokens)
-                before_s, landed_s = landed_s, time.perf_counter()
+                    in_flight = self._launch(answers, packed)
+                running = len(batcher.running)
+                finished = answers.collect(batcher, collecting.loads, tokens)
+                before_s, collected_s = collected_s, time.perf_counter()
                 if self._adapting is not None:
-                    self._adapting.after(landing.loads, landed_s - before_s, self._totals.busy_s)
-                if flying is None:
-                    flying = self._launch(answers, packed if len(batcher.alive) == alive else self._pack_next())
+                    self._adapting.after(collecting.loads, collected_s - before_s, self._totals.busy_s)
+                if in_flight is None:
+                    in_flight = self._launch(answers, packed if len(batcher.running) == running else self._pack_next())
                 yield finished
         finally:
-            if flying is not None:
-                passes.drain(flying)
+            if in_flight is not None:
+                passes.drain(in_flight)
 
     def _pack_next(self) -> Packed | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
@@ -345,10 +345,10 @@ class Engine:
 
     @property
     def expert_stats(self) -> dict[str, Any] | None:
-        """What is known of the experts' residency so far, for JSON; None where all are near and nobody asked."""
+        """What is known of the experts' residency so far, for JSON; None where all are resident and nobody asked."""
         if self._experts is None:
             return None
-        return self._experts.near.stats(stalls=self._loaded.stalls)
+        return self._experts.residency.stats(stalls=self._loaded.stalls)
 
     def end_routing_trace(self) -> None:
         """Nothing more is written to the trace of `ExpertOptions`; raises what kept it from being written."""
@@ -359,12 +359,12 @@ class Engine:
         """Write how often each expert was chosen, to begin with another time.
 
         Raises:
-            ConfigError: it cannot be written, or nobody counted: every expert is near; ask for it with
+            ConfigError: it cannot be written, or nobody counted: every expert is resident; ask for it with
                 `ExpertOptions.record`.
         """
         if self._experts is None:
             raise ConfigError(f"{path}: nobody counted who was chosen; open the engine with ExpertOptions(record=True)")
-        save_profile(self._experts.near.profile(), path)
+        save_profile(self._experts.residency.profile(), path)
 
     @property
     def adaptations(self) -> tuple[Adaptation, ...]:

@@ -21,9 +21,9 @@ from moelight.experts.profile_files import load_profile
 from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
-from moelight.hrm.estimate import acts_of
+from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Speeds
-from moelight.hrm.placement import place, with_near
+from moelight.hrm.placement import place, with_residents
 from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
 from moelight.profiles.model import ModelProfile
@@ -34,7 +34,7 @@ class ExpertChoices:
 
     def __init__(
         self,
-        near: ResidencyManager,
+        residency: ResidencyManager,
         *,
         miss_s: Callable[[np.ndarray], np.ndarray] | None,
         fetch_s: float,
@@ -44,18 +44,18 @@ class ExpertChoices:
         trace: RoutingTrace | None,
         plain: bool,
     ) -> None:
-        self.near, self._miss_s, self._fetch_s, self._cross_s = near, miss_s, fetch_s, cross_s
+        self.residency, self._miss_s, self._fetch_s, self._cross_s = residency, miss_s, fetch_s, cross_s
         self.plain = plain
         self._notes, self._computed, self.trace = notes, frozenset(computed), trace
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Which of the missing ``ids`` [n] of ``layer``, with ``tokens`` [n] each, the CPU computes where they lie: by
         the policy, or those that the placement left to it where nobody learns."""
-        if not self.near.learns:
+        if not self.residency.learns:
             return ids[[Page(layer=layer, expert=expert) in self._computed for expert in ids.tolist()]]
         if self._miss_s is None:
             return ids[:0]
-        placed = self.near.residency.place(
+        placed = self.residency.residency.place(
             tokens, fetch_s=self._fetch_s, cpu_s=self._miss_s(tokens), fixed_s=self._cross_s
         )
         return ids[placed.computed]
@@ -67,7 +67,7 @@ class ExpertChoices:
         return self._seen
 
     def _seen(self, layer: int, routed: Routed) -> None:
-        self.near.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
+        self.residency.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
         self._write(layer, routed)
 
     def _write(self, layer: int, routed: Routed) -> None:
@@ -76,16 +76,16 @@ class ExpertChoices:
 
 
 def with_room(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
-    """``policy`` with as many experts near as ``experts`` has room for; what is near no more goes to the disk where no
+    """``policy`` with as many experts resident as ``experts`` has room for; what is resident no more goes to the disk where no
     GPU is, to the host else.
 
     Raises:
         ConfigError: the room is less than one expert.
     """
-    return with_near(policy, near_share(experts, model, dtype))
+    return with_residents(policy, resident_share(experts, model, dtype))
 
 
-def near_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
+def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
     """Of all experts of ``model``, those that ``experts`` has room for.
 
     Raises:
@@ -98,7 +98,7 @@ def near_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> floa
 def choices_for(
     options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
 ) -> ExpertChoices | None:
-    """What keeps track of experts under ``policy``, a resolved one; None where all are near and nobody asks.
+    """What keeps track of experts under ``policy``, a resolved one; None where all are resident and nobody asks.
 
     On a device, choices of passes that stream whole layers are looked at only if asked for: the host would have to wait
     for them.
@@ -114,7 +114,7 @@ def choices_for(
     path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))
     if path is not None:
         profile = load_profile(path, model=facts.facts, num_layers=model.num_moe_layers, num_experts=facts.num_experts)
-    near = ResidencyManager(
+    residency = ResidencyManager(
         experts,
         facts,
         resident=placement.resident,
@@ -122,16 +122,16 @@ def choices_for(
         profile=profile,
         batch=policy.batch_size,
     )
-    acts = acts_of(model, policy, speeds, dtype)
+    cost_model = cost_model_of(model, policy, speeds, dtype)
 
     def miss_s(tokens: np.ndarray) -> np.ndarray:
         """Seconds that an expert met by so many tokens each takes on the CPU."""
-        return np.asarray(acts.expert_s(speeds.cpu, tokens.astype(float)))
+        return np.asarray(cost_model.expert_s(speeds.cpu, tokens.astype(float)))
 
     return ExpertChoices(
-        near,
+        residency,
         miss_s=miss_s if policy.discrete else None,
-        fetch_s=acts.page_bytes() / speeds.h2d if policy.discrete else 0.0,
+        fetch_s=cost_model.page_bytes() / speeds.h2d if policy.discrete else 0.0,
         cross_s=2 * speeds.transfer_s,
         notes=options.record or (placement.learned and not policy.discrete),
         computed=placement.computed,

@@ -25,14 +25,14 @@ from moelight.engine.experts import ExpertChoices
 from moelight.hrm import costs
 from moelight.hrm.footprint import (
     KV_BUFFERS,
-    far_pages,
     footprint,
     kv_blocks,
     kv_buffer_tokens,
     kv_device_blocks,
+    offloaded_pages,
     pass_tokens,
 )
-from moelight.hrm.placement import moved, near_table, place
+from moelight.hrm.placement import moved, place, slot_table
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.memory.arena import typed
@@ -73,7 +73,7 @@ class Launched:
     """A pass on its way. ``loads`` are what it carries; its micro-batches stay until it has landed."""
 
     packed: Packed
-    flight: PassInFlight
+    in_flight: PassInFlight
 
     @property
     def loads(self) -> Sequence[MicroBatchPlan]:
@@ -87,7 +87,7 @@ class PassRunner:
     def __init__(
         self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
     ) -> None:
-        """``experts``: which of them stay near, and why; None: those that the policy places there."""
+        """``experts``: which of them stay resident, and why; None: those that the policy places there."""
         profile = source.profile
         self.dtype = weight_dtype(policy, source, machine)
         torch_dtype = to_torch(self.dtype)
@@ -114,9 +114,9 @@ class PassRunner:
     def _load(self, source: OpenCheckpoint, machine: Machine, dtype: torch.dtype) -> None:
         policy, profile = self._policy, self._profile
         announced = footprint(profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
-        arenas = allocate_for(machine, announced, pinned_homes=self._layout.pinned_homes)
+        arenas = allocate_for(machine, announced, pinned_pages=self._layout.pinned_pages)
         tokens, hidden, top_k = pass_tokens(policy), profile.hidden_size, profile.router.top_k
-        alive = places(policy, self.pool.blocks)
+        running = places(policy, self.pool.blocks)
         self._hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
         self._crossing: StagingArena | None = None
         if "crossing" in arenas:
@@ -127,9 +127,9 @@ class PassRunner:
         weights = load_dense(source.weight_map, profile, arenas["dense"], dtype)
         self._pages = PageStore(
             arenas,
-            near_table(self._placement, profile) if self._experts is None else self._experts.near.table,
-            near=self._placement.near,
-            far=far_pages(self._placement) if self._placement.near == "device" else (),
+            slot_table(self._placement, profile) if self._experts is None else self._experts.residency.table,
+            fast_tier=self._placement.fast_tier,
+            far=offloaded_pages(self._placement) if self._placement.fast_tier == "device" else (),
             parts=self._layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
@@ -140,7 +140,7 @@ class PassRunner:
         if self._experts is not None and self._layout.streamed:
             leave = self._experts.leave if policy.ffn_device == "split" else None
             self._pager = Pager(
-                self._pages, self._experts.near, self._reader.start, leave=leave, remembers=not self._experts.plain
+                self._pages, self._experts.residency, self._reader.start, leave=leave, remembers=not self._experts.plain
             )
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
@@ -152,7 +152,7 @@ class PassRunner:
             self.decoder,
             self._pages,
             attention=self._attention(arenas, dtype),
-            mixing=MoEOps(
+            moe_ops=MoEOps(
                 self.decoder,
                 self._pages,
                 host_space=spaces.get("host_work"),
@@ -160,11 +160,11 @@ class PassRunner:
                 most_rows=policy.micro_batch_tokens,
             ),
             start_page=self._reader.start,
-            pool=torch.zeros(alive, dtype=torch.int64, device=machine.device),
+            pool=torch.zeros(running, dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,
         )
         # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
-        room = torch.empty((3, alive), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
+        room = torch.empty((3, running), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
         self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
@@ -215,18 +215,18 @@ class PassRunner:
         small = self._small(sum(load.tokens for load in packed.loads))
         if small is None:
             if self._pager is not None and not self._streaming:
-                self._executor.wait()  # until it is known who is near
+                self._executor.wait()  # until it is known who is resident
                 self._pager.land()  # the ring is the stream's now
             self._follow_residents()
-        ahead = small is not None and self._policy.schedule != "serial" and small.near.ahead
+        ahead = small is not None and self._policy.schedule != "serial" and small.residency.ahead
         shape = PassShape(
             micro_batches=packed.shapes,
-            carried=self._executor.carried,
+            prefetched=self._executor.prefetched,
             wraps=follows,
             look_ahead=self._policy.look_ahead,
             routed_only=small is not None,
             ahead=ahead,
-            foresee=ahead and require(small).near.foresees,
+            predict_experts=ahead and require(small).residency.predicts_experts,
         )
         completing = [
             [piece for piece in load.pieces if piece.completes and piece.generation.max_tokens] for load in packed.loads
@@ -239,17 +239,17 @@ class PassRunner:
             require(score)(packed.loads[j].pieces, first, logits, targets)
 
         schedule = self._schedule(shape)
-        sweep = PassPages(
+        pass_pages = PassPages(
             micro_batches=packed.micro_batches,
             position=self._position,
-            small=None if small is None else small.begin(packed.micro_batches, *self._in_ring(shape.carried)),
+            small=None if small is None else small.begin(packed.micro_batches, *self._in_ring(shape.prefetched)),
             watch=None if self._experts is None else self._experts.watch(small=small is not None),
             residents=self._residents,
         )
         self._position += schedule.stream_advance
         self._streaming = small is None
         return Launched(
-            packed=packed, flight=self._executor.launch(schedule, self._operations.bind(sweep, sample, note))
+            packed=packed, in_flight=self._executor.launch(schedule, self._operations.bind(pass_pages, sample, note))
         )
 
     def _small(self, tokens: int) -> Pager | None:
@@ -257,17 +257,17 @@ class PassRunner:
         policy = self._policy
         missing = None
         if self._experts is not None:
-            missing = 0.0 if self._experts.plain else self._experts.near.missing_share(tokens)
+            missing = 0.0 if self._experts.plain else self._experts.residency.missing_share(tokens)
         pays = on_demand.pays(self._layout, policy.schedule, tokens, policy.micro_batch_tokens, missing)
         return self._pager if pays else None
 
-    def _in_ring(self, carried: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
-        """What the pass before left in the ring, and where, if it streamed whole layers: the pages in ``carried`` parts
+    def _in_ring(self, prefetched: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
+        """What the pass before left in the ring, and where, if it streamed whole layers: the pages in ``prefetched`` parts
         that it fetched for the next one, and of those that it used itself the last (none before any did)."""
         if not self._streaming:
             return {}, None
         each, ring = len(self._layout.parts), len(self._pages.ring_pages)
-        pages, ahead = self._layout.streamed[::each], carried // each
+        pages, ahead = self._layout.streamed[::each], prefetched // each
         used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
         at = self._position - len(self._layout.streamed)
         return (
@@ -276,8 +276,8 @@ class PassRunner:
         )
 
     def _follow_residents(self) -> None:
-        """Lay the stream of pages out anew, if others are near than at the last pass that streamed them."""
-        found = None if self._experts is None else self._experts.near
+        """Lay the stream of pages out anew, if others are resident than at the last pass that streamed them."""
+        found = None if self._experts is None else self._experts.residency
         if found is not None and found.version != self._residents:
             placement = moved(self._placement, found.pages())
             layout = layout_of(self._profile, self._policy, self.dtype, placement=placement)
@@ -288,18 +288,18 @@ class PassRunner:
 
     def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
         """Wait for a pass: its timeline, and for each load the new tokens in the order of its completing pieces."""
-        timeline = self._executor.finish(launched.flight)
+        timeline = self._executor.finish(launched.in_flight)
         return timeline, [mb.sampled.tolist() for mb in launched.packed.micro_batches]
 
     def drain(self, launched: Launched) -> None:
         """Wait for a pass whose tokens nobody wants, unless a failure has ended all passes."""
         if not self._executor.broken:
-            self._executor.finish(launched.flight)
+            self._executor.finish(launched.in_flight)
 
     @property
     def stalls(self) -> dict[str, float]:
         """What fetching experts in small passes took."""
-        return {} if self._pager is None else asdict(self._pager.stall)
+        return {} if self._pager is None else asdict(self._pager.transfer_stats)
 
     def close(self) -> None:
         """Stop the lanes, close the files."""
@@ -311,8 +311,10 @@ class PassRunner:
         """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""
         samples = mb.sampled.numel() + mb.targets.numel() > 0
         if mb.added is None or not self._layout.context_crosses:
-            return MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples)
-        shape = MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=samples, device_tokens=mb.added.there)
+            return MicroBatchShape(tokens=load.tokens, prefill_only=load.prefill_only, samples=samples)
+        shape = MicroBatchShape(
+            tokens=load.tokens, prefill_only=load.prefill_only, samples=samples, device_tokens=mb.added.there
+        )
         if mb.context is None:
             return shape
         continues = any(piece.start > piece.generation.computed for piece in load.pieces)
@@ -329,7 +331,7 @@ class PassRunner:
                 sampled=sampled,
                 crossing=self._crossing.share(row, load.tokens) if self._crossing is not None else None,
                 kept=self._kept.rows(row, load.tokens) if self._kept is not None else None,
-                fresh=load.fresh,
+                prefill_only=load.prefill_only,
             )
             row += load.tokens
             sampled = sampled[mb.sampled.numel() :]
@@ -343,7 +345,7 @@ class PassRunner:
         device, size = mb.hidden.device, self._policy.kv_block_size
         host_slots = self.pool.host_blocks * size
         mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)
-        if not mb.fresh:
+        if not mb.prefill_only:
             window = self._profile.attention.window
             mb.context = find_context(chunks, block_size=size, window=window, device=device, host_slots=host_slots)
 

@@ -10,13 +10,13 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.checkpoint import OpenCheckpoint
-from moelight.engine.experts import near_share, with_room
+from moelight.engine.experts import resident_share, with_room
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
-from moelight.hrm.placement import place, with_near
+from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ROUTED_ORDERS, routed_only
 from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
@@ -57,7 +57,7 @@ def plan_for(
     hw: str,
     host_memory: int | None,
     device_memory: int | None,
-    wishes: PlanConstraints,
+    constraints: PlanConstraints,
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
@@ -67,22 +67,22 @@ def plan_for(
     Raises:
         BudgetError, ConfigError: see `optimize`.
     """
-    SCHEDULES.get(wishes.schedule)
+    SCHEDULES.get(constraints.schedule)
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
         limits["device"] = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
     elif device_memory is not None:
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
-    devices = dict(_devices(wishes.schedule, discrete=machine.discrete))
+    devices = dict(_devices(constraints.schedule, discrete=machine.discrete))
     if experts is not None and experts.schedule.mode != "gpu_only" and devices == _BESIDE:
         devices["ffn_device"] = "split"  # the CPU may compute missing experts where they lie
     hardware = hardware_for(hw, discrete=machine.discrete)
     dtype = machine.native_dtype(source.weight_map.dtype)
     room: dict[str, Fixed] = {}
     if experts is not None:
-        near = "weights.device" if devices["ffn_device"] != "cpu" else "weights.host"
-        room[near] = near_share(experts, source.profile, dtype)
-    sizes = {"batch_size": wishes.batch_size, "micro_batch_size": wishes.micro_batch_size}
+        tier = "weights.device" if devices["ffn_device"] != "cpu" else "weights.host"
+        room[tier] = resident_share(experts, source.profile, dtype)
+    sizes = {"batch_size": constraints.batch_size, "micro_batch_size": constraints.micro_batch_size}
     problem = Problem(
         name=name,
         model=source.profile,
@@ -93,11 +93,11 @@ def plan_for(
         fixed={
             **room,
             **devices,
-            "schedule": wishes.schedule,
+            "schedule": constraints.schedule,
             **({"host_pages": "pinned"} if not machine.twin and locks_in_place(machine.device.type) else {}),
             **{key: value for key, value in sizes.items() if value is not None},
         },
-        programme=False,
+        integer_program=False,
     )
     return best_plan(problem, hardware, limits, proof=False)
 
@@ -120,7 +120,7 @@ _BESIDE: Mapping[str, Fixed] = {"attention_device": "cpu", "ffn_device": "gpu"}
 
 
 def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
-    """Where a planned engine attends and computes experts: beside its cache in host memory, and near the pages; on the
+    """Where a planned engine attends and computes experts: beside its cache in host memory, and resident the pages; on the
     GPU, with the cache in host memory, for orders that are about that. Without a GPU all orders attend on the CPU.
 
     Raises:
@@ -185,7 +185,7 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
 def choose_residents(
     policy: Policy, plan: Plan | None, options: ExpertOptions, model: ModelProfile, dtype: DType
 ) -> tuple[Policy, str]:
-    """``policy`` with the room that ``options`` ask for, and whether those who are near may change, and why."""
+    """``policy`` with the room that ``options`` ask for, and whether those who are resident may change, and why."""
     if options.policy is not None:
         policy = with_room(policy, options.policy, model, dtype)
     if not options.learn:
@@ -207,7 +207,7 @@ def resolve_residents(
         return static("the policy says so")
     placement = place(model, policy)
     if not placement.streamed or not placement.resident:
-        return static("every expert is near" if placement.resident else "no expert stays near")
+        return static("every expert is resident" if placement.resident else "no expert stays resident")
     if policy.schedule not in ROUTED_ORDERS:
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
@@ -220,7 +220,7 @@ def resolve_residents(
         need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)
         if need > max(limit, before.total(tier)):
             return static(f"copies of the experts on the device take {format_bytes(need)} of {tier} memory")
-    return fitting, "small passes exchange experts that are near for those that are asked for"
+    return fitting, "small passes exchange experts that are resident for those that are asked for"
 
 
 def small_passes(model: ModelProfile, policy: Policy) -> bool:
@@ -229,12 +229,12 @@ def small_passes(model: ModelProfile, policy: Policy) -> bool:
 
 
 def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footprint) -> Policy | None:
-    """``policy`` with the most experts near that, with its ring, take no more than before; None if that is none."""
-    total = len(place(model, policy).homes)
+    """``policy`` with the most experts resident that, with its ring, take no more than before; None if that is none."""
+    total = len(place(model, policy).tiers)
     most = before.bytes_of("experts") + before.bytes_of("ring")
     stay = len(place(model, policy).resident)
     while stay > 0:
-        found = with_near(policy, stay / total)
+        found = with_residents(policy, stay / total)
         sizes = footprint(model, found, dtype=dtype, kv_dtype=dtype)
         over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - most
         if over <= 0:

@@ -105,7 +105,7 @@ class ExpertCache(CacheSlots):
         self._last_of_layer[layer] = keys
         self._after(layer, distinct)
         pool.hold(self._leases)
-        pool.settle()
+        pool.flush()
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         return Access(
@@ -115,7 +115,7 @@ class ExpertCache(CacheSlots):
             misses=misses,
             slots=np.array(slots, np.int64),
             kept_out=kept_out,
-            evictions=self._tell(),
+            evictions=self._notify(),
             counts=counts,
         )
 
@@ -199,11 +199,11 @@ class ExpertCache(CacheSlots):
                 held.add(key)
                 found.append(int(expert))
                 slots += self._place([key])
-        self._let_go([pool])
+        self._release([pool])
         if self._expiry is not None:
             self._expiry.touch((layer * self.num_experts + expert for expert in found), self.clock)
         self.stats.prefetched += len(found)
-        return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._tell())
+        return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._notify())
 
     def fill(self, keys: ArrayLike) -> IntArray:
         """Bring in ``keys``, (layer, expert) int [n, 2], the most wanted first, where places are free; nobody leaves
@@ -233,8 +233,8 @@ class ExpertCache(CacheSlots):
         `prefetch` does it."""
         if not self.predictor.is_on:
             return []
-        guesses = self.predictor.ahead(layer, self._table >= 0)
-        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in guesses]
+        predictions = self.predictor.ahead(layer, self._table >= 0)
+        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in predictions]
         return [(at, brought) for at, brought in found if brought.ids.size]
 
     # ---- made from a policy
@@ -317,7 +317,7 @@ class ExpertCache(CacheSlots):
                 run = None if weights is None else weights[begin:end].tolist()
                 hit[begin:end] = self._each(self._pools[at[begin]], keys[begin:end].tolist(), run)
         self._count_each(at, keys, hit)
-        self._tell()
+        self._notify()
         return hit
 
     def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:

@@ -32,7 +32,7 @@ class _HitRecord:
         """Of guesses of these ``kinds``."""
         return np.asarray(self._right[kinds] / self._made[kinds])
 
-    def settle(self, kinds: IntArray, came_true: NDArray[np.bool_]) -> None:
+    def flush(self, kinds: IntArray, came_true: NDArray[np.bool_]) -> None:
         """Guesses of these ``kinds`` came true or not."""
         self._right *= DECAY
         self._made *= DECAY
@@ -52,11 +52,11 @@ class PrefetchConfidence:
         self._open[row] = ids
         return ids[self._record.chance(_places(ids)) >= SURE]
 
-    def settle(self, row: int, chosen: NDArray[Any]) -> None:
+    def flush(self, row: int, chosen: NDArray[Any]) -> None:
         """``row`` has chosen; what was guessed about it came true or not."""
         ids = self._open.pop(row, None)
         if ids is not None and len(ids):
-            self._record.settle(_places(ids), np.isin(ids, chosen))
+            self._record.flush(_places(ids), np.isin(ids, chosen))
 
 
 class PrefetchDecision:
@@ -85,13 +85,13 @@ class PrefetchDecision:
         found = np.flatnonzero(1.0 - missed >= SURE)
         return found, 1.0 - missed[found]
 
-    def settle(self, row: int, chosen: NDArray[Any]) -> None:
+    def flush(self, row: int, chosen: NDArray[Any]) -> None:
         """``row`` chose ``chosen`` [T, k] for the tokens that were told of, in their order."""
         first = 0
         for ids, kinds in self._open.pop(row, ()):
             mine = chosen[first : first + len(ids)]
             first += len(ids)
-            self._record.settle(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())
+            self._record.flush(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())
 
 
 def _places(ids: IntArray) -> IntArray:

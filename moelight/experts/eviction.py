@@ -162,7 +162,7 @@ class Eviction(ABC):
         """From now on only ``keys`` must not leave."""
         self.held = keys
 
-    def settle(self) -> None:  # noqa: B027
+    def flush(self) -> None:  # noqa: B027
         """Some keys are no longer held."""
 
     def resize(self, capacity: int) -> None:

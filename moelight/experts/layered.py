@@ -44,9 +44,9 @@ class Layered(Eviction):
         self.first.hold(keys)
         self.second.hold(keys)
 
-    def settle(self) -> None:
-        self.first.settle()
-        self.second.settle()
+    def flush(self) -> None:
+        self.first.flush()
+        self.second.flush()
 
     def begin(self) -> None:
         self.first.begin()

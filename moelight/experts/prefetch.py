@@ -145,11 +145,11 @@ class Prefetcher:
         """As `Predictor.hint`."""
         self.predictor.hint(layer, ids, mass)
 
-    def ahead(self, layer: int, near: Mask | None = None) -> Iterator[tuple[int, Ints]]:
+    def ahead(self, layer: int, resident: Mask | None = None) -> Iterator[tuple[int, Ints]]:
         """``(layer to come, experts)`` worth fetching now that ``layer`` has chosen, the most urgent first.
 
         The budget is spent on the next layer; what of it is left, because too few come to mind, goes to the layers
-        behind it that the predictor looks at. Experts that are there already (``near`` [L, E]) cost nothing of it; they
+        behind it that the predictor looks at. Experts that are there already (``fast_tier`` [L, E]) cost nothing of it; they
         count as guesses as far as they are likelier than one that is worth fetching.
         """
         left = self.rules.budget
@@ -158,11 +158,11 @@ class Prefetcher:
                 return
             target = (layer + step) % self.num_layers
             ids = self.predictor.predict(target, self.num_experts)
-            away = np.ones(len(ids), np.bool_) if near is None else ~near[target, ids]
-            last = int(np.searchsorted(away.cumsum(), left)) + 1
-            ids, away = ids[:last], away[:last]
+            missing = np.ones(len(ids), np.bool_) if resident is None else ~resident[target, ids]
+            last = int(np.searchsorted(missing.cumsum(), left)) + 1
+            ids, missing = ids[:last], missing[:last]
             self.quality.guessed(target, ids)
-            wanted = ids[away]
+            wanted = ids[missing]
             left -= len(wanted)
             if wanted.size:
                 yield target, wanted

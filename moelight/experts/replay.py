@@ -187,7 +187,7 @@ class Replay:
         )
         if cache is not None:
             self._residency.cache = cache
-        self._pages, self._tokens, self._trust = 0, 0.0, PrefetchConfidence()
+        self._pages, self._tokens, self._confidence = 0, 0.0, PrefetchConfidence()
         self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
@@ -217,13 +217,13 @@ class Replay:
         if self._clock is not None:
             self._clock.route(row.layer, tokens)
         ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
-        self._trust.settle(row.layer, row.ids)
+        self._confidence.flush(row.layer, row.ids)
         leave, computed_s = row.ids[:0], 0.0
         if self._may_compute and self._mode != "gpu_only":
             leave, computed_s = self._leave(row, tokens)
         found = self._residency.access(row.layer, ids, scores, keep_out=leave.tolist())
         self._serve(found, computed_s)
-        self._guess(row.layer + 1)
+        self._prediction(row.layer + 1)
         if len(found.misses):
             self._most = max(self._most, len(self._residency.cache))
 
@@ -247,7 +247,7 @@ class Replay:
         if self._clock is not None:
             self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
-    def _guess(self, coming: int) -> None:
+    def _prediction(self, coming: int) -> None:
         """What is fetched ahead for the layer ``coming`` of this pass: guesses of a kind that mostly comes true."""
         predictor = self._residency.cache.predictor
         if not predictor.is_on:
@@ -257,10 +257,10 @@ class Replay:
             return
         for target, wanted in predictor.ahead(coming - 1, self._residency.cache.slot_table >= 0):
             if target == coming:
-                self._guessed = self._trust.likely(target, wanted) + target * self.shape.num_experts
+                self._guessed = self._confidence.likely(target, wanted) + target * self.shape.num_experts
         self._pages += len(self._guessed)
         if self._clock is not None:
-            self._clock.guess(self._guessed.tolist())
+            self._clock.prediction(self._guessed.tolist())
 
     def outcome(self) -> Outcome:
         """Of everything so far."""

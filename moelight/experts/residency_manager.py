@@ -80,7 +80,7 @@ class ResidencyManager:
             batch=batch,
             most_slots=len(resident),
         )
-        self._trust, self._foresight = PrefetchConfidence(), PrefetchDecision(model.num_experts)
+        self._confidence, self._decision = PrefetchConfidence(), PrefetchDecision(model.num_experts)
         self._missing: dict[int, float] = {}  # by the binary digits of a number of tokens
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
@@ -97,7 +97,7 @@ class ResidencyManager:
         return self.learns and self.residency.cache.predictor.is_on
 
     @property
-    def foresees(self) -> bool:
+    def predicts_experts(self) -> bool:
         """Whether guesses need the routers of layers to come."""
         return self.residency.cache.predictor.rules.strategy == "next_router"
 
@@ -110,12 +110,12 @@ class ResidencyManager:
     ) -> Access:
         """A small pass routes to ``ids`` int [T, k] of ``layer`` with ``weights`` [T, k]: who of them is near, who
         comes, and where to. ``leave``: missing ones that are computed where they lie, and do not come."""
-        row, away_before = self._row[layer], self._away(layer)
-        self._trust.settle(row, ids)
-        self._foresight.settle(row, ids)
+        row, missing_before = self._row[layer], self._away(layer)
+        self._confidence.flush(row, ids)
+        self._decision.flush(row, ids)
         found = self.residency.access(row, ids, weights, admit=self.learns, keep_out=leave)
         self._follow()
-        self._count_missing(len(ids), len(found.misses), away_before)
+        self._count_missing(len(ids), len(found.misses), missing_before)
         return found
 
     def note(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
@@ -131,26 +131,26 @@ class ResidencyManager:
     def _away(self, layer: int) -> int:
         return int(np.count_nonzero(self.table[layer] < 0))
 
-    def _count_missing(self, tokens: int, misses: int, away: int) -> None:
-        if away:
-            size, now = tokens.bit_length(), misses / away
+    def _count_missing(self, tokens: int, misses: int, missing: int) -> None:
+        if missing:
+            size, now = tokens.bit_length(), misses / missing
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
 
-    def guess(self, layer: int) -> IntArray:
+    def prediction(self, layer: int) -> IntArray:
         """Experts of ``layer`` to fetch ahead, the one before having chosen: not near, and likely enough, the likeliest
         first."""
         row, resident = self._row[layer], self.residency.cache.slot_table >= 0
-        if self.foresees:
-            self.residency.hint(row, *self._foresight.likely(row))
+        if self.predicts_experts:
+            self.residency.hint(row, *self._decision.likely(row))
         for target, wanted in self.residency.cache.predictor.ahead(row - 1, resident):
             if target == row:
-                return wanted if self.foresees else self._trust.likely(row, wanted)
+                return wanted if self.predicts_experts else self._confidence.likely(row, wanted)
         return _NOTHING
 
     def hint(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
         """The router of ``layer`` was asked ahead of time, and would choose ``ids`` [T, k] with ``weights`` [T, k] for
         the next tokens of the pass."""
-        self._foresight.add(self._row[layer], ids, weights)
+        self._decision.add(self._row[layer], ids, weights)
 
     def lease(self, layer: int, ids: IntArray) -> None:
         """Keep ``ids`` of ``layer``, who are near, until `release`."""

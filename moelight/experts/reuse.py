@@ -125,7 +125,7 @@ class Reuse(Eviction):
         super().hold(keys)
         self._queue = None
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._queue = None
 
     def touch(self, key: int, score: float) -> None:

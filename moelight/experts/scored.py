@@ -140,7 +140,7 @@ class Ranked(Eviction):
     def order(self) -> list[int]:
         return [key for _, _, key in sorted(self.rank.values())]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         if self._parked:
             parked, self._parked = self._parked, []
             for entry in parked:

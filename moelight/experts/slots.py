@@ -21,7 +21,7 @@ class CacheSlots:
     """What `ExpertCache` knows about places; see there for the arguments.
 
     Invariants: `slot_table` and the pools name the same keys; a slot is one key's or free; whoever leaves goes through
-    `_drain`, once, and `_tell` reports it when the public call that made it leave ends.
+    `_drain`, once, and `_notify` reports it when the public call that made it leave ends.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class CacheSlots:
                 self._leases[key] = left
             else:
                 del self._leases[key]
-        self._pools[layer].settle()
+        self._pools[layer].flush()
 
     def pin(self, layer: int, expert: int) -> bool:
         """Keep a resident expert for good. False, and nothing changes: not resident, or no room for one more pin."""
@@ -184,7 +184,7 @@ class CacheSlots:
         if pinned:
             self._pinned[key] = None
         self._drain(pool)
-        self._tell()
+        self._notify()
         return pinned
 
     def unpin(self, layer: int, expert: int) -> bool:
@@ -248,7 +248,7 @@ class CacheSlots:
         pool.gone.append(key)
         self._drain(pool)
 
-    def _tell(self) -> IntArray:
+    def _notify(self) -> IntArray:
         """(layer, expert) of all who left, int64 [e, 2], once `on_evict` has heard of them."""
         left, slots = self._left, self._left_slots
         self._left, self._left_slots = [], []
@@ -266,7 +266,7 @@ class CacheSlots:
         `pressure`, nothing happens. Returns who left, int64 [e, 2]."""
         if self.pressure is not None:
             self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
-        return self._tell()
+        return self._notify()
 
     def _press(self, surplus: int) -> int:
         """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
@@ -280,14 +280,14 @@ class CacheSlots:
                 left += 1
             else:
                 pools.remove(pool)
-        self._let_go(self._distinct)
+        self._release(self._distinct)
         return left
 
-    def _let_go(self, pools: Iterable[Eviction]) -> None:
+    def _release(self, pools: Iterable[Eviction]) -> None:
         """Only leases hold from now on."""
         for pool in pools:
             pool.hold(self._leases)
-            pool.settle()
+            pool.flush()
 
     def _expire(self, expiry: Expiry) -> None:
         for key in expiry.due(self.clock, self._is_guarded):
@@ -309,7 +309,7 @@ class CacheSlots:
         for key in self._pinned:
             self._remove(key)
         self._pinned.clear()
-        return self._tell()
+        return self._notify()
 
     def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
         """Another order of leaving, or other numbers; residents, pins, leases and counters stay. The residents enter
@@ -339,7 +339,7 @@ class CacheSlots:
                 for key in pins:
                     if not fresh.pin(key):
                         del self._pinned[key]
-                self._let_go([fresh])
+                self._release([fresh])
                 made[id(pool)] = fresh
             self._pools[layer] = made[id(pool)]
         self._distinct = list(made.values())
@@ -367,7 +367,7 @@ class CacheSlots:
         else:
             self._apply(self._shares(capacity))
         self.capacity = capacity
-        return self._tell()
+        return self._notify()
 
     def rebalance(self) -> None:
         """Share the places out to the layers anew, by what their last accesses look like; only the surplus of layers
@@ -397,4 +397,4 @@ class CacheSlots:
             pool.hold(self._last_batch | self._leases.keys())
             pool.resize(int(shares[layer]))
             self._drain(pool)
-        self._let_go(self._distinct)
+        self._release(self._distinct)

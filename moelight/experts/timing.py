@@ -17,7 +17,7 @@ from moelight.experts.access import FloatArray, IntArray
 from moelight.experts.policy import ScheduleRules
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
-from moelight.hrm.estimate import acts_of
+from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Unit, speeds_of
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
@@ -42,25 +42,25 @@ class MachineCosts:
             raise ConfigError(f"the model {model.name} has no experts")
         speeds, self.discrete = speeds_of(hardware), hardware.tier("device") is not None
         near = "gpu" if self.discrete else "cpu"
-        self._acts = acts_of(model, Policy(model=model.name, attention_device=near, ffn_device=near), speeds)
+        self._acts = cost_model_of(model, Policy(model=model.name, attention_device=near, ffn_device=near), speeds)
         self.model, self.layers = model, tuple(np.flatnonzero(model.moe_layers).tolist())
         self.page_bytes, self.top_k = self._acts.page_bytes(), model.router.top_k
         self.fetch_s = _fetch_s(self._acts, hardware)
-        self._near, self._cpu = np.zeros(1), np.zeros(1)
+        self._table_s, self._cpu = np.zeros(1), np.zeros(1)
         self.lead_s = lru_cache(maxsize=1 << 14)(self._lead_s)
 
     def _lead_s(self, row: int, tokens: float) -> float:
         """Seconds between the experts of the layer with experts before and the choice of layer number ``row`` of those
         with experts, for ``tokens``: attention and router, layers without experts, and the head between two passes."""
-        acts, layer = self._acts, self.layers[row]
+        cost_model, layer = self._acts, self.layers[row]
         first = 0 if row == 0 else self.layers[row - 1] + 1
         passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
-        seconds = float(acts.head_s(tokens)) if row == 0 else 0.0
+        seconds = float(cost_model.head_s(tokens)) if row == 0 else 0.0
         for each in (*passed, *range(first, layer + 1)):
             elements = costs.layer_elements(self.model)[each]
-            seconds += float(acts.before_s(elements, tokens))
-            seconds += float(acts.decode_attention_s(acts.near, tokens, CONTEXT))
-            seconds += float(acts.after_s(elements, tokens, moe=self.model.moe_layers[each]))
+            seconds += float(cost_model.before_s(elements, tokens))
+            seconds += float(cost_model.decode_attention_s(cost_model.expert_unit, tokens, CONTEXT))
+            seconds += float(cost_model.after_s(elements, tokens, moe=self.model.moe_layers[each]))
         return seconds
 
     def schedule(self, mode: str) -> ScheduleRules:
@@ -75,11 +75,11 @@ class MachineCosts:
         size = tokens * costs.residual_bytes(self.model, self._acts.dtype, 1)
         return float(self._acts.down_s(size) + self._acts.up_s(size))
 
-    def near_s(self, counts: IntArray) -> FloatArray:
+    def resident_s(self, counts: IntArray) -> FloatArray:
         """Seconds of experts that are near, [n], for ``counts`` tokens [n] each."""
-        if counts.size and int(counts.max()) >= len(self._near):
-            self._near = self._table(self._acts.near, int(counts.max()))
-        return self._near[counts]
+        if counts.size and int(counts.max()) >= len(self._table_s):
+            self._table_s = self._table(self._acts.expert_unit, int(counts.max()))
+        return self._table_s[counts]
 
     def cpu_s(self, counts: IntArray) -> FloatArray:
         """The same where the CPU computes them in host memory."""
@@ -94,21 +94,23 @@ class MachineCosts:
         return found
 
 
-def _fetch_s(acts: CostModel, hardware: HardwareProfile) -> float:
+def _fetch_s(cost_model: CostModel, hardware: HardwareProfile) -> float:
     """Seconds of a page that is not near: from the disk; or over the link, with the share that host memory has no room
     for as slow as the disk."""
-    size, disk, host = acts.page_bytes(), acts.speeds.disk, hardware.tier("host")
-    if not acts.discrete:
+    size, disk, host = cost_model.page_bytes(), cost_model.speeds.disk, hardware.tier("host")
+    if not cost_model.discrete:
         if not disk:
             raise ConfigError(f"the machine {hardware.name} has no tier 'disk' for experts to come from; describe it")
         return size / disk
-    pages = acts.model.num_moe_layers * acts.model.experts.num_experts
+    pages = cost_model.model.num_moe_layers * cost_model.model.experts.num_experts
     room = HOST_SHARE * (host.capacity_bytes if host is not None else 0) / (pages * size)
-    link = float(acts.up_s(size))
-    away = max(0.0, 1.0 - room)
-    if away and not disk:
-        raise ConfigError(f"the experts of {acts.model.name} fit neither {hardware.name}'s host memory nor a disk")
-    return link if not away else (1.0 - away) * link + away * max(link, size / disk)
+    link = float(cost_model.up_s(size))
+    on_disk = max(0.0, 1.0 - room)
+    if on_disk and not disk:
+        raise ConfigError(
+            f"the experts of {cost_model.model.name} fit neither {hardware.name}'s host memory nor a disk"
+        )
+    return link if not on_disk else (1.0 - on_disk) * link + on_disk * max(link, size / disk)
 
 
 class Clock:
@@ -148,11 +150,11 @@ class Clock:
         if not self._overlap:
             self._wait(there)
             begun = self.now
-        self.now += float(self._machine.near_s(hits).sum())
+        self.now += float(self._machine.resident_s(hits).sum())
         self._wait(max(there, begun + computed_s))
-        self.now += float(self._machine.near_s(misses).sum())
+        self.now += float(self._machine.resident_s(misses).sum())
 
-    def guess(self, keys: Iterable[int]) -> None:
+    def prediction(self, keys: Iterable[int]) -> None:
         """Fetch ``keys`` behind what the last batch misses; they were asked for when its router had chosen."""
         for key in keys:
             self._arrivals[key] = self._fetch(1, self._routed)

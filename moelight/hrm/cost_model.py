@@ -29,7 +29,7 @@ KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
 class CostModel:
     """One model in its dtypes on one machine. ``dtype`` is what units work in, ``page_dtype`` the experts' own.
 
-    ``pinned_homes``: experts at home in host memory cross the link from there.
+    ``pinned_pages``: experts at home in host memory cross the link from there.
     """
 
     model: ModelProfile
@@ -39,7 +39,7 @@ class CostModel:
     page_dtype: DType
     attention_device: str
     ffn_device: str
-    pinned_homes: bool = False
+    pinned_pages: bool = False
 
     @property
     def discrete(self) -> bool:
@@ -47,7 +47,7 @@ class CostModel:
         return self.ffn_device != "cpu" or self.attention_device == "gpu"
 
     @property
-    def near(self) -> Unit:
+    def expert_unit(self) -> Unit:
         """The unit of norms, projections, routers and the head."""
         gpu = self.speeds.gpu
         return gpu if self.discrete and gpu is not None else self.speeds.cpu
@@ -60,19 +60,21 @@ class CostModel:
         """Norm, projections and rotations of ``tokens``."""
         touched = tokens * self.model.hidden_size * TOUCHED_BEFORE
         return (
-            self.near.product_s(tokens, elements.before_attention, self.dtype)
-            + self.near.touch_s(touched)
-            + self._overhead_s(self.near, KERNELS["before"])
+            self.expert_unit.product_s(tokens, elements.before_attention, self.dtype)
+            + self.expert_unit.touch_s(touched)
+            + self._overhead_s(self.expert_unit, KERNELS["before"])
         )
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
         """Output projection, norm, router, shared experts or dense layer, and the moving of rows; experts aside."""
-        copies = self.model.router.top_k if moe and self.near.experts is None else 0  # else measured with the experts
+        copies = (
+            self.model.router.top_k if moe and self.expert_unit.experts is None else 0
+        )  # else measured with the experts
         touched = tokens * self.model.hidden_size * (TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
         return (
-            self.near.product_s(tokens, elements.after_attention, self.dtype)
-            + self.near.touch_s(touched)
-            + self._overhead_s(self.near, KERNELS["after"])
+            self.expert_unit.product_s(tokens, elements.after_attention, self.dtype)
+            + self.expert_unit.touch_s(touched)
+            + self._overhead_s(self.expert_unit, KERNELS["after"])
         )
 
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
@@ -103,8 +105,8 @@ class CostModel:
 
     def head_s(self, rows: Any) -> Any:
         """Logits of ``rows`` tokens."""
-        product = self.near.product_s(rows, costs.head_elements(self.model), self.dtype)
-        return product + self._overhead_s(self.near, KERNELS["head"])
+        product = self.expert_unit.product_s(rows, costs.head_elements(self.model), self.dtype)
+        return product + self._overhead_s(self.expert_unit, KERNELS["head"])
 
     def seen(self, context: Any) -> Any:
         """Positions a token sees in an average layer."""

@@ -1,7 +1,7 @@
 """Seconds of a whole job and of its passes, by lane: what the engine really does, priced by the ledger.
 
 Passes with prompts riding along and slots refilled (``workload_model``), whole pages, both crossings, contention for host memory,
-the cost of launching (``lanes``, ``acts``). Works on one policy or on arrays of candidates.
+the cost of launching (``lanes``, ``cost_model``). Works on one policy or on arrays of candidates.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Estimate:
     phases: tuple[Phase, ...] = field(default=())
 
 
-def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> CostModel:
+def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> CostModel:
     """The acts of ``policy``; ``dtype`` is what units work in where it is not the model's own."""
     own = dtype or dtype_named(model.dtype)
     return CostModel(
@@ -71,13 +71,13 @@ def acts_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | 
         page_dtype=own if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype),
         attention_device=policy.attention_device,
         ffn_device=policy.ffn_device,
-        pinned_homes=policy.host_pages == "pinned",
+        pinned_pages=policy.host_pages == "pinned",
     )
 
 
-def homes_of(placement: Placement, policy: Policy) -> PlacementCounts:
+def placement_counts(placement: Placement, policy: Policy) -> PlacementCounts:
     """The counts of a placement, page by page."""
-    from_disk = list(placement.homes.values()).count("disk")
+    from_disk = list(placement.tiers.values()).count("disk")
     return PlacementCounts(
         from_host=len(placement.streamed) - from_disk,
         from_disk=from_disk,
@@ -90,15 +90,15 @@ def estimate(
     model: ModelProfile, policy: Policy, workload: Workload, speeds: Speeds, *, dtype: DType | None = None
 ) -> Estimate:
     """The estimate of one resolved policy."""
-    acts, homes = acts_of(model, policy, speeds, dtype), homes_of(place(model, policy), policy)
+    cost_model, placed = cost_model_of(model, policy, speeds, dtype), placement_counts(place(model, policy), policy)
     kinds = kinds_of(model, workload, policy)
     phases = tuple(
-        _phase(acts, workload, policy, homes, name, kinds.kind(index))
+        _phase(cost_model, workload, policy, placed, name, kinds.kind(index))
         for index, name in enumerate(KINDS)
         if kinds.count[index] > 0
     )
-    alive = decode_pass(workload, alive_of(model, workload, policy))
-    steady = _phase(acts, workload, policy, homes, "decode", alive)
+    running = decode_pass(workload, running_of(model, workload, policy))
+    steady = _phase(cost_model, workload, policy, placed, "decode", running)
     total_s = sum(phase.passes * phase.seconds for phase in phases)
     busy: dict[str, float] = {}
     for phase in phases:
@@ -115,29 +115,29 @@ def estimate(
     )
 
 
-def alive_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
+def running_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
     """Sequences that are alive at a time: at most N, all requests, and as many as the cache holds (one at least)."""
     held = cached_sequences(workload, sizes.kv_tokens, sizes.kv_block_size, model.max_positions)
     return np.minimum(np.minimum(sizes.batch_size, workload.num_requests), np.maximum(held, 1))
 
 
-def _batches_of(workload: Workload, sizes: Sizes, alive: Any) -> Any:
-    """Micro-batches of a pass in which all that are ``alive`` decode. Where a GPU attends, each has buffers for its
+def _batches_of(workload: Workload, sizes: Sizes, running: Any) -> Any:
+    """Micro-batches of a pass in which all that are ``running`` decode. Where a GPU attends, each has buffers for its
     share of the cache as N has it (`kv_buffer_tokens`): they are as many where the cache holds fewer."""
-    sequences = np.minimum(sizes.batch_size, workload.num_requests) if sizes.attention_device == "gpu" else alive
+    sequences = np.minimum(sizes.batch_size, workload.num_requests) if sizes.attention_device == "gpu" else running
     return np.ceil(sequences / sizes.micro_batch_size)
 
 
 def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
     """The kinds of passes that serve ``workload`` under a policy, or under many candidates."""
     of = static_passes_of if sizes.admission == "static" else passes_of
-    return of(workload, alive_of(model, workload, sizes), riding_tokens(sizes))
+    return of(workload, running_of(model, workload, sizes), riding_tokens(sizes))
 
 
-def job_s(acts: CostModel, workload: Workload, order: str, sizes: Sizes, homes: PlacementCounts) -> Any:
-    """Seconds of the whole job for many candidates at once; ``sizes`` and ``homes`` hold arrays of one length, or
+def job_s(cost_model: CostModel, workload: Workload, order: str, sizes: Sizes, placed: PlacementCounts) -> Any:
+    """Seconds of the whole job for many candidates at once; ``sizes`` and ``placed`` hold arrays of one length, or
     numbers. Kinds of passes that a candidate does not have are not priced."""
-    kinds = kinds_of(acts.model, workload, sizes)
+    kinds = kinds_of(cost_model.model, workload, sizes)
     count = np.atleast_2d(kinds.count.T).T
     kind, candidate = np.nonzero(count)
 
@@ -148,14 +148,14 @@ def job_s(acts: CostModel, workload: Workload, order: str, sizes: Sizes, homes: 
         return np.atleast_2d(values.T).T[kind, candidate]
 
     some = replace(kinds, **{name: taken(getattr(kinds, name)) for name in ("count", "decode_tokens", "prompt_tokens")})
-    alive = np.asarray(alive_of(acts.model, workload, sizes), dtype=float)
+    running = np.asarray(running_of(cost_model.model, workload, sizes), dtype=float)
     cost = _cost(
-        acts,
+        cost_model,
         some,
-        PlacementCounts(**{name: each(getattr(homes, name)) for name in PlacementCounts.__dataclass_fields__}),
+        PlacementCounts(**{name: each(getattr(placed, name)) for name in PlacementCounts.__dataclass_fields__}),
         order=order,
-        alive=each(alive),
-        batches=each(_batches_of(workload, sizes, alive)),
+        running=each(running),
+        batches=each(_batches_of(workload, sizes, running)),
         most=each(np.asarray(sizes.micro_batch_tokens, dtype=float)),
         look_ahead=each(sizes.look_ahead),
         least=least_missed(sizes),
@@ -165,25 +165,25 @@ def job_s(acts: CostModel, workload: Workload, order: str, sizes: Sizes, homes: 
 
 
 def cost_of(
-    acts: CostModel,
+    cost_model: CostModel,
     workload: Workload,
     kinds: Passes,
-    homes: PlacementCounts,
+    placed: PlacementCounts,
     sizes: Sizes,
     order: str,
     *,
     streams: bool | None = None,
 ) -> PassCost:
     """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are taken to move; by
-    default where ``homes`` have some that do. Affine in ``homes`` where it is given."""
-    alive = np.asarray(alive_of(acts.model, workload, sizes), dtype=float)
+    default where ``placed`` have some that do. Affine in ``placed`` where it is given."""
+    running = np.asarray(running_of(cost_model.model, workload, sizes), dtype=float)
     return _cost(
-        acts,
+        cost_model,
         kinds,
-        homes,
+        placed,
         order=order,
-        alive=alive,
-        batches=_batches_of(workload, sizes, alive),
+        running=running,
+        batches=_batches_of(workload, sizes, running),
         most=np.asarray(sizes.micro_batch_tokens, dtype=float),
         look_ahead=sizes.look_ahead,
         least=least_missed(sizes),
@@ -192,12 +192,12 @@ def cost_of(
 
 
 def _cost(
-    acts: CostModel,
+    cost_model: CostModel,
     kinds: Passes,
-    homes: PlacementCounts,
+    placed: PlacementCounts,
     *,
     order: str,
-    alive: Any,
+    running: Any,
     batches: Any,
     most: Any,
     look_ahead: Any,
@@ -207,13 +207,13 @@ def _cost(
     """``pass_cost`` in ``order``; ``least`` as in `routed_only`. Where no page moves, no lane waits for the routers
     (``streams``)."""
     tokens = kinds.decode_tokens + kinds.prompt_tokens
-    routed = routed_only(acts.model, order, tokens, most, least=least)
-    moving = np.asarray(homes.from_host + homes.from_disk) > 0 if streams is None else streams
+    routed = routed_only(cost_model.model, order, tokens, most, least=least)
+    moving = np.asarray(placed.from_host + placed.from_disk) > 0 if streams is None else streams
     return pass_cost(
-        acts,
+        cost_model,
         kinds,
-        homes,
-        alive=alive,
+        placed,
+        running=running,
         batches=batches,
         prompt_tokens=most,
         whole=order in WHOLE_EXPERTS,
@@ -238,9 +238,9 @@ def flops_per_token(model: ModelProfile) -> float:
 
 
 def _phase(
-    acts: CostModel, workload: Workload, policy: Policy, homes: PlacementCounts, name: str, kind: Passes
+    cost_model: CostModel, workload: Workload, policy: Policy, placed: PlacementCounts, name: str, kind: Passes
 ) -> Phase:
-    cost = cost_of(acts, workload, kind, homes, policy, policy.schedule)
+    cost = cost_of(cost_model, workload, kind, placed, policy, policy.schedule)
     return Phase(
         name=name,
         passes=float(kind.count),

@@ -133,18 +133,18 @@ _ORDER = (
 
 def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
     """Every region that does not depend on where pages and cache blocks are at home, by (purpose, tier)."""
-    near = "device" if sizes.discrete else "host"
+    fast_tier = "device" if sizes.discrete else "host"
     found = {
-        ("dense", near): costs.dense_bytes(model, dtype),
-        ("hidden", near): hidden_arena_bytes(model, sizes, dtype),
-        ("work", near): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
-        ("transient", near): transient_bytes(model, sizes, dtype),
+        ("dense", fast_tier): costs.dense_bytes(model, dtype),
+        ("hidden", fast_tier): hidden_arena_bytes(model, sizes, dtype),
+        ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
+        ("transient", fast_tier): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
     if sizes.schedule in WHOLE_EXPERTS:
-        found["mixture", near] = mixture_bytes(model, sizes, dtype)
+        found["mixture", fast_tier] = moe_workspace_bytes(model, sizes, dtype)
     if sizes.discrete:
-        found["crossing", "host"] = pass_tokens(sizes) * crossing_token_bytes(model, sizes, dtype)
+        found["crossing", "host"] = pass_tokens(sizes) * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
     if sizes.discrete and sizes.ffn_device != "gpu":
@@ -155,16 +155,16 @@ def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DT
 
 def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
     """``(purpose, tier, slots)`` of every region that holds pages."""
-    near = placement.near
-    slots = [("experts", near, len(placement.resident)), ("ring", near, ring_slots(placement))]
-    if near == "device":
-        slots.append(("host_experts", "host", len(far_pages(placement))))
+    fast_tier = placement.fast_tier
+    slots = [("experts", fast_tier, len(placement.resident)), ("ring", fast_tier, ring_slots(placement))]
+    if fast_tier == "device":
+        slots.append(("host_experts", "host", len(offloaded_pages(placement))))
         slots.append(("pinned_ring", "host", pinned_slots(placement)))
     return tuple(slots)
 
 
-def far_pages(placement: Placement) -> tuple[Page, ...]:
-    """What host memory across the link holds, in order: the pages at home there, and copies of those that are near."""
+def offloaded_pages(placement: Placement) -> tuple[Page, ...]:
+    """What host memory across the link holds, in order: the pages at home there, and copies of those that are resident."""
     return (*placement.on("host"), *(placement.resident if placement.host_copies else ()))
 
 
@@ -179,8 +179,8 @@ def pinned_slots(placement: Placement) -> int:
     """Slots of the pinned ring between a far home and the link: one layer's streamed pages; two layers' where some come
     from disk, so that a slow disk is read while the pages of a whole layer cross; none where every page crosses from
     its home. At least a whole layer's where residents are learned and come back from the disk."""
-    from_disk = any(placement.homes[page] == "disk" for page in placement.streamed)
-    if placement.pinned_homes and not from_disk:
+    from_disk = any(placement.tiers[page] == "disk" for page in placement.streamed)
+    if placement.pinned_pages and not from_disk:
         return 0
     most = placement.most_streamed_per_layer * (2 if from_disk else 1)
     back = placement.learned and from_disk and not placement.host_copies
@@ -223,7 +223,7 @@ def kv_buffer_tokens(sizes: Sizes) -> Any:
     return np.minimum(share, sizes.kv_tokens)
 
 
-def crossing_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
+def staging_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
     """Pinned bytes for what one token sends down and gets back in one layer."""
     if sizes.attention_device == "cpu":
         attention = costs.qkv_bytes(model, dtype, 1) + costs.hidden_bytes(model, dtype, 1)
@@ -239,7 +239,7 @@ def hidden_arena_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     return pass_tokens(sizes) * model.hidden_size * dtype.itemsize
 
 
-def mixture_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+def moe_workspace_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """What a whole pass keeps for experts that run once: normed hidden states, their sums in float32, and the experts
     and weights each token chose."""
     return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
@@ -269,9 +269,9 @@ def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     rows = np.minimum(sizes.micro_batch_size, sample_rows(model))
     head = min(model.vocab_size * hidden * item, HEAD_CHUNK_BYTES) + 2 * rows * model.vocab_size * 4
     projection = (costs.attention_width(model) + spec.cache_width) * hidden
-    acts = np.maximum(np.maximum(attention, experts), head)
+    cost_model = np.maximum(np.maximum(attention, experts), head)
     largest = max(2 * width * hidden, projection) * item
-    return _carried_bytes(model, sizes, dtype) + acts + _product_bytes(model, tokens, largest)
+    return _carried_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest)
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
@@ -299,9 +299,9 @@ def _carried_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":
         each += 2 * model.hidden_size
-    carried = in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
+    prefetched = in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
     if sizes.attention_device == "gpu":
         cached = model.attention.cache_width * dtype.itemsize
-        carried = carried + np.minimum(GATHER_BYTES, kv_buffer_tokens(sizes) * cached)
-        carried = carried + 2 * sizes.micro_batch_tokens * cached
-    return carried
+        prefetched = prefetched + np.minimum(GATHER_BYTES, kv_buffer_tokens(sizes) * cached)
+        prefetched = prefetched + 2 * sizes.micro_batch_tokens * cached
+    return prefetched

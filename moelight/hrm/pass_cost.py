@@ -89,11 +89,11 @@ class _MicroBatches:
 
 
 def pass_cost(
-    acts: CostModel,
+    cost_model: CostModel,
     kind: Passes,
-    homes: PlacementCounts,
+    placed: PlacementCounts,
     *,
-    alive: Any,
+    running: Any,
     batches: Any,
     prompt_tokens: Any,
     whole: bool,
@@ -111,40 +111,42 @@ def pass_cost(
         routed_only: pages that nobody is routed to do not move.
         apart: as in `PassCost`; by default wherever only routed pages move.
     """
-    met = costs.distinct_experts(acts.model, kind.decode_tokens + kind.prompt_tokens)
-    share = np.where(routed_only, met / acts.model.experts.num_experts, 1.0)
+    met = costs.distinct_experts(cost_model.model, kind.decode_tokens + kind.prompt_tokens)
+    share = np.where(routed_only, met / cost_model.model.experts.num_experts, 1.0)
     apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
-    if acts.discrete:
-        decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / alive))
-        fresh = np.maximum(batches * kind.prompts / alive, kind.prompt_tokens / prompt_tokens)
+    if cost_model.discrete:
+        decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / running))
+        fresh = np.maximum(batches * kind.prompts / running, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
-        beside = _beside_a_gpu(acts, kind, homes, decode, prompts, whole, share)
+        beside = _beside_a_gpu(cost_model, kind, placed, decode, prompts, whole, share)
         return replace(beside, apart=apart, look_ahead=look_ahead)
     rows = kind.decode_tokens + kind.prompts
     tokens = kind.decode_tokens + kind.prompt_tokens
-    together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / alive), tokens / prompt_tokens))
-    return replace(_on_the_cpu(acts, kind, homes, together, whole, share), apart=apart)
+    together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens))
+    return replace(_on_the_cpu(cost_model, kind, placed, together, whole, share), apart=apart)
 
 
 def _on_the_cpu(
-    acts: CostModel, kind: Passes, homes: PlacementCounts, batches: _MicroBatches, whole: bool, share: Any
+    cost_model: CostModel, kind: Passes, placed: PlacementCounts, batches: _MicroBatches, whole: bool, share: Any
 ) -> PassCost:
     """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages.
 
     Reading takes processors and memory from computing, and computing from reading: while both go on, each keeps a share
     of its speed, and whichever has more to do goes on alone. Its time is then its own and what the other one cost it.
     """
-    cpu, layers, speeds = acts.near, acts.model.num_layers, acts.speeds
-    each = 0.0 if whole else _experts_s(acts, cpu, batches.tokens, 1.0)
-    act = _acts_s(acts, batches.tokens) + each
-    near = 1.0 - homes.from_disk / (acts.model.num_moe_layers * acts.model.experts.num_experts)
-    before = sum(layers * acts.before_s(elements, batches.tokens) for elements, _, layers in acts.layer_kinds())
-    experts = _experts_s(acts, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
-    decode = np.where(kind.decode_tokens > 0, acts.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
-    prompt = acts.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
+    cpu, layers, speeds = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds
+    each = 0.0 if whole else _experts_s(cost_model, cpu, batches.tokens, 1.0)
+    act = _acts_s(cost_model, batches.tokens) + each
+    resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
+    before = sum(
+        layers * cost_model.before_s(elements, batches.tokens) for elements, _, layers in cost_model.layer_kinds()
+    )
+    experts = _experts_s(cost_model, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
+    decode = np.where(kind.decode_tokens > 0, cost_model.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
+    prompt = cost_model.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
     attend = layers * (decode + np.where(kind.prompt_tokens > 0, prompt, 0.0))
-    head = batches.count * acts.head_s((kind.decode_tokens + kind.prompts) / np.maximum(batches.count, 1e-9))
-    reading = share * homes.from_disk * acts.page_bytes() / (acts.speeds.disk or NO_DISK_BYTES_PER_S)
+    head = batches.count * cost_model.head_s((kind.decode_tokens + kind.prompts) / np.maximum(batches.count, 1e-9))
+    reading = share * placed.from_disk * cost_model.page_bytes() / (cost_model.speeds.disk or NO_DISK_BYTES_PER_S)
     busy = batches.count * act + experts + attend + head
     none = np.zeros_like(busy)
     return PassCost(
@@ -163,46 +165,48 @@ def _on_the_cpu(
         share=share,
         crossing=none,
         first=before + attend / np.maximum(batches.count, 1e-9),
-        meanwhile=batches.count * each * near,
+        meanwhile=batches.count * each * resident,
     )
 
 
 def _beside_a_gpu(
-    acts: CostModel,
+    cost_model: CostModel,
     kind: Passes,
-    homes: PlacementCounts,
+    placed: PlacementCounts,
     decode: _MicroBatches,
     prompts: _MicroBatches,
     whole: bool,
     share: Any,
 ) -> PassCost:
     """Decoding sequences and prompts ride in micro-batches of their own; every crossing is a transfer."""
-    layers, speeds, near = acts.model.num_layers, acts.speeds, acts.near
-    on_cpu = _computed_share(acts, homes)
+    layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
+    on_cpu = _computed_share(cost_model, placed)
     per_batch = 0.0 if whole else 1.0 - on_cpu
-    act = _acts_s(acts, decode.tokens) + _experts_s(acts, near, decode.tokens, per_batch)
-    prompt_act = _acts_s(acts, prompts.tokens) + _experts_s(acts, near, prompts.tokens, per_batch)
-    prompt_act = prompt_act + _where(prompts, layers * acts.prefill_attention_s(near, prompts.tokens, kind.prompt_len))
+    act = _acts_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
+    prompt_act = _acts_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
+    prompt_act = prompt_act + _where(
+        prompts, layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
+    )
     both = kind.decode_tokens + kind.prompt_tokens
-    experts = _experts_s(acts, near, both, 1.0 - on_cpu) if whole else np.zeros_like(act)
-    where = near if acts.attention_device == "gpu" else speeds.cpu
-    attend = _where(decode, layers * acts.decode_attention_s(where, decode.tokens, kind.context))
+    experts = _experts_s(cost_model, unit, both, 1.0 - on_cpu) if whole else np.zeros_like(act)
+    where = unit if cost_model.attention_device == "gpu" else speeds.cpu
+    attend = _where(decode, layers * cost_model.decode_attention_s(where, decode.tokens, kind.context))
     count = np.maximum(decode.count + prompts.count, 1.0)
-    head = count * acts.head_s((kind.decode_tokens + kind.prompts) / count)
+    head = count * cost_model.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
-    moved = _crossings(acts, kind, homes, decode, prompts)
-    host = _CpuExperts.of(acts, decode, prompts, on_cpu)
+    moved = _crossings(cost_model, kind, placed, decode, prompts)
+    host = _CpuExperts.of(cost_model, decode, prompts, on_cpu)
     cpu = speeds.cpu.touch_s(2 * moved.stored) + host.cpu_s
-    attention_on_cpu = 1.0 if acts.attention_device == "cpu" else 0.0
-    first, second, third = _pages_s(acts, homes)
+    attention_on_cpu = 1.0 if cost_model.attention_device == "cpu" else 0.0
+    first, second, third = _pages_s(cost_model, placed)
     pages = (share * first, share * second, share * third)
-    read = attention_on_cpu * layers * acts.kv_read_bytes(kind.decode_tokens, kind.context)
-    touched = read + moved.up + moved.down + host.bytes + share * _staged_bytes(acts, homes)
-    up, down = acts.up_s(moved.up, moved.ups), acts.down_s(moved.down, moved.downs)
-    each_up, each_down = up / np.maximum(decode.count, 1.0), acts.down_s(moved.decode_down, layers)
-    near_s = act + attend * (1.0 - attention_on_cpu)
-    far_s = attend * attention_on_cpu + host.one_s
-    chain = near_s + far_s + 2.0 * host.one_cross_s + _where(decode, each_up + each_down)
+    read = attention_on_cpu * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
+    touched = read + moved.up + moved.down + host.bytes + share * _staged_bytes(cost_model, placed)
+    up, down = cost_model.up_s(moved.up, moved.ups), cost_model.down_s(moved.down, moved.downs)
+    each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(moved.decode_down, layers)
+    resident_s = act + attend * (1.0 - attention_on_cpu)
+    offloaded_s = attend * attention_on_cpu + host.one_s
+    chain = resident_s + offloaded_s + 2.0 * host.one_cross_s + _where(decode, each_up + each_down)
     return PassCost(
         lanes={
             "device": device + decode.count * attend * (1.0 - attention_on_cpu),
@@ -218,13 +222,13 @@ def _beside_a_gpu(
         attend=attend,
         up=each_up,
         chain=chain,
-        waits={"device": (chain - near_s) / layers, "cpu": (chain - far_s) / layers},
+        waits={"device": (chain - resident_s) / layers, "cpu": (chain - offloaded_s) / layers},
         experts=experts,
         pages=pages,
         share=share,
         crossing=pages[0],
         link_waits=host.cpu_s,
-        link_reads=share * (homes.from_host + homes.from_disk) * acts.page_bytes() / speeds.dram,
+        link_reads=share * (placed.from_host + placed.from_disk) * cost_model.page_bytes() / speeds.dram,
     )
 
 
@@ -242,16 +246,16 @@ class _AttentionTraffic:
 
 
 def _crossings(
-    acts: CostModel, kind: Passes, homes: PlacementCounts, decode: _MicroBatches, prompts: _MicroBatches
+    cost_model: CostModel, kind: Passes, placed: PlacementCounts, decode: _MicroBatches, prompts: _MicroBatches
 ) -> _AttentionTraffic:
-    model, dtype, layers = acts.model, acts.dtype, acts.model.num_layers
+    model, dtype, layers = cost_model.model, cost_model.dtype, cost_model.model.num_layers
     new = layers * costs.kv_bytes(model, dtype, 1)
-    if acts.attention_device == "cpu":
+    if cost_model.attention_device == "cpu":
         on_host, each_down = 1.0, layers * costs.qkv_bytes(model, dtype, 1)
         up = layers * costs.hidden_bytes(model, dtype, 1) * kind.decode_tokens
     else:
-        on_host, each_down = 1.0 - homes.device_kv, new
-        up = on_host * layers * acts.kv_read_bytes(kind.decode_tokens, kind.context)
+        on_host, each_down = 1.0 - placed.device_kv, new
+        up = on_host * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
     down = (each_down * kind.decode_tokens + new * kind.prompt_tokens) * on_host
     return _AttentionTraffic(
         up=up,
@@ -275,56 +279,65 @@ class _CpuExperts:
     bytes: Any
 
     @classmethod
-    def of(cls, acts: CostModel, decode: _MicroBatches, prompts: _MicroBatches, share: Any) -> _CpuExperts:
-        if acts.ffn_device == "gpu":
+    def of(cls, cost_model: CostModel, decode: _MicroBatches, prompts: _MicroBatches, share: Any) -> _CpuExperts:
+        if cost_model.ffn_device == "gpu":
             return cls(cpu_s=0.0, cross_s=0.0, one_s=0.0, one_cross_s=0.0, bytes=0.0)
-        layers, cpu_s, cross_s, size, ones = acts.model.num_moe_layers, 0.0, 0.0, 0.0, []
+        layers, cpu_s, cross_s, size, ones = cost_model.model.num_moe_layers, 0.0, 0.0, 0.0, []
         for part in (decode, prompts):
-            compute = _experts_s(acts, acts.speeds.cpu, part.tokens, share) + layers * acts.speeds.cpu.task_s
-            cross = acts.up_s(layers * costs.residual_bytes(acts.model, acts.dtype, 1) * part.tokens, layers)
+            compute = (
+                _experts_s(cost_model, cost_model.speeds.cpu, part.tokens, share)
+                + layers * cost_model.speeds.cpu.task_s
+            )
+            cross = cost_model.up_s(
+                layers * costs.residual_bytes(cost_model.model, cost_model.dtype, 1) * part.tokens, layers
+            )
             compute, cross = _where(part, compute), _where(part, cross)
-            met = layers * share * costs.distinct_experts(acts.model, part.tokens)
+            met = layers * share * costs.distinct_experts(cost_model.model, part.tokens)
             cpu_s, cross_s = cpu_s + part.count * compute, cross_s + part.count * cross
-            size = size + part.count * met * acts.page_bytes()
+            size = size + part.count * met * cost_model.page_bytes()
             ones.append((compute, cross))
         return cls(cpu_s=cpu_s, cross_s=cross_s, one_s=ones[0][0], one_cross_s=ones[0][1], bytes=size)
 
 
-def _acts_s(acts: CostModel, tokens: Any) -> Any:
+def _acts_s(cost_model: CostModel, tokens: Any) -> Any:
     """Both acts of one micro-batch of ``tokens`` in all layers, experts aside."""
     total = 0.0
-    for elements, moe, layers in acts.layer_kinds():
-        total = total + layers * (acts.before_s(elements, tokens) + acts.after_s(elements, tokens, moe=moe))
+    for elements, moe, layers in cost_model.layer_kinds():
+        total = total + layers * (cost_model.before_s(elements, tokens) + cost_model.after_s(elements, tokens, moe=moe))
     return np.where(tokens > 0, total, 0.0)
 
 
-def _experts_s(acts: CostModel, unit: Unit, tokens: Any, share: Any) -> Any:
-    return np.where(tokens > 0, acts.model.num_moe_layers * acts.experts_s(unit, tokens, share), 0.0)
+def _experts_s(cost_model: CostModel, unit: Unit, tokens: Any, share: Any) -> Any:
+    return np.where(tokens > 0, cost_model.model.num_moe_layers * cost_model.experts_s(unit, tokens, share), 0.0)
 
 
-def _pages_s(acts: CostModel, homes: PlacementCounts) -> tuple[Any, Any, Any]:
+def _pages_s(cost_model: CostModel, placed: PlacementCounts) -> tuple[Any, Any, Any]:
     """Seconds on the link, in the staging copy and on the disk for the pages of one pass."""
-    page, speeds = acts.page_bytes(), acts.speeds
-    disk = homes.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
-    if acts.ffn_device == "cpu":
+    page, speeds = cost_model.page_bytes(), cost_model.speeds
+    disk = placed.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
+    if cost_model.ffn_device == "cpu":
         return 0.0 * disk, 0.0 * disk, disk
-    staged = 0.0 if acts.pinned_homes else 1.0
-    return (homes.from_host + homes.from_disk) * page / speeds.h2d, staged * homes.from_host * page / speeds.stage, disk
+    staged = 0.0 if cost_model.pinned_pages else 1.0
+    return (
+        (placed.from_host + placed.from_disk) * page / speeds.h2d,
+        staged * placed.from_host * page / speeds.stage,
+        disk,
+    )
 
 
-def _staged_bytes(acts: CostModel, homes: PlacementCounts) -> Any:
+def _staged_bytes(cost_model: CostModel, placed: PlacementCounts) -> Any:
     """Host memory touched by streamed pages."""
-    if acts.ffn_device == "cpu":
-        return homes.from_disk * acts.page_bytes()
-    from_host = (1 if acts.pinned_homes else costs.staging_passes(from_disk=False)) * homes.from_host
-    return (from_host + costs.staging_passes(from_disk=True) * homes.from_disk) * acts.page_bytes()
+    if cost_model.ffn_device == "cpu":
+        return placed.from_disk * cost_model.page_bytes()
+    from_host = (1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)) * placed.from_host
+    return (from_host + costs.staging_passes(from_disk=True) * placed.from_disk) * cost_model.page_bytes()
 
 
-def _computed_share(acts: CostModel, homes: PlacementCounts) -> Any:
+def _computed_share(cost_model: CostModel, placed: PlacementCounts) -> Any:
     """The share of the experts that the CPU computes."""
-    if acts.ffn_device == "cpu":
+    if cost_model.ffn_device == "cpu":
         return 1.0
-    return homes.computed / (acts.model.num_moe_layers * acts.model.experts.num_experts)
+    return placed.computed / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
 
 
 def _cut(tokens: Any, count: Any) -> _MicroBatches:

@@ -21,39 +21,39 @@ Table = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """``homes`` of all pages; ``near`` is the tier beside the unit that computes the experts.
+    """``homes`` of all pages; ``fast_tier`` is the tier beside the unit that computes the experts.
 
-    Pages at home on ``near`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
+    Pages at home on ``fast_tier`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
     beside a GPU (``ffn_device`` split). The others are streamed every pass, in the order of ``streamed``.
-    ``pinned_homes``: the host's are locked and cross the link from there, without a stop in pinned memory.
-    ``learned``: those that are near may change.
+    ``pinned_pages``: the host's are locked and cross the link from there, without a stop in pinned memory.
+    ``learned``: those that are resident may change.
     """
 
-    near: str
-    homes: Mapping[Page, str]
+    fast_tier: str
+    tiers: Mapping[Page, str]
     streamed: tuple[Page, ...]
     computed: tuple[Page, ...] = ()
-    pinned_homes: bool = False
+    pinned_pages: bool = False
     learned: bool = False
 
     @property
     def resident(self) -> tuple[Page, ...]:
         """Pages that never move."""
-        return tuple(page for page, home in self.homes.items() if home == self.near)
+        return tuple(page for page, home in self.tiers.items() if home == self.fast_tier)
 
     @property
     def host_copies(self) -> bool:
-        """Whether pages near on a device have a copy in host memory, whence they can come back."""
-        return self.learned and self.near == "device" and "host" in self.homes.values()
+        """Whether pages resident on a device have a copy in host memory, whence they can come back."""
+        return self.learned and self.fast_tier == "device" and "host" in self.tiers.values()
 
     @property
     def most_per_layer(self) -> int:
         """The largest number of experts in one layer."""
-        return max((page.expert + 1 for page in self.homes), default=0)
+        return max((page.expert + 1 for page in self.tiers), default=0)
 
     def on(self, tier: str) -> tuple[Page, ...]:
         """Pages at home on ``tier``."""
-        return tuple(page for page, home in self.homes.items() if home == tier)
+        return tuple(page for page, home in self.tiers.items() if home == tier)
 
     @property
     def most_streamed_per_layer(self) -> int:
@@ -61,10 +61,10 @@ class Placement:
         return max(Counter(map(attrgetter("layer"), self.streamed)).values(), default=0)
 
 
-def with_near(policy: Policy, share: float) -> Policy:
-    """``policy`` with ``share`` of the expert weights near; what is near no more is at home where the others are that
+def with_residents(policy: Policy, share: float) -> Policy:
+    """``policy`` with ``share`` of the expert weights resident; what is resident no more is at home where the others are that
     stream: on the disk where no GPU is, else in host memory as far as the disk did not have it before."""
-    if near_tier(policy) == "host":
+    if resident_tier(policy) == "host":
         return replace(policy, weights=Shares(host=share, disk=1.0 - share))
     disk = min(policy.weights.disk, 1.0 - share) if policy.weights.host else 1.0 - share
     host = 1.0 - share - disk
@@ -72,26 +72,26 @@ def with_near(policy: Policy, share: float) -> Policy:
     return replace(policy, weights=weights, cpu_experts=min(policy.cpu_experts, host))
 
 
-def moved(placement: Placement, near: Collection[Page]) -> Placement:
-    """``placement`` once others are near: the pages ``near``, as many as may be. Those that were and are no more come
+def moved(placement: Placement, resident: Collection[Page]) -> Placement:
+    """``placement`` once others are resident: the pages ``fast_tier``, as many as may be. Those that were and are no more come
     from their copies in host memory, or from the disk; the CPU computes where they lie those that it did."""
     away = "host" if placement.host_copies else "disk"
-    homes = {
-        page: placement.near if page in near else away if home == placement.near else home
-        for page, home in placement.homes.items()
+    tiers = {
+        page: placement.fast_tier if page in resident else away if home == placement.fast_tier else home
+        for page, home in placement.tiers.items()
     }
-    computed = tuple(page for page in placement.computed if page not in near)
+    computed = tuple(page for page in placement.computed if page not in resident)
     in_place = set(computed)
     return replace(
         placement,
-        homes=homes,
+        tiers=tiers,
         computed=computed,
-        streamed=tuple(page for page, home in homes.items() if home != placement.near and page not in in_place),
+        streamed=tuple(page for page, home in tiers.items() if home != placement.fast_tier and page not in in_place),
     )
 
 
-def near_table(placement: Placement, model: ModelProfile) -> Table:
-    """int32 [layers, experts]: the near slot of each page, in order, or -1."""
+def slot_table(placement: Placement, model: ModelProfile) -> Table:
+    """int32 [layers, experts]: the resident slot of each page, in order, or -1."""
     table = np.full((model.num_layers, model.experts.num_experts), -1, dtype=np.int32)
     for slot, page in enumerate(placement.resident):
         table[page.layer, page.expert] = slot
@@ -103,33 +103,33 @@ def near_table(placement: Placement, model: ModelProfile) -> Table:
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def near_tier(policy: Policy) -> str:
+def resident_tier(policy: Policy) -> str:
     """The tier whose pages the experts' processor reads in place."""
     return "host" if policy.ffn_device == "cpu" else "device"
 
 
 def place(model: ModelProfile, policy: Policy) -> Placement:
     """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
-    near = near_tier(policy)
-    placement = _place(model, policy.weights, policy.cpu_experts, near)
-    pinned_homes, learned = policy.host_pages == "pinned" and near == "device", policy.residents == "learned"
-    return replace(placement, pinned_homes=pinned_homes, learned=learned) if pinned_homes or learned else placement
+    fast_tier = resident_tier(policy)
+    placement = _place(model, policy.weights, policy.cpu_experts, fast_tier)
+    pinned_pages, learned = policy.host_pages == "pinned" and fast_tier == "device", policy.residents == "learned"
+    return replace(placement, pinned_pages=pinned_pages, learned=learned) if pinned_pages or learned else placement
 
 
 @lru_cache(maxsize=256)
-def _place(model: ModelProfile, weights: Shares, cpu_experts: float, near: str) -> Placement:
+def _place(model: ModelProfile, weights: Shares, cpu_experts: float, fast_tier: str) -> Placement:
     every = pages(model)
     layers = sorted({page.layer for page in every}, key=lambda layer: layer * GOLDEN % 1.0)
     turn = {layer: index for index, layer in enumerate(layers)}
     on_device = round(weights.device * len(every))
     on_host = round((weights.device + weights.host) * len(every)) - on_device
     in_place = min(round(cpu_experts * len(every)), on_host)
-    homes, streamed, computed = {}, [], []
+    tiers, streamed, computed = {}, [], []
     for page in every:
         rank = page.expert * len(layers) + turn[page.layer]  # expert by expert, each in all layers
-        homes[page] = home = "device" if rank < on_device else "host" if rank < on_device + on_host else "disk"
+        tiers[page] = home = "device" if rank < on_device else "host" if rank < on_device + on_host else "disk"
         if on_device <= rank < on_device + in_place:
             computed.append(page)
-        elif home != near:
+        elif home != fast_tier:
             streamed.append(page)
-    return Placement(near=near, homes=homes, streamed=tuple(streamed), computed=tuple(computed))
+    return Placement(fast_tier=fast_tier, tiers=tiers, streamed=tuple(streamed), computed=tuple(computed))

@@ -38,7 +38,7 @@ class MicroBatchLoad:
 
 
 def pass_costs(
-    acts: CostModel,
+    cost_model: CostModel,
     placement: Placement,
     loads: Sequence[MicroBatchLoad],
     *,
@@ -48,35 +48,39 @@ def pass_costs(
     """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate;
     ``host_kv`` is the share of the cache in host memory. Where only routed pages move, they cost their expected share:
     nobody knows which they will be."""
-    table = _Table(acts, placement, loads, host_kv)
+    table = _Table(cost_model, placement, loads, host_kv)
     tokens = sum(load.tokens for load in loads)
-    share = float(costs.distinct_experts(acts.model, tokens)) / acts.model.experts.num_experts if routed_only else 1.0
+    share = (
+        float(costs.distinct_experts(cost_model.model, tokens)) / cost_model.model.experts.num_experts
+        if routed_only
+        else 1.0
+    )
 
     def here(task: Task) -> float:
         """The share of a micro-batch's experts that ran before the others were there."""
-        return table.near_share(task) if routed_only and not acts.discrete and task.micro_batch >= 0 else 0.0
+        return table.resident_share(task) if routed_only and not cost_model.discrete and task.micro_batch >= 0 else 0.0
 
     by_kind: Mapping[TaskKind, Callable[[Task], TaskCost]] = {
-        TaskKind.EMBED: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
-        TaskKind.PRE_ATTENTION: lambda task: _alone(acts.before_s(table.elements(task), table.tokens(task))),
+        TaskKind.EMBED: lambda task: _alone(cost_model.expert_unit.touch_s(2 * table.residual_bytes(task))),
+        TaskKind.PRE_ATTENTION: lambda task: _alone(cost_model.before_s(table.elements(task), table.tokens(task))),
         TaskKind.ATTENTION: table.attention,
         TaskKind.CPU_ATTENTION: table.attention,
         TaskKind.STORE_KV: table.stored,
         TaskKind.POST_ATTENTION: lambda task: _alone(table.after_s(task) + table.experts_s(task)),
         TaskKind.ROUTE: lambda task: _alone(table.after_s(task)),
         TaskKind.EXPERTS: lambda task: _alone(table.experts_s(task) * (1.0 - here(task))),
-        TaskKind.EXPERTS_HERE: lambda task: _alone(table.experts_s(task) * table.near_share(task)),
-        TaskKind.FORESEE: lambda task: _alone(acts.near.touch_s(2 * table.residual_bytes(task))),
+        TaskKind.RESIDENT_EXPERTS: lambda task: _alone(table.experts_s(task) * table.resident_share(task)),
+        TaskKind.PREDICT_EXPERTS: lambda task: _alone(cost_model.expert_unit.touch_s(2 * table.residual_bytes(task))),
         TaskKind.CPU_EXPERTS: table.cpu_experts,
-        TaskKind.COMBINE: lambda task: _alone(acts.near.touch_s(3 * table.residual_bytes(task))),
-        TaskKind.SAMPLE: lambda task: _alone(acts.head_s(table.load(task).rows)),
-        TaskKind.CARRIED_PAGE: lambda _: TaskCost(seconds=0.0),
+        TaskKind.COMBINE: lambda task: _alone(cost_model.expert_unit.touch_s(3 * table.residual_bytes(task))),
+        TaskKind.SAMPLE: lambda task: _alone(cost_model.head_s(table.load(task).rows)),
+        TaskKind.PREFETCHED_PAGE: lambda _: TaskCost(seconds=0.0),
     }
 
     def priced(task: Task) -> TaskCost:
         if task.kind in by_kind:
             return by_kind[task.kind](task)
-        found = _moved(acts, task)
+        found = _moved(cost_model, task)
         if task.kind not in CHOSEN_KINDS:
             return found
         return TaskCost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
@@ -97,12 +101,14 @@ def pass_costs(
 class _Table:
     """Look-ups by task: its load, its layer's matrices, and the layer's share of experts that the CPU computes."""
 
-    def __init__(self, acts: CostModel, placement: Placement, loads: Sequence[MicroBatchLoad], host_kv: float) -> None:
-        self._acts, self._loads, self._host_kv = acts, loads, host_kv
-        self._elements = costs.layer_elements(acts.model)
+    def __init__(
+        self, cost_model: CostModel, placement: Placement, loads: Sequence[MicroBatchLoad], host_kv: float
+    ) -> None:
+        self._acts, self._loads, self._host_kv = cost_model, loads, host_kv
+        self._elements = costs.layer_elements(cost_model.model)
         on_cpu = Counter(page.layer for page in placement.computed)
         self._streamed = Counter(page.layer for page in placement.streamed)
-        self._computed = {layer: count / acts.model.experts.num_experts for layer, count in on_cpu.items()}
+        self._computed = {layer: count / cost_model.model.experts.num_experts for layer, count in on_cpu.items()}
         together = [sum(getattr(load, name) for load in loads) for name in ("decode_tokens", "prompt_tokens", "rows")]
         self._all = MicroBatchLoad(decode_tokens=together[0], prompt_tokens=together[1], rows=together[2])
 
@@ -110,7 +116,7 @@ class _Table:
         """Of the task's micro-batch, or of the whole pass."""
         return self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
 
-    def near_share(self, task: Task) -> float:
+    def resident_share(self, task: Task) -> float:
         """The share of a layer's experts that never move."""
         return 1.0 - self._streamed.get(task.layer, 0) / self._acts.model.experts.num_experts
 
@@ -125,14 +131,14 @@ class _Table:
 
     def attention(self, task: Task) -> TaskCost:
         """Decoding rows read the cache; prompts attend over themselves on the compute unit."""
-        acts, load = self._acts, self.load(task)
-        unit = acts.speeds.cpu if task.lane is Lane.CPU else acts.near
+        cost_model, load = self._acts, self.load(task)
+        unit = cost_model.speeds.cpu if task.lane is Lane.CPU else cost_model.expert_unit
         seconds = read = 0.0
         if load.decode_tokens:
-            seconds += float(acts.decode_attention_s(unit, load.decode_tokens, load.context))
-            read = float(acts.kv_read_bytes(load.decode_tokens, load.context))
+            seconds += float(cost_model.decode_attention_s(unit, load.decode_tokens, load.context))
+            read = float(cost_model.kv_read_bytes(load.decode_tokens, load.context))
         if load.prompt_tokens:
-            seconds += float(acts.prefill_attention_s(unit, load.prompt_tokens, load.prompt_len))
+            seconds += float(cost_model.prefill_attention_s(unit, load.prompt_tokens, load.prompt_len))
         return TaskCost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
 
     def stored(self, task: Task) -> TaskCost:
@@ -146,29 +152,31 @@ class _Table:
 
     def experts_s(self, task: Task) -> float:
         """Experts on the compute unit."""
-        acts = self._acts
-        if not acts.model.moe_layers[task.layer] or (acts.discrete and acts.ffn_device == "cpu"):
+        cost_model = self._acts
+        if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
-        return float(acts.experts_s(acts.near, self.tokens(task), 1.0 - self._computed.get(task.layer, 0.0)))
+        return float(
+            cost_model.experts_s(cost_model.expert_unit, self.tokens(task), 1.0 - self._computed.get(task.layer, 0.0))
+        )
 
     def cpu_experts(self, task: Task) -> TaskCost:
         """Experts that the CPU computes beside a GPU."""
-        acts = self._acts
-        share = 1.0 if acts.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
-        cpu = acts.speeds.cpu
-        met = share * float(costs.distinct_experts(acts.model, self.tokens(task)))
-        seconds = float(acts.experts_s(cpu, self.tokens(task), share)) + cpu.task_s
-        return TaskCost(seconds=seconds, dram_bytes=met * acts.page_bytes())
+        cost_model = self._acts
+        share = 1.0 if cost_model.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
+        cpu = cost_model.speeds.cpu
+        met = share * float(costs.distinct_experts(cost_model.model, self.tokens(task)))
+        seconds = float(cost_model.experts_s(cpu, self.tokens(task), share)) + cpu.task_s
+        return TaskCost(seconds=seconds, dram_bytes=met * cost_model.page_bytes())
 
 
-def _moved(acts: CostModel, task: Task) -> TaskCost:
+def _moved(cost_model: CostModel, task: Task) -> TaskCost:
     """A transfer. Host memory is written and read by a staging copy, and touched once by everything else."""
-    speeds = acts.speeds
+    speeds = cost_model.speeds
     if task.lane is Lane.DISK:
         return TaskCost(seconds=task.bytes / speeds.disk if speeds.disk else float("inf"), dram_bytes=task.bytes)
     if task.lane is Lane.STAGE:
         return TaskCost(seconds=task.bytes / speeds.stage, dram_bytes=2.0 * task.bytes)
-    rate = acts.up_s if task.lane is Lane.H2D else acts.down_s
+    rate = cost_model.up_s if task.lane is Lane.H2D else cost_model.down_s
     return TaskCost(seconds=float(rate(task.bytes)), dram_bytes=task.bytes)
 
 

@@ -81,22 +81,22 @@ def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
     sum: every prompt is brought once, and every sequence decodes ``gen_len`` - 1 times.
     """
     requests, gen = workload.num_requests, workload.gen_len
-    alive = np.minimum(np.asarray(batch_size, dtype=float), requests)
-    waves = np.floor(requests / alive)
-    rest = requests - waves * alive
-    wave = _Wave.of(workload, alive, batch_size, riding)
+    running = np.minimum(np.asarray(batch_size, dtype=float), requests)
+    waves = np.floor(requests / running)
+    rest = requests - waves * running
+    wave = _Wave.of(workload, running, batch_size, riding)
     cohorts, size = wave.cohorts, wave.size
     last = np.where(rest > 0, np.maximum(1.0, rest / size), 0.0)
     left = cohorts - last
     overlap = np.where(rest > 0, np.maximum(left - 1.0, 0.0), 0.0)
-    running_out = (alive * (cohorts - 1.0) - overlap * size * left) / 2.0  # tokens of the wave before the last one
+    running_out = (running * (cohorts - 1.0) - overlap * size * left) / 2.0  # tokens of the wave before the last one
     each = running_out / np.maximum(last, 1.0) + (rest - rest / np.maximum(last, 1.0)) / 2.0
-    draining = np.where(rest > 0, last, cohorts) - 1.0, np.where(rest > 0, rest, alive) / 2.0
-    nothing = np.zeros_like(alive)
+    draining = np.where(rest > 0, last, cohorts) - 1.0, np.where(rest > 0, rest, running) / 2.0
+    nothing = np.zeros_like(running)
     in_waves = (
         (cohorts, wave.first, wave.prompts),
         ((waves - 1.0) * cohorts, wave.refilling, wave.prompts),
-        (waves * (gen - cohorts), alive, nothing),
+        (waves * (gen - cohorts), running, nothing),
         (last, each, rest * workload.prompt_len / np.maximum(last, 1.0)),
         (overlap, rest + size * left / 2.0, nothing),
         (np.where(rest > 0, gen - last - overlap, 0.0), rest, nothing),
@@ -110,11 +110,11 @@ def static_passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes
     """`passes_of` under static admission: a batch's prompts in as few passes as hold them, then ``gen_len`` - 1 passes
     in which all of it decodes; what full batches leave is a last, smaller one."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
-    alive = np.minimum(np.asarray(batch_size, dtype=float), requests)
-    waves = np.floor(requests / alive)
-    rest = requests - waves * alive
+    running = np.minimum(np.asarray(batch_size, dtype=float), requests)
+    waves = np.floor(requests / running)
+    rest = requests - waves * running
     room = np.asarray(riding, dtype=float) + batch_size
-    nothing = np.zeros_like(alive)
+    nothing = np.zeros_like(running)
 
     def prefill(times: Any, sequences: Any) -> tuple[Any, Any, Any]:
         tokens = sequences * workload.prompt_len
@@ -122,8 +122,8 @@ def static_passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes
         return times * count, nothing, tokens / count
 
     last, none = np.where(rest > 0, 1.0, 0.0), (nothing, nothing, nothing)
-    decode, last_decode = (waves * more, alive, nothing), (last * more, rest, nothing)
-    return _stacked(workload, (prefill(waves, alive), none, decode, prefill(last, rest), none, last_decode, none))
+    decode, last_decode = (waves * more, running, nothing), (last * more, rest, nothing)
+    return _stacked(workload, (prefill(waves, running), none, decode, prefill(last, rest), none, last_decode, none))
 
 
 def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tuple[tuple[Any, Any, Any], ...]:
@@ -137,8 +137,8 @@ def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tup
 
 def decode_pass(workload: Workload, batch_size: Any) -> Passes:
     """The pass in which every slot decodes."""
-    alive = np.minimum(np.asarray(batch_size, dtype=float), workload.num_requests)
-    return _passes(workload, np.ones_like(alive), alive, np.zeros_like(alive))
+    running = np.minimum(np.asarray(batch_size, dtype=float), workload.num_requests)
+    return _passes(workload, np.ones_like(running), running, np.zeros_like(running))
 
 
 def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: Any = 1.0) -> Passes:
@@ -148,15 +148,15 @@ def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: A
 
     Where prompts would take longer than answers, every pass has some, and fewer than N are alive.
     """
-    alive, gen = np.asarray(batch_size, dtype=float), float(workload.gen_len)
-    wave = _Wave.of(workload, alive, alive, riding)
+    running, gen = np.asarray(batch_size, dtype=float), float(workload.gen_len)
+    wave = _Wave.of(workload, running, running, riding)
     streaming = wave.cohorts > gen
     cohorts = np.clip(np.maximum(wave.cohorts, spread), 1.0, gen)
-    size = np.where(streaming, wave.size, alive / cohorts)
+    size = np.where(streaming, wave.size, running / cohorts)
     count = np.where(streaming, wave.cohorts, cohorts)
     rows = (
-        (count, np.where(streaming, size * (gen - 1.0), alive - size), size * workload.prompt_len),
-        (np.where(streaming, 0.0, gen - cohorts), alive, np.zeros_like(alive)),
+        (count, np.where(streaming, size * (gen - 1.0), running - size), size * workload.prompt_len),
+        (np.where(streaming, 0.0, gen - cohorts), running, np.zeros_like(running)),
     )
     return _stacked(workload, rows)
 
@@ -242,10 +242,10 @@ def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wave:
-    """``alive`` sequences whose prompts come in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one a pass.
+    """``running`` sequences whose prompts come in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one a pass.
     Beside them decode ``first`` sequences on average where nothing was alive before, ``refilling`` where slots were."""
 
-    alive: Any
+    running: Any
     cohorts: Any
     size: Any
     prompts: Any
@@ -253,22 +253,22 @@ class _Wave:
     refilling: Any
 
     @classmethod
-    def of(cls, workload: Workload, alive: Any, batch_size: Any, riding: Any) -> _Wave:
+    def of(cls, workload: Workload, running: Any, batch_size: Any, riding: Any) -> _Wave:
         """The largest cohort beside which all others of the wave decode: a p + alive - a <= N + R; or, where there
         are more than ``gen_len`` of them, those still decoding: a p + a (n - 1) <= N + R."""
         gen, prompt_len = workload.gen_len, workload.prompt_len
         room = np.asarray(riding, dtype=float) + batch_size
-        beside_all = (room - alive) / max(prompt_len - 1.0, 1e-9)
-        size = np.minimum(alive, np.maximum(beside_all, room / (prompt_len + gen - 1.0)))
-        cohorts = alive / size
+        beside_all = (room - running) / max(prompt_len - 1.0, 1e-9)
+        size = np.minimum(running, np.maximum(beside_all, room / (prompt_len + gen - 1.0)))
+        cohorts = running / size
         streams = size * (gen - 1.0)
         return cls(
-            alive=alive,
+            running=running,
             cohorts=cohorts,
             size=size,
             prompts=size * prompt_len,
-            first=np.where(cohorts > gen, streams * (1.0 - gen / (2.0 * cohorts)), (alive - size) / 2.0),
-            refilling=np.where(cohorts > gen, streams, alive - size),
+            first=np.where(cohorts > gen, streams * (1.0 - gen / (2.0 * cohorts)), (running - size) / 2.0),
+            refilling=np.where(cohorts > gen, streams, running - size),
         )
 
 

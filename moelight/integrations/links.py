@@ -66,10 +66,10 @@ class HostLink:
         self._lane: LaneRunner = PendingLane("experts")
 
     def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
-        flight = SlotTransfer()
-        ticket = self._lane.submit(lambda: _Landing(home.start(layer, expert, into), flight), ())
-        flight.sent(ticket, lambda sent: sent.wait())
-        return flight
+        in_flight = SlotTransfer()
+        ticket = self._lane.submit(lambda: _Landing(home.start(layer, expert, into), in_flight), ())
+        in_flight.sent(ticket, lambda sent: sent.wait())
+        return in_flight
 
     def close(self) -> None:
         self._lane.close()
@@ -78,8 +78,8 @@ class HostLink:
 class _Landing:
     """Notes the arrival in the lane's own thread."""
 
-    def __init__(self, arriving: PendingBytes | None, flight: SlotTransfer) -> None:
-        self._arriving, self._flight = arriving, flight
+    def __init__(self, arriving: PendingBytes | None, in_flight: SlotTransfer) -> None:
+        self._arriving, self._flight = arriving, in_flight
 
     def wait(self) -> None:
         if self._arriving is not None:
@@ -110,11 +110,11 @@ class StreamLink:
         return cls(StreamLane.on(device), compute)
 
     def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
-        flight = SlotTransfer()
+        in_flight = SlotTransfer()
         before = self._compute().submit(_nothing, ())
         ticket = self._copies.submit(lambda: home.start(layer, expert, into), (before,))
-        flight.sent(ticket, self._wait_for)
-        return flight
+        in_flight.sent(ticket, self._wait_for)
+        return in_flight
 
     def close(self) -> None:
         self._copies.close()

@@ -278,16 +278,16 @@ class MoELightLM(TemplateLM):
         return Request(index=index, token_ids=tuple(ids), sampling=_SCORING, scored_from=len(ids) - len(continuation))
 
     def _generation(self, index: int, context: str, gen_kwargs: dict[str, Any]) -> Request:
-        wishes: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        constraints: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tok_decode([self.eot_token_id], skip_special_tokens=False)
-        until = handle_stop_sequences(wishes.pop("until"), eos=eos)
-        tokens = wishes.pop("max_gen_toks")
+        until = handle_stop_sequences(constraints.pop("until"), eos=eos)
+        tokens = constraints.pop("max_gen_toks")
         if not 0 < tokens < self.max_length:
             raise InputError(
                 f"request {index}: max_gen_toks must be above 0 and below max_length {self.max_length}, not {tokens}"
             )
         ids = self.tok_encode(context)[-(self.max_length - tokens) :] or [self.prefix_token_id]
-        return Request(index=index, token_ids=tuple(ids), sampling=_sampling(wishes, until, tokens))
+        return Request(index=index, token_ids=tuple(ids), sampling=_sampling(constraints, until, tokens))
 
     def _answer(self, completion: Completion, until: Sequence[str]) -> str:
         tokens = list(completion.token_ids)
@@ -357,15 +357,20 @@ def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, 
     return sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)
 
 
-def _sampling(wishes: dict[str, Any], until: Sequence[str], tokens: int) -> SamplingParams:
+def _sampling(constraints: dict[str, Any], until: Sequence[str], tokens: int) -> SamplingParams:
     """Stop texts are looked for among special tokens too, as the harness does; the answer is written without them."""
-    if not wishes.pop("do_sample"):
-        wishes.update(temperature=0.0)
+    if not constraints.pop("do_sample"):
+        constraints.update(temperature=0.0)
     else:
-        wishes.setdefault("seed", _drawn_seed())
-    if wishes.pop("num_beams", 1) != 1:
+        constraints.setdefault("seed", _drawn_seed())
+    if constraints.pop("num_beams", 1) != 1:
         raise InputError("num_beams: beam search is not what moelight does; leave it out, or take 1")
-    given = {"max_tokens": tokens, "stop": [text for text in until if text], "skip_special_tokens": False, **wishes}
+    given = {
+        "max_tokens": tokens,
+        "stop": [text for text in until if text],
+        "skip_special_tokens": False,
+        **constraints,
+    }
     return SamplingParams.from_dict(given)
 
 

@@ -47,8 +47,8 @@ def bring_back(home: OffloadStore, link: PageLink, number: int, layer: MoeLayer)
         wholes.append(whole)
         for expert, tensor in held.parts(whole):
             coming.append(link.start(home, number, expert, [(held.piece.offset, _cells(tensor))]))
-    for flight in coming:
-        flight.wait()
+    for in_flight in coming:
+        in_flight.wait()
     for held, whole in zip(layer.parameters, wholes, strict=True):
         held.parameter.data = whole
         held.owner._parameters[held.key] = held.parameter

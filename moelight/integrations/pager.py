@@ -84,7 +84,7 @@ class ExpertPager:
         self.residency.hint(layer, distinct, mass)
 
     @property
-    def foresees(self) -> bool:
+    def predicts_experts(self) -> bool:
         """Whether guesses need routers to be asked about layers to come."""
         return self.cache.predictor.rules.strategy == "next_router"
 
@@ -97,36 +97,36 @@ class ExpertPager:
         before = self._flights.get(slot)
         if before is not None and not before.arrived:
             before.wait()  # nobody wants what comes any more, but two must not write into one slot
-        flight = self.link.start(self.home, layer, expert, [(0, self.slots[slot])])
-        self._tags[slot], self._flights[slot] = (layer, expert), flight
+        in_flight = self.link.start(self.home, layer, expert, [(0, self.slots[slot])])
+        self._tags[slot], self._flights[slot] = (layer, expert), in_flight
         self._guessed.discard(slot)
         self.moved.transfers += 1
         self.moved.bytes += self.slots.shape[1]
-        return flight
+        return in_flight
 
     def _await(self, layer: int, expert: int, slot: int) -> None:
         """Return when the slot holds the expert."""
         if self._tags[slot] != (layer, expert):
             raise MoelightError(f"slot {slot} holds {self._tags[slot]}, expert {expert} of layer {layer} was expected")
-        flight = self._flights.get(slot)
-        if flight is None:
+        in_flight = self._flights.get(slot)
+        if in_flight is None:
             return
         began = time.perf_counter()
-        flight.wait()  # also of one that has arrived: its times are only good behind it
+        in_flight.wait()  # also of one that has arrived: its times are only good behind it
         self.moved.stall_s += time.perf_counter() - began
         del self._flights[slot]
         if self.link.held:
-            self.moved.transfer_s += flight.seconds()
+            self.moved.transfer_s += in_flight.seconds()
 
     def _there(self, slot: int) -> bool:
-        flight = self._flights.get(slot)
-        return flight is None or flight.arrived
+        in_flight = self._flights.get(slot)
+        return in_flight is None or in_flight.arrived
 
     def _settle(self) -> None:
         """Give up the leases of guessed pages that have arrived; a slot in flight is nobody's victim until then."""
         going = []
         for layer, ids, flights in self._ahead:
-            if self.link.held and not all(flight.arrived for flight in flights):
+            if self.link.held and not all(in_flight.arrived for in_flight in flights):
                 going.append((layer, ids, flights))
             else:
                 self.cache.release(layer, ids.tolist())

@@ -108,8 +108,11 @@ class Attachment:
         slots = _slots(most + STAGED, page_bytes, device)
         self._home = _home(home, directory, layers, page_bytes)
         self.pager = ExpertPager(residency, self._home, _link(device), slots)
-        self.near_bytes, self.away_bytes = slots.numel(), sum(layer.num_experts for layer in layers) * page_bytes
-        weakref.finalize(self.pager, _let_go, self.pager.link, self._home)
+        self.resident_bytes, self.offloaded_bytes = (
+            slots.numel(),
+            sum(layer.num_experts for layer in layers) * page_bytes,
+        )
+        weakref.finalize(self.pager, _release, self.pager.link, self._home)
         self._attached = True
         try:
             served = [self._server(number) for number in range(len(layers))]
@@ -188,7 +191,7 @@ class _Hint:
         self._pager, self._layer, self._num_experts, self._k = pager, layer, num_experts, k
 
     def __call__(self, states: Tensor) -> None:
-        if self.router is None or not self._pager.foresees:
+        if self.router is None or not self._pager.predicts_experts:
             return
         found = ask(self.router, states, self._num_experts, self._k)
         if found is not None:
@@ -223,8 +226,8 @@ def _stats(attachment: Attachment) -> dict[str, Any]:
             "streamed": moved.streamed,
         },
         "experts": pager.residency.stats({"link": moved.stall_s}),
-        "near_bytes": attachment.near_bytes,
-        "away_bytes": attachment.away_bytes,
+        "near_bytes": attachment.resident_bytes,
+        "away_bytes": attachment.offloaded_bytes,
     }
 
 
@@ -272,6 +275,6 @@ def _free_bytes(device: torch.device) -> int:
     return available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
 
 
-def _let_go(link: PageLink, home: OffloadStore) -> None:
+def _release(link: PageLink, home: OffloadStore) -> None:
     link.close()
     home.close()

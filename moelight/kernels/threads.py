@@ -32,7 +32,7 @@ class ThreadTeam:
             raise ValueError("places: each must name processors, by numbers from 0 on")
         self.threads, self.places = threads, tuple(tuple(place) for place in places)
         self._extension = native.extension()
-        self._gang: Any = None if self._extension is None else self._extension.make_gang(threads, self.places)
+        self._team: Any = None if self._extension is None else self._extension.make_team(threads, self.places)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -40,7 +40,7 @@ class ThreadTeam:
         if self._extension is None:
             yield
             return
-        before = self._extension.work_with(self._gang)
+        before = self._extension.work_with(self._team)
         try:
             yield
         finally:
@@ -54,5 +54,5 @@ class ThreadTeam:
 
     def close(self) -> None:
         """End the threads. What is called with the gang later is worked through by its caller alone."""
-        if self._gang is not None:
-            self._gang.end()
+        if self._team is not None:
+            self._team.end()

@@ -17,10 +17,10 @@ _BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
 _BASE_ALIGNMENT = 4096
 
 
-def allocate(footprint: Footprint, device: torch.device, *, pinned_homes: bool = False) -> dict[str, Tensor]:
+def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool = False) -> dict[str, Tensor]:
     """One uint8 tensor per purpose, device ones on ``device``, those beside a link pinned where it has one.
 
-    The cache in host memory is pinned too where the device attends over it, and with ``pinned_homes`` the experts.
+    The cache in host memory is pinned too where the device attends over it, and with ``pinned_pages`` the experts.
 
     ``transient``, ``host_transient`` and ``runtime`` are bounds on what others allocate, and get no region.
 
@@ -29,7 +29,7 @@ def allocate(footprint: Footprint, device: torch.device, *, pinned_homes: bool =
     """
     arenas = {}
     attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
-    crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_homes else set())
+    crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_pages else set())
     for arena in footprint.arenas:
         if arena.purpose in _BOUNDS_ONLY:
             continue

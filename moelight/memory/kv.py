@@ -101,7 +101,7 @@ class BlockPool:
                 self._side(block).remove(block)
             self._holders[block] += 1
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Return blocks from `take` or `share`. The last ones, which are of use to fewest, will be taken first."""
         for block in reversed(blocks):
             self._holders[block] -= 1

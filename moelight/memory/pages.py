@@ -1,7 +1,7 @@
-"""Where the bytes of every expert page are: in a near slot beside the compute unit, at a far home, or in a ring slot.
+"""Where the bytes of every expert page are: in a resident slot beside the compute unit, at a far home, or in a ring slot.
 
-Which pages are in near slots is the ``table``'s matter: int32 [layers, experts], the slot of each or -1. It changes
-between passes where residents are learned. The stream of the pages that are not near never ends: page k of it is
+Which pages are in resident slots is the ``table``'s matter: int32 [layers, experts], the slot of each or -1. It changes
+between passes where residents are learned. The stream of the pages that are not resident never ends: page k of it is
 ``streamed[k % len(streamed)]`` and lies in page k of the ring, counted round, from its arrival until a later page takes
 the place. Streamed pages move part by part, so positions in the stream and slots of the rings are counted in parts; a
 page's parts lie together, in their order. Knows bytes and slots; refuses to know when anything moves and how files are
@@ -41,7 +41,7 @@ ExpertWeights = tuple[Tensor, Tensor]
 
 
 class PageStore:
-    """Page bytes over regions of slots: ``experts`` (near), ``host_experts`` (far) and the two rings.
+    """Page bytes over regions of slots: ``experts`` (resident), ``host_experts`` (far) and the two rings.
 
     ``far`` are the pages with a home in host memory across the link, ``computed`` those that the CPU computes there.
     ``parts`` are the bytes of each part of a page; ``view`` turns a page into an expert's ``(gate_up [2I, H],
@@ -53,7 +53,7 @@ class PageStore:
         arenas: Mapping[str, Tensor],
         table: np.ndarray,
         *,
-        near: str,
+        fast_tier: str,
         far: Sequence[Page],
         parts: Sequence[range],
         slot_bytes: int,
@@ -67,13 +67,13 @@ class PageStore:
         def in_parts(pages: list[Tensor]) -> list[Tensor]:
             return [page[part.start : part.stop] for page in pages for part in parts]
 
-        self.near, self.table, self._parts = near, table, parts
-        self.near_pages, self.ring_pages, self.pinned_pages = cut("experts"), cut("ring"), cut("pinned_ring")
+        self.fast_tier, self.table, self._parts = fast_tier, table, parts
+        self.resident_pages, self.ring_pages, self.pinned_pages = cut("experts"), cut("ring"), cut("pinned_ring")
         self._slots = {"ring": in_parts(self.ring_pages), "pinned": in_parts(self.pinned_pages)}
-        self._far = dict(zip(far, cut("host_experts"), strict=True))
-        self.near_views = [view(page) for page in self.near_pages]
+        self._offloaded = dict(zip(far, cut("host_experts"), strict=True))
+        self.resident_views = [view(page) for page in self.resident_pages]
         self.ring_views = [view(page) for page in self.ring_pages]
-        self._far_views = {page: view(slot) for page, slot in self._far.items()}
+        self._offloaded_views = {page: view(slot) for page, slot in self._offloaded.items()}
         self._computed: frozenset[Page] = frozenset()
         self._layers_computed: frozenset[int] = frozenset()
         self._position_in_stream: dict[Page, int] = {}
@@ -85,7 +85,7 @@ class PageStore:
 
     def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
         """From the next pass on the stream is made of the parts ``streamed``; the CPU computes ``computed`` where they
-        lie. All others are near, as the table says."""
+        lie. All others are resident, as the table says."""
         whole = (page for page in streamed if page.part == 0)
         self._position_in_stream = {page: k for k, page in enumerate(whole)}
         self._computed = frozenset(computed)
@@ -107,11 +107,11 @@ class PageStore:
         _finish(coming, most=0)
 
     def _homes(self) -> Sequence[tuple[Page, Tensor]]:
-        near = [
-            (Page(layer=int(layer), expert=int(expert)), self.near_pages[self.table[layer, expert]])
+        resident = [
+            (Page(layer=int(layer), expert=int(expert)), self.resident_pages[self.table[layer, expert]])
             for layer, expert in np.argwhere(self.table >= 0)
         ]
-        return sorted([*near, *self._far.items()], key=lambda each: each[0])
+        return sorted([*resident, *self._offloaded.items()], key=lambda each: each[0])
 
     def slot(self, buffer: Buffer, position: int) -> Tensor:
         """Bytes of a part's slot in the ring or in pinned memory, named relative to the stream's ``position``."""
@@ -119,9 +119,9 @@ class PageStore:
         return ring[(position + buffer.index) % len(ring)]
 
     def swap(self, slot: int, ring: int) -> None:
-        """Let the page that is in page ``ring`` of the ring be near, in ``slot``: the two exchange their memory."""
-        self.near_pages[slot], self.ring_pages[ring] = self.ring_pages[ring], self.near_pages[slot]
-        self.near_views[slot], self.ring_views[ring] = self.ring_views[ring], self.near_views[slot]
+        """Let the page that is in page ``ring`` of the ring be resident, in ``slot``: the two exchange their memory."""
+        self.resident_pages[slot], self.ring_pages[ring] = self.ring_pages[ring], self.resident_pages[slot]
+        self.resident_views[slot], self.ring_views[ring] = self.ring_views[ring], self.resident_views[slot]
         page, each = self.ring_pages[ring], len(self._parts)
         self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
 
@@ -133,18 +133,18 @@ class PageStore:
         """On which page of the ring the stream stands; equal phases find the same pages in the same places."""
         return self.ring_page(0, position) if self.ring_pages else 0
 
-    def far_home(self, page: Page) -> Tensor:
+    def offloaded_tier(self, page: Page) -> Tensor:
         """Bytes of a part of a page whose home is host memory across the link."""
         part = self._parts[page.part]
-        return self._far[replace(page, part=0)][part.start : part.stop]
+        return self._offloaded[replace(page, part=0)][part.start : part.stop]
 
-    def far_page(self, page: Page) -> Tensor | None:
+    def offloaded_page(self, page: Page) -> Tensor | None:
         """Bytes of a whole page with such a home; None for one that only the disk has."""
-        return self._far.get(page)
+        return self._offloaded.get(page)
 
-    def far_view(self, page: Page) -> ExpertWeights:
+    def offloaded_view(self, page: Page) -> ExpertWeights:
         """The weights of an expert with a home in host memory across the link."""
-        return self._far_views[page]
+        return self._offloaded_views[page]
 
     def begin(self, page: Page) -> int:
         """Where in its page a part begins, in bytes."""
@@ -157,7 +157,7 @@ class PageStore:
         for expert in range(num_experts):
             page, slot = Page(layer=layer, expert=expert), self.table[layer, expert]
             if slot >= 0:
-                experts.append(self.near_views[slot])
+                experts.append(self.resident_views[slot])
             elif page in self._computed:
                 experts.append(None)
             else:
@@ -171,7 +171,7 @@ class PageStore:
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
         """The weights of the experts of ``layer`` that the CPU computes where they lie; None for the others."""
         pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
-        return [self._far_views[page] if page in self._computed else None for page in pages]
+        return [self._offloaded_views[page] if page in self._computed else None for page in pages]
 
 
 def _begin(start: StartPage, page: Page, into: Tensor, coming: deque[PendingPage]) -> None:

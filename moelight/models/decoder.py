@@ -93,7 +93,7 @@ class Decoder:
             raise MoelightError(f"layer {layer} has no router")
         return self._routed(x, router)
 
-    def foresee(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What the router of ``layer`` would choose for hidden [T, H] of an earlier layer, which stays as it is:
         weights float32 and ids int32 [T, k]."""
         mine = self.weights.layers[layer]

@@ -39,12 +39,12 @@ _AS_PLANNED = 1.1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
     """What is left to do: whether requests are ``waiting``, of ``prompt_len`` and ``gen_len`` tokens on average; of
-    such, the cache holds ``most_alive`` at a time."""
+    such, the cache holds ``most_running`` at a time."""
 
     waiting: bool
     prompt_len: float
     gen_len: float
-    most_alive: int
+    most_running: int
 
     def workload(self) -> Workload:
         """Endless work of this kind."""
@@ -133,7 +133,7 @@ class Adapter:
             return None
         reason = f"{self._evidence(ran, best, rest)}, so {_changes(now, best)}"
         rows = [each.rows for passed in ran.values() for each in passed]
-        more = self._alive(best, rest) / self._alive(now, rest)
+        more = self._running(best, rest) / self._running(now, rest)
         self._trial = _PolicyTrial(
             before=self.policy, beliefs=dict(self._beliefs), gain=gain, rows=sum(rows) / len(rows) * max(1.0, more)
         )
@@ -182,7 +182,7 @@ class Adapter:
         """The best policy within a few changes in one respect each, and its gain."""
         best, gain = now, 0.0
         for _ in range(_STEPS):
-            near = self.allocation.near(best, most_alive=rest.most_alive)
+            near = self.allocation.near(best, most_running=rest.most_running)
             near = [row for row in near if row == now or _direction(now, row) not in self._refused]
             seconds = self._token_s([now, *near], rest)
             at = int(np.argmin(seconds[1:]))
@@ -199,14 +199,14 @@ class Adapter:
     def _token_s(self, rows: Collection[Values], rest: Rest) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Seconds for one generated token under each of ``rows``, in full swing."""
         found, work = PolicyCandidates.made(self.policy, rows), rest.workload()
-        alive = np.minimum(found.batch_size, max(1, rest.most_alive))
-        riding = riding_tokens(found) + found.batch_size - alive
-        passes = steady_passes(work, alive, riding, spread=self._with_prompts * work.gen_len)
+        running = np.minimum(found.batch_size, max(1, rest.most_running))
+        riding = riding_tokens(found) + found.batch_size - running
+        passes = steady_passes(work, running, riding, spread=self._with_prompts * work.gen_len)
         seconds = 0.0
         for index, kind in enumerate(KINDS):
             each = self._pricing.seconds(found, passes.kind(index), kind, self._belief(kind))
             seconds = seconds + passes.count[index] * each
-        return np.asarray(seconds / (alive * work.gen_len))
+        return np.asarray(seconds / (running * work.gen_len))
 
     def _belief(self, kind: str) -> Belief:
         """Of passes of ``kind``; of the others where there were none."""
@@ -217,8 +217,8 @@ class Adapter:
         seconds = self._pricing.seconds(self.policy, passes_that_ran(ran), kind, belief)
         return float(np.sum(np.broadcast_to(seconds, len(ran))))
 
-    def _alive(self, values: Values, rest: Rest) -> int:
-        return max(1, min(values[0], rest.most_alive))
+    def _running(self, values: Values, rest: Rest) -> int:
+        return max(1, min(values[0], rest.most_running))
 
     def _forget_passes(self) -> None:
         for kept in self._ran.values():
@@ -238,7 +238,7 @@ class Adapter:
         if lane is not None and not 1 / _AS_PLANNED < off[lane] < _AS_PLANNED:
             return f"{lane} takes {off[lane]:.1f}x what was planned"
         if best[0] > self.policy.batch_size:
-            return f"the cache holds {rest.most_alive} sequences"
+            return f"the cache holds {rest.most_running} sequences"
         return f"passes with prompts are {self._with_prompts:.0%} of all"
 
 

@@ -108,10 +108,10 @@ class Allocation:
         if same != self.policy or not bool(self.holds(policy)):
             raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
 
-    def near(self, values: Values, *, most_alive: int) -> list[Values]:
+    def near(self, values: Values, *, most_running: int) -> list[Values]:
         """Policies that differ from the one of ``values`` in one respect each, and fit; it comes first."""
         found = {values: None}
-        for each in self._lines(values, most_alive):
+        for each in self._lines(values, most_running):
             n, mu, tokens, prompts, _ = each
             changed = (name for name, old, new in zip(FIELDS, values, each, strict=True) if old != new)
             if 1 <= mu <= tokens and min(n, prompts) >= 1 and self._fixed.isdisjoint(changed):
@@ -120,11 +120,11 @@ class Allocation:
         fits = np.broadcast_to(self.holds(PolicyCandidates.made(self.policy, rows)), len(rows))
         return [row for row, fit in zip(rows, fits, strict=True) if fit or row == values]
 
-    def _lines(self, values: Values, most_alive: int) -> Iterator[Values]:
+    def _lines(self, values: Values, most_running: int) -> Iterator[Values]:
         n, mu, tokens, prompts, ahead = values
         parts = -(-n // mu)
-        sizes = {round(n * factor) for factor in _SIZES} | {self.policy.batch_size, most_alive}
-        for size in sorted(size for size in sizes if size <= max(n, most_alive)):
+        sizes = {round(n * factor) for factor in _SIZES} | {self.policy.batch_size, most_running}
+        for size in sorted(size for size in sizes if size <= max(n, most_running)):
             cut = size if parts == 1 else mu
             rides = min(prompts, (self._most - size) // tokens)
             yield from ((size, width, tokens, rides, ahead) for width in {mu, min(cut, tokens), -(-size // parts)})

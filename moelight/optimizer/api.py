@@ -98,7 +98,7 @@ def simulate(
         _hardware(machine),
         load_workload(work) if isinstance(work, str) else work,
     )
-    found = stage.rehearse(policy.schedule if schedule is None else schedule)
+    found = stage.simulated_run(policy.schedule if schedule is None else schedule)
     if not with_prompts:
         return found.steady.timeline
     if found.with_prompts is None:

@@ -139,7 +139,7 @@ class _Front:
     @classmethod
     def of(cls, problem: Problem, setting: Variant, goal_s: float) -> _Front:
         """All there is."""
-        setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
+        setting = replace(setting, cost_model=replace(setting.cost_model, speeds=at_best(setting.cost_model.speeds)))
         boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
         return cls(
             problem=problem,
@@ -293,12 +293,12 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
     )
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in rows])
 
-    def cost(homes: PlacementCounts, *, fewest: bool) -> PassCost:
+    def cost(placed: PlacementCounts, *, fewest: bool) -> PassCost:
         return pass_cost(
-            setting.acts,
+            setting.cost_model,
             kinds,
-            homes,
-            alive=wide if fewest else boxes.n0,
+            placed,
+            running=wide if fewest else boxes.n0,
             batches=boxes.b0 if fewest else boxes.b1,
             prompt_tokens=(many if fewest else few).astype(float),
             whole=setting.order in WHOLE_EXPERTS,
@@ -309,13 +309,13 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
 
     best = _best_of(
         [
-            cost(replace(filled.homes, computed=computed, device_kv=boxes.k1), fewest=fewest)
+            cost(replace(filled.placed, computed=computed, device_kv=boxes.k1), fewest=fewest)
             for computed in ((boxes.c0, boxes.c1) if setting.ffn_device == "split" else (boxes.c0,))
             for fewest in (True, False)
         ]
     )
-    best = _from_disk(problem, setting, best, filled.homes)
-    if not setting.acts.discrete:  # nothing costs more beside another than after it, for then it is done after it
+    best = _from_disk(problem, setting, best, filled.placed)
+    if not setting.cost_model.discrete:  # nothing costs more beside another than after it, for then it is done after it
         cpu, disk = (
             np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu"))
         )
@@ -329,8 +329,8 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
             in_host=boxes.c0,
             room=room,
         )
-        links = [cost(replace(bare.homes, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
-        best = _pages_or_cache(setting, best, bare.homes, room, boxes, links)
+        links = [cost(replace(bare.placed, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
+        best = _pages_or_cache(setting, best, bare.placed, room, boxes, links)
     each = pass_s(setting.order, best)
     seconds = np.sum(kinds.count * each, axis=0) + more * np.min(each[: ALL_DECODE + 1], axis=0)
     return np.where(filled.feasible, seconds, np.inf)
@@ -349,10 +349,10 @@ def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tu
 def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_tokens: Any) -> FreeMemory:
     """What the smallest candidate of each box leaves, and where memory does not grow with the candidate, what the best
     one leaves more: buffers for a share of the cache that falls with N, no context to gather where T is above it."""
-    room, model, acts = room_of(problem, smallest), problem.model, smallest.setting.acts
+    room, model, cost_model = room_of(problem, smallest), problem.model, smallest.setting.cost_model
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
-    gathered = transient_bytes(model, smallest, acts.dtype) - transient_bytes(model, none, acts.dtype)
+    gathered = transient_bytes(model, smallest, cost_model.dtype) - transient_bytes(model, none, cost_model.dtype)
     spared = np.where(context <= most_tokens, gathered, 0)
     if not smallest.discrete:
         return replace(room, host=room.host + spared)
@@ -361,17 +361,17 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
         largest = make_candidates(problem, smallest.setting, boxes.n1.astype(np.int64), *sizes)
         buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
         tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
-        spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, acts.kv_dtype)
+        spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, cost_model.kv_dtype)
     return replace(room, device=room.device + spared)
 
 
-def _from_disk(problem: Problem, setting: Variant, cost: PassCost, homes: PlacementCounts) -> PassCost:
+def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
     """``cost`` relieved of copies inside host memory as far as reading pages from disk instead could relieve it: a lane
     sinks until the disk, which takes over, is as busy; all the way where nothing overlaps."""
     if "stage" not in cost.lanes:
         return cost
-    speeds, page = setting.acts.speeds, setting.acts.page_bytes()
-    spared = np.minimum(homes.from_host, np.maximum(problem.capacity_bytes["disk"] // page - homes.from_disk, 0))
+    speeds, page = setting.cost_model.speeds, setting.cost_model.page_bytes()
+    spared = np.minimum(placed.from_host, np.maximum(problem.capacity_bytes["disk"] // page - placed.from_disk, 0))
     disk_s, each_disk_s = cost.lanes["disk"], page / (speeds.disk or NO_DISK_BYTES_PER_S)
 
     def sunk(seconds: Any, each_s: float) -> Any:
@@ -392,7 +392,7 @@ def _pages_or_cache(
 ) -> PassCost:
     """``cost`` with a link that carries a page less one for every slot that the cache takes of device memory. ``links``
     are passes with none taken, but the least and the most of the cache there; in between they are straight."""
-    page_s = links[0].share * setting.acts.page_bytes() / setting.acts.speeds.h2d
+    page_s = links[0].share * setting.cost_model.page_bytes() / setting.cost_model.speeds.h2d
     taken = room.kv_blocks * room.kv_block_bytes / room.slot_bytes
     least = np.minimum(
         *(link.lanes["h2d"] + (k * taken - 1.0) * page_s for link, k in zip(links, (boxes.k0, boxes.k1), strict=True))

@@ -75,7 +75,7 @@ def _plan(found: dict[str, Any]) -> Plan:
         estimate=Estimate(**estimate, phases=phases),
         memory=memory,
         why=found["why"],
-        helps=tuple(WhatIf(**item) for item in found["helps"]),
+        what_if=tuple(WhatIf(**item) for item in found["what_if"]),
         bound_tokens_per_s=found["bound_tokens_per_s"],
         solve_s=found["solve_s"],
         fixed=tuple(found["fixed"]),

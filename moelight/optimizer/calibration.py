@@ -16,7 +16,7 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
 from moelight.hrm.cost_model import CostModel
-from moelight.hrm.estimate import acts_of, homes_of
+from moelight.hrm.estimate import cost_model_of, placement_counts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes
 from moelight.hrm.machine_model import Speeds, slowed
 from moelight.hrm.pass_cost import PassCost, pass_cost
@@ -81,8 +81,8 @@ class Pricing:
 
     def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
         """``policy`` is resolved; ``dtype`` is what units work in, and weights and cache are stored in."""
-        self._acts, self._order = acts_of(model, policy, speeds, dtype), policy.schedule
-        self._homes = homes_of(place(model, policy), policy)
+        self._acts, self._order = cost_model_of(model, policy, speeds, dtype), policy.schedule
+        self._placed = placement_counts(place(model, policy), policy)
         self._made: dict[str, tuple[Belief, CostModel]] = {}
 
     def seconds(self, sizes: Sizes, passes: Passes, kind: str, belief: Belief) -> Any:
@@ -95,8 +95,8 @@ class Pricing:
         measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane in LANES}
         slower = dict(belief.slower)
         for _ in range(_ROUNDS):
-            acts = self._slowed(slower)
-            predicted = _busy_s(acts, self._cost(policy, passes, acts))
+            cost_model = self._slowed(slower)
+            predicted = _busy_s(cost_model, self._cost(policy, passes, cost_model))
             for lane, seconds in predicted.items():
                 if seconds > 0 and measured[lane] > 0:
                     found = slower.get(lane, 1.0) * measured[lane] / seconds
@@ -120,17 +120,17 @@ class Pricing:
     def _slowed(self, by: Mapping[str, float]) -> CostModel:
         return replace(self._acts, speeds=slowed(self._acts.speeds, by))
 
-    def _cost(self, sizes: Sizes, passes: Passes, acts: CostModel) -> PassCost:
+    def _cost(self, sizes: Sizes, passes: Passes, cost_model: CostModel) -> PassCost:
         """Of passes that are packed as the batcher does: full micro-batches of those that are there."""
         decode, prompts, cut = passes.decode_tokens, passes.prompts, np.asarray(sizes.micro_batch_tokens, dtype=float)
-        rows = decode + (0.0 if acts.discrete else prompts)
+        rows = decode + (0.0 if cost_model.discrete else prompts)
         rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
-        tokens = np.maximum(passes.prompt_tokens + (0.0 if acts.discrete else decode), 1.0)
+        tokens = np.maximum(passes.prompt_tokens + (0.0 if cost_model.discrete else decode), 1.0)
         return pass_cost(
-            acts,
+            cost_model,
             passes,
-            self._homes,
-            alive=rows,
+            self._placed,
+            running=rows,
             batches=np.ceil(rows / sizes.micro_batch_size),
             prompt_tokens=tokens / np.ceil(tokens / cut),
             whole=self._order in WHOLE_EXPERTS,
@@ -151,11 +151,11 @@ def passes_that_ran(ran: Sequence[Passed]) -> Passes:
     )
 
 
-def _busy_s(acts: CostModel, cost: PassCost) -> dict[str, float]:
+def _busy_s(cost_model: CostModel, cost: PassCost) -> dict[str, float]:
     """Seconds in which each lane works. Without a GPU, reading and computing slow each other while both go on."""
     busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
-    if not acts.discrete:
-        kept = {"cpu": acts.speeds.under_disk, "disk": acts.speeds.disk_under_cpu}
+    if not cost_model.discrete:
+        kept = {"cpu": cost_model.speeds.under_disk, "disk": cost_model.speeds.disk_under_cpu}
         busy = {lane: own + np.minimum(cost.waits[lane], own * (1.0 / kept[lane] - 1.0)) for lane, own in busy.items()}
     shape = np.shape(cost.count)  # what is the same in every pass may be one number
     return {lane: float(np.sum(np.broadcast_to(seconds, shape))) for lane, seconds in busy.items()}

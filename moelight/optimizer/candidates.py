@@ -81,10 +81,10 @@ def _riding(problem: Problem, setting: Variant, sequences: Any, passes: Any) -> 
     return sequences / passes * (prompt - 1)
 
 
-def around(problem: Problem, leaders: PlacedCandidates, *, step: float) -> PlacedCandidates:
+def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCandidates:
     """Neighbours of some candidates of one setting: sizes up to the factor ``1 + step`` away, shares up to ``step`` of
     a whole, and always those one whole step away."""
-    cell, requests = leaders.cells, problem.workload.num_requests
+    cell, requests = beam.cells, problem.workload.num_requests
     n, mu, t, p = (np.atleast_1d(np.asarray(getattr(cell, name)))[:, None] for name in _SIZE_NAMES)
     factor, single, in_waves, times, more, twice = _SIZE_MOVES
     scale, waves = (1.0 + step) ** factor, -(-requests // n)
@@ -94,7 +94,7 @@ def around(problem: Problem, leaders: PlacedCandidates, *, step: float) -> Place
     batches = np.round(parts * twice * (1.0 + step) ** times) + more
     batches = np.where(more == _SAME_SIZE, np.ceil(np.maximum(size, 1) / mu), batches)
     tokens, riding = _token_moves(t, p, step)
-    wanted = _columns(leaders.wanted)
+    wanted = _columns(beam.wanted)
     near, alone = _near_shares(problem, cell, wanted, step)
     moves: list[tuple[Any, ...]] = [(size, batches, t, p, wanted)]
     in_passes = _riding(problem, cell.setting, n, _PASSES)
@@ -111,11 +111,11 @@ def around(problem: Problem, leaders: PlacedCandidates, *, step: float) -> Place
 
 
 def scattered(
-    problem: Problem, leaders: PlacedCandidates, draw: np.random.Generator, count: int, *, widest: float = 0.0
+    problem: Problem, beam: PlacedCandidates, draw: np.random.Generator, count: int, *, widest: float = 0.0
 ) -> PlacedCandidates:
     """Random neighbours of some candidates of one setting: each size and each share as it is, or a thousandth of it to
     a few times as much away (10 to the power of ``widest`` instead of few)."""
-    cell, requests, wanted = leaders.cells, problem.workload.num_requests, _columns(leaders.wanted)
+    cell, requests, wanted = beam.cells, problem.workload.num_requests, _columns(beam.wanted)
     pick = draw.integers(len(cell.batch_size), size=count)
     n, mu, t, p = (np.asarray(getattr(cell, name))[pick] for name in _SIZE_NAMES)
     computed, cache, resident, spilled = (column[pick, 0] for column in wanted)

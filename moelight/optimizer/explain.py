@@ -36,12 +36,12 @@ def why(plan: Plan, model: ModelProfile) -> str:
     lane = plan.estimate.binding
     return (
         f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, {policy.schedule}; "
-        f"{_homes(policy, tier)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
+        f"{_placed(policy, tier)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
         f"{_LANES.get(lane, lane)} binds"
     )
 
 
-def helps(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
+def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
     """What twice of each thing would bring, best first; what brings less than 1 % is not named.
 
     The chosen devices and order are kept and sizes near the chosen ones tried: re-planning can only bring more.
@@ -54,10 +54,10 @@ def helps(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
 
 def _seconds(problem: Problem, found: Found) -> float:
     """Seconds of the job at the best sizes near those of ``found``, with its devices and order."""
-    setting = replace(found.cell.setting, acts=replace(found.cell.setting.acts, speeds=problem.speeds))
+    setting = replace(found.cell.setting, cost_model=replace(found.cell.setting.cost_model, speeds=problem.speeds))
     cells = replace(found.cell, setting=setting)
-    cache = found.homes.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)
-    wanted = RequestedPlacement(computed=np.asarray(found.homes.computed), device_kv=np.asarray(cache or np.nan))
+    cache = found.placed.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)
+    wanted = RequestedPlacement(computed=np.asarray(found.placed.computed), device_kv=np.asarray(cache or np.nan))
     best = keep_best(problem, None, around(problem, PlacedCandidates(cells=cells, wanted=wanted), step=STEP))
     draw = np.random.default_rng(0)
     for _ in range(ROUNDS if best is not None else 0):
@@ -104,7 +104,7 @@ def _twice(unit: Unit) -> Unit:
     )
 
 
-def _homes(policy: Policy, tier: str) -> str:
+def _placed(policy: Policy, tier: str) -> str:
     share = policy.weights.host if tier == "host" else policy.weights.device
     text = "all experts stay" if share == 1 else f"{share:.0%} of the experts stay"
     text += f" in {tier} memory"

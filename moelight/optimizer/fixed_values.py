@@ -95,7 +95,7 @@ def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
     _check_shares(fixes, ("kv.device", "kv.host"))
     _check_counts(fixes)
     _check_cpu_experts(fixes)
-    _check_homes(fixes)
+    _check_placement(fixes)
     _check_schedule(fixes, has_gpu=has_gpu)
     if not has_gpu:
         _check_without_gpu(fixes)
@@ -200,7 +200,7 @@ def _check_cpu_experts(fixes: Mapping[str, Fixed]) -> None:
             raise _contradiction(fixes, "cpu_experts", key, why="the CPU computes experts in host memory")
 
 
-def _check_homes(fixes: Mapping[str, Fixed]) -> None:
+def _check_placement(fixes: Mapping[str, Fixed]) -> None:
     """What a processor works on is at home in a memory that it reads."""
     if fixes.get("attention_device") == "cpu":
         why = "the CPU attends over keys and values in host memory"

@@ -91,61 +91,65 @@ class _IntegerProgram:
 def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
     """The best homes for one candidate (a `Candidates` of scalars); None where none fit."""
     room, terms = room_of(problem, cell), _terms(problem, cell)
-    programme = _IntegerProgram(seconds=len(terms))
-    _memory(cell, room, programme)
-    _fixed(problem, cell, room, programme)
+    integer_program = _IntegerProgram(seconds=len(terms))
+    _memory(cell, room, integer_program)
+    _fixed(problem, cell, room, integer_program)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
     blocks = max(int(room.kv_blocks), 1)
     for kind, (count, slopes, base) in enumerate(terms):
         for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
             per = dict(zip(("from_host", "from_disk", "computed", "device_blocks"), slope, strict=True))
-            programme.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
-    programme.most_of = {"device_blocks": int(room.kv_blocks), "reads": 1}
-    found = programme.solved()
+            integer_program.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
+    integer_program.most_of = {"device_blocks": int(room.kv_blocks), "reads": 1}
+    found = integer_program.solved()
     if found is None:
         return None
     whole = dict(zip(_NAMES, (round(value) for value in found), strict=False))
     counts = {name: whole[name] for name in ("resident", "from_host", "from_disk", "computed", "device_blocks")}
-    homes = PlacementCounts(
+    placed = PlacementCounts(
         **{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks
     )
     setting = cell.setting
-    return SolvedPlacement(**counts, seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, homes)))
+    return SolvedPlacement(
+        **counts, seconds=float(job_s(setting.cost_model, problem.workload, setting.order, cell, placed))
+    )
 
 
-def _memory(cell: Candidates, room: FreeMemory, programme: _IntegerProgram) -> None:
+def _memory(cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Every page has a home, and every tier holds what is at home on it. In slots, to keep numbers small."""
-    block, pinned_homes = room.kv_block_bytes / room.slot_bytes, cell.setting.acts.pinned_homes
+    block, pinned_pages = room.kv_block_bytes / room.slot_bytes, cell.setting.cost_model.pinned_pages
     device, host = float(room.device) / room.slot_bytes, float(room.host) / room.slot_bytes
     kv = int(room.kv_blocks) * block
-    programme.add({"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=room.pages, most=room.pages)
-    programme.add({"per_layer": room.layers, "from_host": -1, "from_disk": -1}, least=0)
-    programme.add({"from_disk": 1, "reads": -room.pages}, most=0)
-    if not pinned_homes:
-        programme.add({"pinned": 1, "per_layer": -1}, least=0)
-    programme.add({"pinned": 1, "per_layer": -2, "reads": -2 * room.pages}, least=-2 * room.pages)
-    programme.add({"from_disk": 1}, most=room.disk // room.page_bytes)
+    integer_program.add(
+        {"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=room.pages, most=room.pages
+    )
+    integer_program.add({"per_layer": room.layers, "from_host": -1, "from_disk": -1}, least=0)
+    integer_program.add({"from_disk": 1, "reads": -room.pages}, most=0)
+    if not pinned_pages:
+        integer_program.add({"pinned": 1, "per_layer": -1}, least=0)
+    integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * room.pages}, least=-2 * room.pages)
+    integer_program.add({"from_disk": 1}, most=room.disk // room.page_bytes)
     if cell.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
-        programme.add({"device_blocks": 1}, most=0)
+        integer_program.add({"device_blocks": 1}, most=0)
         block = 0.0
         device, host = float(math.floor(device)), float(math.floor(host - kv))
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
     if cell.ffn_device == "cpu":
-        programme.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
+        integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
         if cell.residents == "learned" and not cell.discrete:  # the ring holds a layer
-            programme.add({"resident": 1, "reads": room.pages // room.layers, "device_blocks": -block}, most=host)
-        programme.add({"from_host": 1, "computed": 1}, most=0)
+            integer_program.add({"resident": 1, "reads": room.pages // room.layers, "device_blocks": -block}, most=host)
+        integer_program.add({"from_host": 1, "computed": 1}, most=0)
         if cell.discrete:
-            programme.add({"device_blocks": block}, most=device)
+            integer_program.add({"device_blocks": block}, most=device)
         return
-    programme.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
-    programme.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
+    integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
+    integer_program.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
     if cell.ffn_device != "split":
-        programme.add({"computed": 1}, most=0)
+        integer_program.add({"computed": 1}, most=0)
 
 
-def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, programme: _IntegerProgram) -> None:
+def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Fixed shares are met to the page and to the block."""
     near_device = cell.ffn_device != "cpu"
     counts: Mapping[str, Mapping[str, float]] = {
@@ -157,23 +161,23 @@ def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, programme: _Int
     for key, coefficients in counts.items():
         share = problem.share(key)
         if share is not None:
-            programme.add(coefficients, least=round(share * room.pages), most=round(share * room.pages))
+            integer_program.add(coefficients, least=round(share * room.pages), most=round(share * room.pages))
     device_kv = fixed_device_kv(problem, cell)
     if device_kv is not None:
         wanted = round(device_kv * int(room.kv_blocks))
-        programme.add({"device_blocks": 1}, least=wanted, most=wanted)
+        integer_program.add({"device_blocks": 1}, least=wanted, most=wanted)
 
 
 def _terms(problem: Problem, cell: Candidates) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: how many, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
-    acts, order = cell.setting.acts, cell.setting.order
+    cost_model, order = cell.setting.cost_model, cell.setting.order
     found = []
-    kinds = kinds_of(acts.model, problem.workload, cell)
+    kinds = kinds_of(cost_model.model, problem.workload, cell)
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
 
-        def at(**homes: float) -> Any:
-            cost = cost_of(acts, problem.workload, kind, PlacementCounts(**homes), cell, order, streams=True)  # noqa: B023
+        def at(**placed: float) -> Any:
+            cost = cost_of(cost_model, problem.workload, kind, PlacementCounts(**placed), cell, order, streams=True)  # noqa: B023
             return np.array([float(term) for term in ORDERS[order](cost)])
 
         base = at()

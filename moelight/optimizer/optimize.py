@@ -19,7 +19,7 @@ from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.explain import helps, why
+from moelight.optimizer.explain import what_if, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
 from moelight.optimizer.infeasible import infeasible_error
 from moelight.optimizer.plan import Plan, TierUse
@@ -125,7 +125,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
         estimate=priced,
         memory=memory_of(problem, policy, hardware, limits),
         why="",
-        helps=helps(problem, found) if proof else (),
+        what_if=what_if(problem, found) if proof else (),
         bound_tokens_per_s=tokens / bound_s if proof else 0.0,
         speeds=problem.speeds,
         fixed=tuple(sorted(problem.fixed)),
@@ -146,19 +146,19 @@ def _check_cache(problem: Problem) -> None:
 
 def policy_of(problem: Problem, found: Found) -> Policy:
     """The candidate as a policy whose shares place every page as the programme did."""
-    cell, homes = found.cell, found.homes
-    total = homes.resident + homes.from_host + homes.from_disk + homes.computed
+    cell, placed = found.cell, found.placed
+    total = placed.resident + placed.from_host + placed.from_disk + placed.computed
     if cell.ffn_device == "cpu":
-        weights = Shares(host=1.0 - homes.from_disk / total, disk=homes.from_disk / total)
+        weights = Shares(host=1.0 - placed.from_disk / total, disk=placed.from_disk / total)
     else:
-        disk, device = homes.from_disk / total, homes.resident / total
+        disk, device = placed.from_disk / total, placed.resident / total
         weights = (
             Shares(device=device, host=1.0 - device - disk, disk=disk)
-            if homes.from_host + homes.computed
+            if placed.from_host + placed.computed
             else (Shares(device=1.0 - disk, disk=disk))
         )
     blocks = -(-int(cell.kv_tokens) // cell.kv_block_size)
-    on_device = homes.device_blocks / blocks
+    on_device = placed.device_blocks / blocks
     return Policy(
         model=problem.name,
         batch_size=int(cell.batch_size),
@@ -168,13 +168,13 @@ def policy_of(problem: Problem, found: Found) -> Policy:
         attention_device=cell.attention_device,
         ffn_device=cell.ffn_device,
         weights=weights,
-        cpu_experts=homes.computed / total,
+        cpu_experts=placed.computed / total,
         kv=Shares(device=on_device, host=1.0 - on_device),
         weight_dtype=cell.setting.weight_dtype,
         kv_dtype=cell.setting.kv_dtype,
         schedule=cell.setting.order,
         kv_block_size=cell.kv_block_size,
-        host_pages=str(problem.fixed.get("host_pages", "pinned" if cell.setting.acts.pinned_homes else "auto")),
+        host_pages=str(problem.fixed.get("host_pages", "pinned" if cell.setting.cost_model.pinned_pages else "auto")),
         residents=cell.residents,
         prompt_micro_batches=int(cell.prompt_micro_batches),
         look_ahead=cell.look_ahead,

@@ -182,13 +182,13 @@ def published_plan(
         estimate=estimate,
         memory=tuple(TierUse(tier=tier, capacity_bytes=size, by_purpose=use) for tier, size, use in found.memory),
         why="",
-        helps=_helps(hardware, model, workload, fix, found.decode_tokens_per_s),
+        what_if=_what_if(hardware, model, workload, fix, found.decode_tokens_per_s),
         bound_tokens_per_s=found.decode_tokens_per_s,
     )
     return replace(plan, why=why(plan, model))
 
 
-def _helps(
+def _what_if(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, fix: Mapping[str, Any], now: float
 ) -> tuple[WhatIf, ...]:
     """What twice of each thing would bring to the decode rate, planned anew; best first."""

@@ -58,29 +58,31 @@ class RequestedPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedPlacement:
-    """``homes`` and whether they are ``feasible``, for each candidate; ``resident`` pages never move."""
+    """``placed`` and whether they are ``feasible``, for each candidate; ``resident`` pages never move."""
 
-    homes: PlacementCounts
+    placed: PlacementCounts
     resident: Any
     feasible: Any
 
 
 def room_of(problem: Problem, cells: Candidates) -> FreeMemory:
     """What is left on each tier."""
-    acts = cells.setting.acts
+    cost_model = cells.setting.cost_model
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
-    for (_, tier), size in fixed_bytes(problem.model, cells, dtype=acts.dtype, kv_dtype=acts.kv_dtype).items():
+    for (_, tier), size in fixed_bytes(
+        problem.model, cells, dtype=cost_model.dtype, kv_dtype=cost_model.kv_dtype
+    ).items():
         left[tier] = left[tier] - size
     return FreeMemory(
         device=left.get("device", 0.0),
         host=left["host"],
         disk=int(left.get("disk", 0.0)),
         kv_blocks=kv_blocks(cells),
-        kv_block_bytes=kv_block_bytes(problem.model, cells, acts.kv_dtype),
+        kv_block_bytes=kv_block_bytes(problem.model, cells, cost_model.kv_dtype),
         pages=problem.model.num_moe_layers * problem.model.experts.num_experts,
         layers=problem.model.num_moe_layers,
-        slot_bytes=costs.page_slot_bytes(problem.model, acts.page_dtype),
-        page_bytes=costs.page_bytes(problem.model, acts.page_dtype),
+        slot_bytes=costs.page_slot_bytes(problem.model, cost_model.page_dtype),
+        page_bytes=costs.page_bytes(problem.model, cost_model.page_dtype),
     )
 
 
@@ -124,15 +126,15 @@ def fill(
         on_device = cache + np.where(np.isnan(device_kv), more, 0)
         spared = on_device if off_host is None else np.ceil(room.kv_blocks * off_host)
         on_host = np.floor((room.host - (room.kv_blocks - spared) * room.kv_block_bytes) / room.slot_bytes) - held
-        staged = 0 * ring if cells.setting.acts.pinned_homes else ring / 2
+        staged = 0 * ring if cells.setting.cost_model.pinned_pages else ring / 2
         pinned = (staged, ring)
         from_host = _from_host(problem, room, pages - resident, on_host, pinned, computed, held, wanted.spilled)
         fits &= from_host >= 0
     from_disk = pages - resident - from_host
     fits &= from_disk * room.page_bytes <= room.disk
     device_kv = on_device / np.maximum(room.kv_blocks, 1)
-    homes = PlacementCounts(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
-    return ResolvedPlacement(homes=homes, resident=resident, feasible=fits)
+    placed = PlacementCounts(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
+    return ResolvedPlacement(placed=placed, resident=resident, feasible=fits)
 
 
 def _least_computed(room: FreeMemory, device: Any) -> Any:

@@ -60,7 +60,7 @@ class Plan:
     estimate: Estimate
     memory: tuple[TierUse, ...]
     why: str
-    helps: tuple[WhatIf, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
     bound_tokens_per_s: float = 0.0
     solve_s: float = 0.0
     speeds: Speeds | None = None
@@ -104,7 +104,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "why": plan.why,
         "runs": plan.runs,
         "why_not": list(plan.why_not),
-        "helps": [{"change": found.change, "gain": found.gain} for found in plan.helps],
+        "what_if": [{"change": found.change, "gain": found.gain} for found in plan.what_if],
         "solve_s": plan.solve_s,
         "estimator": plan.estimator,
         "hardware": plan.hardware,

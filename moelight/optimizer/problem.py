@@ -67,7 +67,7 @@ class Problem:
     kv_dtypes: tuple[str, ...] = ("auto",)
     orders: tuple[str, ...] = SEARCHED_ORDERS
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
-    programme: bool = True
+    integer_program: bool = True
 
     @property
     def has_gpu(self) -> bool:
@@ -124,9 +124,9 @@ class Problem:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """The discrete part of a policy: devices, order, admission, dtypes, whether homes in host memory are pinned and
-    whether residents are learned. It is priced by its ``acts``."""
+    whether residents are learned. It is priced by its ``cost_model``."""
 
-    acts: CostModel
+    cost_model: CostModel
     order: str
     admission: str
     residents: str
@@ -136,12 +136,12 @@ class Variant:
     @property
     def attention_device(self) -> str:
         """Where decoding sequences attend."""
-        return self.acts.attention_device
+        return self.cost_model.attention_device
 
     @property
     def ffn_device(self) -> str:
         """Where experts run."""
-        return self.acts.ffn_device
+        return self.cost_model.ffn_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +186,7 @@ class Candidates:
     @property
     def discrete(self) -> bool:
         """Whether a GPU takes part."""
-        return self.setting.acts.discrete
+        return self.setting.cost_model.discrete
 
     def at(self, index: Any) -> Candidates:
         """The candidates that ``index`` picks."""
@@ -223,7 +223,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
         if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_HOMES[ffn]) is not None:
             continue
         found += 1
-        acts = CostModel(
+        cost_model = CostModel(
             model=problem.model,
             speeds=problem.speeds,
             dtype=problem.dtype,
@@ -231,10 +231,15 @@ def variants(problem: Problem) -> Iterator[Variant]:
             page_dtype=problem.dtype if weight == "auto" else dtype_named(weight),
             attention_device=attention,
             ffn_device=ffn,
-            pinned_homes=gpu and ffn != "cpu" and fixed.get("host_pages", "pinned") == "pinned",
+            pinned_pages=gpu and ffn != "cpu" and fixed.get("host_pages", "pinned") == "pinned",
         )
         yield Variant(
-            acts=acts, order=order, admission=admission, residents=residents, weight_dtype=weight, kv_dtype=cache
+            cost_model=cost_model,
+            order=order,
+            admission=admission,
+            residents=residents,
+            weight_dtype=weight,
+            kv_dtype=cache,
         )
     if not found:
         named = " and ".join(f"--fix {key}={value}" for key, value in fixed.items() if key in _DEVICE_KEYS)

@@ -59,7 +59,7 @@ class Found:
     """The best candidate: its setting and sizes, and its homes with the seconds of the job."""
 
     cell: Candidates
-    homes: SolvedPlacement
+    placed: SolvedPlacement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,27 +88,26 @@ def search(problem: Problem) -> Found | None:
     every = list(variants(problem))
     usual = [setting for setting in every if not _stands_in(setting)] or every
     looks = [keep_best(problem, None, first_look(problem, setting)) for setting in usual]
-    leaders = [found for found in looks if found is not None]
-    if not leaders:
+    beam = [found for found in looks if found is not None]
+    if not beam:
         return None
     draw = np.random.default_rng(0)
     for number, (widest, count, worth) in enumerate(ROUNDS):
-        best = min(found.least for found in leaders)
-        leaders = [found for found in leaders if found.least <= best * worth]
+        best = min(found.least for found in beam)
+        beam = [found for found in beam if found.least <= best * worth]
         if number in POOLED_AFTER:
-            leaders = _pooled(problem, leaders, every, draw)
-            every = _beside(every, leaders)
-        leaders = [
-            keep_best(problem, found, scattered(problem, found.choices, draw, count, widest=widest))
-            for found in leaders
+            beam = _pooled(problem, beam, every, draw)
+            every = _beside(every, beam)
+        beam = [
+            keep_best(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in beam
         ]
     for work in (_refined, _restarted, _in_other_schedules):
-        leaders = sorted(leaders, key=lambda found: found.least)
-        worth = leaders[0].least * WORTH_FINISHING
-        first = [work(problem, found, every) for found in leaders[:MOST_FINISHED] if found.least <= worth]
-        leaders = first + leaders[len(first) :]
-    best = _select_best(problem, sorted(leaders, key=lambda found: found.least))
-    if best is not None and problem.programme and _is_small(problem):
+        beam = sorted(beam, key=lambda found: found.least)
+        worth = beam[0].least * WORTH_FINISHING
+        first = [work(problem, found, every) for found in beam[:MOST_FINISHED] if found.least <= worth]
+        beam = first + beam[len(first) :]
+    best = _select_best(problem, sorted(beam, key=lambda found: found.least))
+    if best is not None and problem.integer_program and _is_small(problem):
         best = _certified(problem, best)
     return None if best is None else _with_fewer_tokens(problem, best)
 
@@ -119,11 +118,11 @@ def _is_small(problem: Problem) -> bool:
     return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
 
 
-def _pooled(problem: Problem, leaders: list[Beam], every: list[Variant], draw: np.random.Generator) -> list[Beam]:
+def _pooled(problem: Problem, beam: list[Beam], every: list[Variant], draw: np.random.Generator) -> list[Beam]:
     """Every setting at the sizes that are best in any of them, as far as that makes it one of the best."""
-    pool = _joined(*(found.first(POOLED).choices for found in leaders))
-    known = {id(found.setting): found for found in leaders}
-    best, kept = min(found.least for found in leaders), []
+    pool = _joined(*(found.first(POOLED).choices for found in beam))
+    known = {id(found.setting): found for found in beam}
+    best, kept = min(found.least for found in beam), []
     for setting in every:
         here = as_of(problem, pool, setting)
         near = _joined(here, scattered(problem, here, draw, NEAR_POOLED))
@@ -144,12 +143,12 @@ def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
     fits = np.flatnonzero(filled.feasible)
     if fits.size:
         cells, setting = choices.cells.at(fits), choices.cells.setting
-        seconds[fits] = job_s(setting.acts, problem.workload, setting.order, cells, filled.homes.at(fits))
+        seconds[fits] = job_s(setting.cost_model, problem.workload, setting.order, cells, filled.placed.at(fits))
     return seconds
 
 
-def keep_best(problem: Problem, leaders: Beam | None, look: PlacedCandidates, *, by_waves: bool = False) -> Any:
-    """The best of ``leaders`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
+def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by_waves: bool = False) -> Any:
+    """The best of ``beam`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
     micro-batches. None where there are none.
 
     Regions are sizes of about the same logarithm, or ``by_waves``: so many waves for all requests, full ones apart;
@@ -157,12 +156,12 @@ def keep_best(problem: Problem, leaders: Beam | None, look: PlacedCandidates, *,
     """
     seconds = closed_form_s(problem, look)
     fits = np.flatnonzero(np.isfinite(seconds))
-    if leaders is None and not fits.size:
+    if beam is None and not fits.size:
         return None
     kept = fits[np.argsort(seconds[fits], kind="stable")[:400]]
     choices, seconds = _as_filled(problem, look.at(kept)), seconds[kept]
-    if leaders is not None:
-        choices, seconds = _joined(leaders.choices, choices), np.concatenate([leaders.seconds, seconds])
+    if beam is not None:
+        choices, seconds = _joined(beam.choices, choices), np.concatenate([beam.seconds, seconds])
     cell = choices.cells
     order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, np.round(np.log(seconds) / EQUAL)))
     _, first = np.unique(_region(problem, choices, by_waves=by_waves)[order], return_index=True)
@@ -191,7 +190,7 @@ def _as_filled(problem: Problem, choices: PlacedCandidates) -> PlacedCandidates:
     if setting.ffn_device == "cpu" or not choices.cells.batch_size.size:
         return choices
     filled = fill(problem, choices.cells, choices.wanted)
-    wanted = replace(choices.wanted, spilled=filled.homes.from_disk)
+    wanted = replace(choices.wanted, spilled=filled.placed.from_disk)
     if cache_is_open(problem, setting):
         wanted = replace(wanted, device_kv=np.full_like(filled.resident, np.nan), resident=filled.resident)
     return PlacedCandidates(cells=choices.cells, wanted=wanted)
@@ -206,33 +205,33 @@ def _joined(*parts: PlacedCandidates) -> PlacedCandidates:
     return PlacedCandidates(cells=replace(parts[0].cells, **arrays), wanted=RequestedPlacement(**wanted))
 
 
-def _beside(every: list[Variant], leaders: list[Beam]) -> list[Variant]:
-    """The settings whose devices are those of ``leaders``."""
-    devices = {(found.setting.attention_device, found.setting.ffn_device) for found in leaders}
+def _beside(every: list[Variant], beam: list[Beam]) -> list[Variant]:
+    """The settings whose devices are those of ``beam``."""
+    devices = {(found.setting.attention_device, found.setting.ffn_device) for found in beam}
     return [setting for setting in every if (setting.attention_device, setting.ffn_device) in devices]
 
 
-def _in_other_schedules(problem: Problem, leaders: Beam, every: list[Variant]) -> Beam:
-    """The best of ``leaders`` in another order or admission, if that is faster, to the end."""
-    own, best = leaders.setting, leaders
+def _in_other_schedules(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
+    """The best of ``beam`` in another order or admission, if that is faster, to the end."""
+    own, best = beam.setting, beam
     for setting in every:
         if setting is not own and setting.attention_device == own.attention_device:
-            here = as_of(problem, leaders.first(POOLED).choices, setting)
+            here = as_of(problem, beam.first(POOLED).choices, setting)
             found = keep_best(problem, None, _joined(here, around(problem, here, step=0.0)))
             best = found if found is not None and found.least < best.least * (1 - GAINED) else best
-    return leaders if best is leaders else _refined(problem, best, every)
+    return beam if best is beam else _refined(problem, best, every)
 
 
-def _refined(problem: Problem, leaders: Beam, _every: list[Variant]) -> Beam:
-    """``leaders`` from the first of which, each in its own region, no small or single step leads on."""
+def _refined(problem: Problem, beam: Beam, _every: list[Variant]) -> Beam:
+    """``beam`` from the first of which, each in its own region, no small or single step leads on."""
     for _ in range(MOST_ROUNDS):
-        before = leaders.seconds[:FIRST]
+        before = beam.seconds[:FIRST]
         for step in LAST_STEPS:
-            near = around(problem, leaders.first(FIRST).choices, step=step)
-            leaders = keep_best(problem, leaders, near, by_waves=True)
-        if not _is_better(leaders.seconds[:FIRST], before):
+            near = around(problem, beam.first(FIRST).choices, step=step)
+            beam = keep_best(problem, beam, near, by_waves=True)
+        if not _is_better(beam.seconds[:FIRST], before):
             break
-    return leaders
+    return beam
 
 
 def _is_better(seconds: Any, before: Any) -> bool:
@@ -240,57 +239,60 @@ def _is_better(seconds: Any, before: Any) -> bool:
     return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
-def _restarted(problem: Problem, leaders: Beam, every: list[Variant]) -> Beam:
-    """``leaders`` near which none of many random candidates is better: what no step along an axis finds."""
+def _restarted(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
+    """``beam`` near which none of many random candidates is better: what no step along an axis finds."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
-        near = scattered(problem, leaders.choices, draw, SCATTERED, widest=-0.3)
-        found = keep_best(problem, leaders, near, by_waves=True)
-        leaders = _refined(problem, found, every) if _is_better(found.seconds[:1], leaders.seconds[:1]) else found
-    return leaders
+        near = scattered(problem, beam.choices, draw, SCATTERED, widest=-0.3)
+        found = keep_best(problem, beam, near, by_waves=True)
+        beam = _refined(problem, found, every) if _is_better(found.seconds[:1], beam.seconds[:1]) else found
+    return beam
 
 
-def _select_best(problem: Problem, leaders: list[Beam]) -> Found | None:
-    """The best of ``leaders``, best first in closed form, once the programme has placed every page."""
+def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
+    """The best of ``beam``, best first in closed form, once the programme has placed every page."""
     best: Found | None = None
-    for found in leaders[:MOST_SOLVED]:
-        if best is not None and found.least > best.homes.seconds * WORTH_SOLVING:
+    for found in beam[:MOST_SOLVED]:
+        if best is not None and found.least > best.placed.seconds * WORTH_SOLVING:
             break
         choice = found.choices.at(0)
-        found_homes = (_filled(problem, choice), _solved(problem, choice.cells) if problem.programme else None)
-        for homes in (homes for homes in found_homes if homes is not None):
-            if best is None or homes.seconds < best.homes.seconds * (1 - EQUAL):
-                best = Found(cell=choice.cells, homes=homes)
+        found_placements = (
+            _filled(problem, choice),
+            _solved(problem, choice.cells) if problem.integer_program else None,
+        )
+        for placed in (placed for placed in found_placements if placed is not None):
+            if best is None or placed.seconds < best.placed.seconds * (1 - EQUAL):
+                best = Found(cell=choice.cells, placed=placed)
     return best
 
 
 def _solved(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
     """The programme's homes; of equals, those that leave no memory empty."""
-    homes = solve(problem, cell)
-    if homes is None:
+    placed = solve(problem, cell)
+    if placed is None:
         return None
-    cache = homes.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size)
+    cache = placed.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size)
     for device_kv in map(np.asarray, (np.nan, cache)):
-        wanted = RequestedPlacement(computed=np.asarray(homes.computed), device_kv=device_kv)
+        wanted = RequestedPlacement(computed=np.asarray(placed.computed), device_kv=device_kv)
         full = _filled(problem, PlacedCandidates(cells=cell, wanted=wanted))
-        if full is not None and full.seconds <= homes.seconds * (1 + EQUAL):
+        if full is not None and full.seconds <= placed.seconds * (1 + EQUAL):
             return full
-    return homes
+    return placed
 
 
 def _certified(problem: Problem, best: Found) -> Found:
     """The best there is, where the bounds leave few enough candidates to solve them all."""
-    for cell in undecided(problem, best.homes.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
-        homes = _solved(problem, cell)
-        if homes is not None and homes.seconds < best.homes.seconds * (1 - EQUAL):
-            best = Found(cell=cell, homes=homes)
+    for cell in undecided(problem, best.placed.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
+        placed = _solved(problem, cell)
+        if placed is not None and placed.seconds < best.placed.seconds * (1 - EQUAL):
+            best = Found(cell=cell, placed=placed)
     return best
 
 
 def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
     """``best`` with the fewest tokens of prompts in a pass and in its micro-batches that are as good: nobody needs
     memory for a pass of a million tokens that is a thousandth of a percent faster."""
-    cell, homes = best.cell, best.homes
+    cell, placed = best.cell, best.placed
     tokens, rides = int(cell.micro_batch_tokens), int(cell.prompt_micro_batches)
     fixed = [problem.count(key) is not None for key in ("micro_batch_tokens", "prompt_micro_batches")]
     cut = [tokens] if fixed[0] else sorted({tokens, *_powers(max(LEAST_TOKENS, int(cell.micro_batch_size)), tokens)})
@@ -304,20 +306,20 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
     same: dict[str, Any] = {name: np.full_like(t, getattr(cell, name)) for name in CELL_ARRAYS}
     many = replace(cell, **{**same, "micro_batch_tokens": t, "prompt_micro_batches": p})
     shares = {
-        "computed": homes.computed,
-        "device_kv": homes.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size),
+        "computed": placed.computed,
+        "device_kv": placed.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size),
         "resident": np.inf,
-        "spilled": homes.from_disk,
+        "spilled": placed.from_disk,
     }
     wanted = RequestedPlacement(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
     choices = PlacedCandidates(cells=many, wanted=wanted)
     seconds = closed_form_s(problem, choices)
-    good = np.flatnonzero(seconds <= homes.seconds * (1 + AS_GOOD))
+    good = np.flatnonzero(seconds <= placed.seconds * (1 + AS_GOOD))
     if not good.size:
         return best
     fewest = choices.at(good[np.argmin((t * p + t)[good])])
     filled = _filled(problem, fewest)
-    return best if filled is None else Found(cell=fewest.cells, homes=filled)
+    return best if filled is None else Found(cell=fewest.cells, placed=filled)
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -331,12 +333,12 @@ def _filled(problem: Problem, choice: PlacedCandidates) -> SolvedPlacement | Non
     filled = fill(problem, cell, choice.wanted)
     if not filled.feasible:
         return None
-    blocks = round(float(filled.homes.device_kv) * -(-int(cell.kv_tokens) // cell.kv_block_size))
+    blocks = round(float(filled.placed.device_kv) * -(-int(cell.kv_tokens) // cell.kv_block_size))
     return SolvedPlacement(
         resident=int(filled.resident),
-        from_host=int(filled.homes.from_host),
-        from_disk=int(filled.homes.from_disk),
-        computed=int(filled.homes.computed),
+        from_host=int(filled.placed.from_host),
+        from_disk=int(filled.placed.from_disk),
+        computed=int(filled.placed.computed),
         device_blocks=blocks,
-        seconds=float(job_s(setting.acts, problem.workload, setting.order, cell, filled.homes)),
+        seconds=float(job_s(setting.cost_model, problem.workload, setting.order, cell, filled.placed)),
     )

@@ -15,7 +15,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.hrm.cost_model import CostModel
-from moelight.hrm.estimate import Estimate, Phase, acts_of, estimate, least_missed
+from moelight.hrm.estimate import Estimate, Phase, cost_model_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.task_cost import MicroBatchLoad, pass_costs
@@ -101,7 +101,7 @@ class SimulationSetup:
         self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
         self.estimate: Estimate = self.estimate_of(policy.schedule)
         self._layout: Layout = layout_of(model, policy, self._dtype)
-        self._acts: CostModel = acts_of(model, policy, self._speeds, self._dtype)
+        self._acts: CostModel = cost_model_of(model, policy, self._speeds, self._dtype)
         self._placement: Placement = place(model, policy)
 
     def estimate_of(self, schedule: str) -> Estimate:
@@ -112,8 +112,8 @@ class SimulationSetup:
     def schedules(self) -> tuple[str, ...]:
         """The orders of work that the policy's devices allow."""
         policy = self.policy
-        homes = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
-        return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **homes) is None)
+        placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+        return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **placed) is None)
 
     def roofs(self) -> dict[str, float]:
         """Bytes per second that each lane can move at most, by lane; links that are not there are left out."""
@@ -122,7 +122,7 @@ class SimulationSetup:
         there = (Lane.DISK, Lane.STAGE, Lane.H2D, Lane.D2H) if self.policy.discrete else (Lane.DISK,)
         return {str(lane): rates[lane] for lane in there if 0 < rates[lane] < math.inf}
 
-    def rehearse(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
+    def simulated_run(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
         """One pass with prompts, where the job has one, and ``passes`` that decode.
 
         Raises:
@@ -134,8 +134,8 @@ class SimulationSetup:
         steps = list(self._steps(schedule, loads))
         timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram)
         runs, before_s = [], 0.0
-        for timeline, carried, (built, _) in zip(timelines, loads, steps, strict=True):
-            runs.append(_run(timeline, before_s, carried, built))
+        for timeline, prefetched, (built, _) in zip(timelines, loads, steps, strict=True):
+            runs.append(_run(timeline, before_s, prefetched, built))
             before_s = timeline.end_s
         first = runs[0] if len(runs) > passes else None
         priced = self.estimate_of(schedule)
@@ -149,13 +149,13 @@ class SimulationSetup:
 
     def lane_bytes(self, schedule: str) -> dict[Lane, int]:
         """What crosses each lane in a steady decode pass."""
-        return self._built(schedule, self._decode_loads(), self._carried(schedule)).lane_bytes()
+        return self._built(schedule, self._decode_loads(), self._prefetched(schedule)).lane_bytes()
 
     def _check_size(self, passes: int) -> None:
         """Refuse what would take too long before any of it is built: each layer of each micro-batch is some five tasks,
         each part of a page that moves is two."""
-        policy, alive = self.policy, min(self.policy.batch_size, self.workload.num_requests)
-        count = -(-alive // policy.micro_batch_size) + policy.prompt_micro_batches
+        policy, running = self.policy, min(self.policy.batch_size, self.workload.num_requests)
+        count = -(-running // policy.micro_batch_size) + policy.prompt_micro_batches
         tasks = passes * (5 * count * self.model.num_layers + 2 * len(self._layout.streamed))
         if tasks > MOST_TASKS:
             raise ConfigError(
@@ -165,26 +165,26 @@ class SimulationSetup:
             )
 
     def _steps(self, schedule: str, loads: Sequence[Sequence[MicroBatchLoad]]) -> Iterator[tuple[Schedule, Price]]:
-        carried = self._carried(schedule)
+        prefetched = self._prefetched(schedule)
         before: tuple[Sequence[MicroBatchLoad], int] | None = None
         for each in loads:
-            if before != (each, carried):
-                built = self._built(schedule, each, carried)
+            if before != (each, prefetched):
+                built = self._built(schedule, each, prefetched)
                 routed_only = self._routed_only(schedule, each)
                 priced = pass_costs(
                     self._acts, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
                 )
-            before, carried = (each, carried), len(built.carried_out)
+            before, prefetched = (each, prefetched), len(built.prefetched_next)
             yield built, priced
 
-    def _carried(self, schedule: str) -> int:
+    def _prefetched(self, schedule: str) -> int:
         """Pages that a decode pass hands on."""
-        return len(self._built(schedule, self._decode_loads(), 0).carried_out)
+        return len(self._built(schedule, self._decode_loads(), 0).prefetched_next)
 
-    def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], carried: int) -> Schedule:
+    def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], prefetched: int) -> Schedule:
         shape = PassShape(
             micro_batches=tuple(map(self._shape, loads)),
-            carried=carried,
+            prefetched=prefetched,
             wraps=True,
             routed_only=self._routed_only(schedule, loads),
         )
@@ -196,11 +196,11 @@ class SimulationSetup:
         return on_demand.pays(self._layout, schedule, tokens, most, least=least)
 
     def _shape(self, load: MicroBatchLoad) -> MicroBatchShape:
-        fresh = self._layout.discrete and not load.decode_tokens
+        prefill_only = self._layout.discrete and not load.decode_tokens
         context = round(load.decode_tokens * load.context) if self._layout.context_crosses else 0
         return MicroBatchShape(
             tokens=round(load.tokens),
-            fresh=fresh,
+            prefill_only=prefill_only,
             samples=load.rows > 0,
             context=context,
             device_tokens=self._layout.device_tokens(round(load.tokens)),
@@ -208,9 +208,9 @@ class SimulationSetup:
         )
 
     def _decode_loads(self) -> list[MicroBatchLoad]:
-        alive = min(self.policy.batch_size, self.workload.num_requests)
+        running = min(self.policy.batch_size, self.workload.num_requests)
         context = self.workload.prompt_len + self.workload.gen_len / 2
-        sizes = _cut(alive, -(-alive // self.policy.micro_batch_size))
+        sizes = _cut(running, -(-running // self.policy.micro_batch_size))
         return [MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in sizes]
 
     def _prompt_loads(self) -> list[MicroBatchLoad]:
@@ -231,10 +231,10 @@ class SimulationSetup:
                 for d, p, rows in parts
             ]
         count = max(-(-prompts // mu), -(-prompt // most))
-        fresh = zip(_cut(prompt, count), _cut(prompts, count), strict=True)
+        prefill_only = zip(_cut(prompt, count), _cut(prompts, count), strict=True)
         decoding = _cut(decode, -(-decode // mu))
         return [
-            *(MicroBatchLoad(prompt_tokens=p, prompt_len=length, rows=rows) for p, rows in fresh),
+            *(MicroBatchLoad(prompt_tokens=p, prompt_len=length, rows=rows) for p, rows in prefill_only),
             *(MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in decoding),
         ]
 

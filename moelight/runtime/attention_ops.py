@@ -40,7 +40,7 @@ class HostAttention:
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         """Fresh prompts over their own keys and values."""
-        mb.attn = attend_fresh(mb, self._scale, self._window)
+        mb.attn = attend_prefill(mb, self._scale, self._window)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
         mb.qkv_host = require(mb.crossing).take(*require(mb.qkv))
@@ -113,7 +113,7 @@ class DeviceAttention:
             cache, rows = require(self._device).layer(task.layer), added.device_rows
             put(cache, _picked(k, rows), _picked(v, rows), added.device_slots)
         if mb.context is None or not mb.context.tokens:
-            mb.attn = attend_fresh(mb, self._scale, self._window)
+            mb.attn = attend_prefill(mb, self._scale, self._window)
         elif self._host is None:
             slots = require(mb.context.slots)
             buffer = self._buffers[0, : slots.numel()]
@@ -166,7 +166,7 @@ def attend_one(q: Tensor, run: Tensor, scale: float) -> Tensor:
     return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(0, 2)
 
 
-def attend_fresh(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
+def attend_prefill(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
     """Every sequence over its own new keys and values alone -> [T, Hq, D]."""
     q, k, v = require(mb.qkv)
     out = torch.empty_like(q)

@@ -41,14 +41,14 @@ class Executor:
 
     def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
         self._lanes = lanes
-        self._carried: dict[Page, Submitted] = {}
+        self._prefetched: dict[Page, Submitted] = {}
         self._last: dict[tuple[Lane, bool], tuple[Task, Ticket]] = {}
         self.broken = False
 
     @property
-    def carried(self) -> int:
+    def prefetched(self) -> int:
         """How many pages of the next pass are in the ring or on their way."""
-        return len(self._carried)
+        return len(self._prefetched)
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:
         """`launch`, then `finish`."""
@@ -64,8 +64,8 @@ class Executor:
         submitted: list[Submitted] = []
         begun: set[Lane] = set()
         for task in schedule.tasks:
-            if task.kind is TaskKind.CARRIED_PAGE and task.page is not None:
-                submitted.append(self._carried[task.page])
+            if task.kind is TaskKind.PREFETCHED_PAGE and task.page is not None:
+                submitted.append(self._prefetched[task.page])
                 continue
             after = [submitted[dep][:2] for dep in task.deps]
             if task.lane not in begun:
@@ -73,25 +73,25 @@ class Executor:
                 after += [self._last[other] for other in _MEETS[task.lane] if other in self._last]
             ticket = self._lanes[task.lane].submit(perform(task), [earlier for _, earlier in after])
             submitted.append((task, ticket, after))
-        self._carried = {}
-        for position in schedule.carried_out:
+        self._prefetched = {}
+        for position in schedule.prefetched_next:
             page = schedule.tasks[position].page
             if page is not None:
-                self._carried[page] = submitted[position]
-        ahead = set(schedule.carried_out)
-        flight = PassInFlight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
-        self._last |= {(task.lane, task.kind.moves_page): (task, ticket) for task, ticket, _ in flight.submitted}
+                self._prefetched[page] = submitted[position]
+        ahead = set(schedule.prefetched_next)
+        in_flight = PassInFlight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
+        self._last |= {(task.lane, task.kind.moves_page): (task, ticket) for task, ticket, _ in in_flight.submitted}
         self.broken = False
-        return flight
+        return in_flight
 
-    def finish(self, flight: PassInFlight) -> Timeline:
-        """Wait for all of ``flight``, and say when each task ran and what it waited for last. Raises what a task
+    def finish(self, in_flight: PassInFlight) -> Timeline:
+        """Wait for all of ``in_flight``, and say when each task ran and what it waited for last. Raises what a task
         raised."""
         self._begin()
-        for _, ticket, _ in reversed(flight.submitted):  # of each lane the last one first: the others are done then
+        for _, ticket, _ in reversed(in_flight.submitted):  # of each lane the last one first: the others are done then
             ticket.wait()
         self.broken = False
-        return _timeline(flight.submitted)
+        return _timeline(in_flight.submitted)
 
     def wait(self) -> None:
         """Wait for everything that was launched, but pages fetched for the next pass. Raises what a task raised."""

@@ -121,11 +121,11 @@ class HostTicket:
 
 
 class InlineLane:
-    """The calling thread itself: work is done when ``submit`` returns, its kernels on the threads of ``gang``."""
+    """The calling thread itself: work is done when ``submit`` returns, its kernels on the threads of ``team``."""
 
-    def __init__(self, gang: ThreadTeam | None = None) -> None:
+    def __init__(self, team: ThreadTeam | None = None) -> None:
         self._broken: BaseException | None = None
-        self._gang = gang
+        self._team = team
 
     def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
         if self._broken is not None:
@@ -134,7 +134,7 @@ class InlineLane:
         try:
             for ticket in after:
                 ticket.wait()
-            with _working(self._gang):
+            with _working(self._team):
                 mine.carry_out(work)
         except BaseException as error:  # whatever it is, later work may depend on this
             self._broken = error
@@ -143,17 +143,17 @@ class InlineLane:
 
     def close(self) -> None:
         """No work is ever left to finish; the gang's threads end."""
-        _dismiss(self._gang)
+        _dismiss(self._team)
 
 
 class ThreadLane:
     """A thread of its own. Kernels and reads release the interpreter, so lanes overlap.
 
-    With a ``gang`` it stays on the gang's cores, and so do the threads that torch starts for it.
+    With a ``team`` it stays on the gang's cores, and so do the threads that torch starts for it.
     """
 
-    def __init__(self, name: str, gang: ThreadTeam | None = None) -> None:
-        self._gang = gang
+    def __init__(self, name: str, team: ThreadTeam | None = None) -> None:
+        self._team = team
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], HostTicket, threading.Event] | None]
         self._queue = queue.SimpleQueue()
         self._broken: BaseException | None = None
@@ -173,12 +173,12 @@ class ThreadLane:
         self._closed = True
         self._queue.put(None)
         self._thread.join()
-        _dismiss(self._gang)
+        _dismiss(self._team)
 
     def _serve(self) -> None:
-        if self._gang is not None:
-            self._gang.settle()
-        with _working(self._gang):
+        if self._team is not None:
+            self._team.settle()
+        with _working(self._team):
             self._carry_out_all()
 
     def _carry_out_all(self) -> None:
@@ -286,11 +286,11 @@ class StreamLane:
     """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU).
 
     Work is launched by the calling thread. Streams wait for streams on the device; work of a host lane is waited for
-    by the launching thread. A twin's work is done by that thread and the ``gang``.
+    by the launching thread. A twin's work is done by that thread and the ``team``.
     """
 
-    def __init__(self, stream: Any, new_event: Callable[[], Any], gang: ThreadTeam | None = None) -> None:
-        self._gang = gang
+    def __init__(self, stream: Any, new_event: Callable[[], Any], team: ThreadTeam | None = None) -> None:
+        self._team = team
         self._stream, self._new_event = stream, new_event
         self._clock = StreamClock(new_event, stream)
         self._broken: BaseException | None = None
@@ -316,7 +316,7 @@ class StreamLane:
             else:
                 ticket.wait()
         start, done = self._new_event(), self._new_event()
-        with self._stream, _working(self._gang):
+        with self._stream, _working(self._team):
             start.record(self._stream)
             outcome = work()
             done.record(self._stream)
@@ -324,13 +324,13 @@ class StreamLane:
 
     def close(self) -> None:
         self._stream.synchronize()
-        _dismiss(self._gang)
+        _dismiss(self._team)
 
 
-def _working(gang: ThreadTeam | None) -> AbstractContextManager[None]:
-    return nullcontext() if gang is None else gang.working()
+def _working(team: ThreadTeam | None) -> AbstractContextManager[None]:
+    return nullcontext() if team is None else team.working()
 
 
-def _dismiss(gang: ThreadTeam | None) -> None:
-    if gang is not None:
-        gang.close()
+def _dismiss(team: ThreadTeam | None) -> None:
+    if team is not None:
+        team.close()

@@ -83,22 +83,22 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     host = _HOST_LANES if machine.discrete else (Lane.DISK, Lane.CPU)
-    gangs = {} if shares is None else gangs_of(shares)
+    teams = {} if shares is None else teams_of(shares)
     lanes: dict[Lane, LaneRunner] = {}
     for lane in host:
         inline = kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete)
         if inline:
-            lanes[lane] = InlineLane(gangs.get(lane))
+            lanes[lane] = InlineLane(teams.get(lane))
         elif lane is Lane.DISK:
             lanes[lane] = PendingLane(str(lane))
         else:
-            lanes[lane] = ThreadLane(str(lane), gangs.get(lane))
+            lanes[lane] = ThreadLane(str(lane), teams.get(lane))
     for lane in _DEVICE_LANES if machine.discrete else ():
-        lanes[lane] = _device_lane(machine, lane, kind, gangs.get(lane))
+        lanes[lane] = _device_lane(machine, lane, kind, teams.get(lane))
     return lanes
 
 
-def gangs_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
+def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
     """The threads of each lane that computes. Lanes with the same share have the same gang, and take turns."""
     made: dict[Share, ThreadTeam] = {}
     found = {}
@@ -118,7 +118,7 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
-def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool = False) -> dict[str, Tensor]:
+def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
     """The arenas of ``footprint`` (`memory.arena.allocate`), those in host memory on the NUMA nodes that suit a run."""
     plug = plug_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
@@ -129,16 +129,16 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_homes: bool =
         refusal=why_not_placed(),
     )
     with placing(place):  # pinned memory is touched when it is taken; the rest later, by whatever thread
-        arenas = allocate(footprint, machine.device, pinned_homes=pinned_homes)
+        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages)
     for arena in arenas.values():
         if arena.device.type == "cpu":
             settle(place, arena.data_ptr(), arena.numel())
     return arenas
 
 
-def _device_lane(machine: Machine, lane: Lane, kind: str, gang: ThreadTeam | None) -> LaneRunner:
+def _device_lane(machine: Machine, lane: Lane, kind: str, team: ThreadTeam | None) -> LaneRunner:
     if not machine.twin:
         return StreamLane.on(machine.device)
     if kind == "auto":
-        return StreamLane(EmulatedStream(), EmulatedEvent, gang)
-    return InlineLane(gang) if kind == "inline" else ThreadLane(str(lane), gang)
+        return StreamLane(EmulatedStream(), EmulatedEvent, team)
+    return InlineLane(team) if kind == "inline" else ThreadLane(str(lane), team)

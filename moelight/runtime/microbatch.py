@@ -64,7 +64,7 @@ class MicroBatch:
     sampled: Tensor
     scored_rows: Tensor
     targets: Tensor
-    fresh: bool
+    prefill_only: bool
     hidden: Tensor
     rope: Rotation | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
@@ -107,7 +107,7 @@ def pack(
     hidden: Tensor,
     sampled: Tensor,
     crossing: StagingBuffers | None,
-    fresh: bool,
+    prefill_only: bool,
     kept: SavedActivations | None = None,
 ) -> MicroBatch:
     """A micro-batch of ``chunks`` (decoding ones first). ``hidden`` [T, H] is its share of the hidden arena,
@@ -151,7 +151,7 @@ def pack(
         sampled=sampled[: rows.shape[1]],
         scored_rows=torch.from_numpy(np.concatenate(scored)),
         targets=torch.tensor(targets, dtype=torch.int64),
-        fresh=fresh,
+        prefill_only=prefill_only,
         hidden=hidden,
         crossing=crossing,
         kept=kept,

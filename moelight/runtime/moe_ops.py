@@ -30,7 +30,7 @@ class SavedActivationArena:
     """The ``mixture`` arena: what a pass keeps for experts that run once for all its micro-batches."""
 
     def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
-        """``arena`` uint8, as large as `mixture_bytes` says for ``tokens``."""
+        """``arena`` uint8, as large as `moe_workspace_bytes` says for ``tokens``."""
         parts: list[Tensor] = []
         start = 0
         for width, kind in ((hidden, torch.float32), (top_k, torch.float32), (top_k, torch.int32), (hidden, dtype)):
@@ -64,14 +64,14 @@ class MoEOps:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
         self._host_space = host_space
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
-        self._top_k, self._discrete = decoder.model.router.top_k, pages.near == "device"
+        self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
         self._found: dict[tuple[int, int, int], MoEWeights] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MixingAct] = {
             TaskKind.POST_ATTENTION: self._post_attention,
             TaskKind.ROUTE: self._route,
-            TaskKind.FORESEE: self._foresee,
-            TaskKind.EXPERTS_HERE: self._experts_here,
+            TaskKind.PREDICT_EXPERTS: self._predict_experts,
+            TaskKind.RESIDENT_EXPERTS: self._experts_here,
             TaskKind.EXPERTS: self._experts,
             TaskKind.OFFLOAD_HIDDEN: self._offload_hidden,
             TaskKind.CPU_EXPERTS: self._cpu_experts,
@@ -79,111 +79,115 @@ class MoEOps:
             TaskKind.COMBINE: self._combine,
         }
 
-    def _post_attention(self, task: Task, sweep: PassPages) -> None:
-        mb = sweep.micro_batches[task.micro_batch]
-        experts = self._layer_experts(task.layer, sweep)
-        self._decoder.post_attention(task.layer, mb.hidden, require(mb.attn), experts, sweep.watch)
+    def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
+        mb = pass_pages.micro_batches[task.micro_batch]
+        experts = self._layer_experts(task.layer, pass_pages)
+        self._decoder.post_attention(task.layer, mb.hidden, require(mb.attn), experts, pass_pages.watch)
         if mb.crossing is None:
             mb.attn = None
 
-    def _route(self, task: Task, sweep: PassPages) -> None:
-        mb = sweep.micro_batches[task.micro_batch]
+    def _route(self, task: Task, pass_pages: PassPages) -> None:
+        mb = pass_pages.micro_batches[task.micro_batch]
         routed = self._decoder.route(task.layer, mb.hidden, require(mb.attn))
         if mb.crossing is None:
             mb.attn = None
-        if sweep.watch is not None:
-            sweep.watch(task.layer, routed)
+        if pass_pages.watch is not None:
+            pass_pages.watch(task.layer, routed)
         if mb.kept is None:
             mb.routed = routed
         else:
             mb.kept.keep(routed)
-        if sweep.small is not None and not self._discrete and task.micro_batch + 1 == len(sweep.micro_batches):
-            sweep.small.choice(task.layer)  # so that reads begin at once, whoever's turn it is next
+        if (
+            pass_pages.small is not None
+            and not self._discrete
+            and task.micro_batch + 1 == len(pass_pages.micro_batches)
+        ):
+            pass_pages.small.choice(task.layer)  # so that reads begin at once, whoever's turn it is next
 
-    def _foresee(self, task: Task, sweep: PassPages) -> None:
+    def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
         """Ask the next layer's router, as if this layer's experts changed nothing."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
-        weights, ids = self._decoder.foresee(coming, sweep.micro_batches[task.micro_batch].hidden)
-        require(sweep.small).foresee(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
+        weights, ids = self._decoder.predict_experts(coming, pass_pages.micro_batches[task.micro_batch].hidden)
+        require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
 
-    def _experts_here(self, task: Task, sweep: PassPages) -> None:
-        mb, choice = sweep.micro_batches[task.micro_batch], require(sweep.small).choice(task.layer)
-        first_row = sum(earlier.tokens for earlier in sweep.micro_batches[: task.micro_batch]) * self._top_k
+    def _experts_here(self, task: Task, pass_pages: PassPages) -> None:
+        mb, choice = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small).choice(task.layer)
+        first_row = sum(earlier.tokens for earlier in pass_pages.micro_batches[: task.micro_batch]) * self._top_k
         mb.begun = SplitMoE(require(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
 
-    def _experts(self, task: Task, sweep: PassPages) -> None:
+    def _experts(self, task: Task, pass_pages: PassPages) -> None:
         """On the compute unit: those of one micro-batch that the CPU leaves, or all of the whole pass."""
         if task.micro_batch >= 0:
-            mb = sweep.micro_batches[task.micro_batch]
+            mb = pass_pages.micro_batches[task.micro_batch]
             if mb.begun is not None:
                 mb.begun.end(into=mb.hidden)
                 mb.begun = None
             else:
                 moe_forward(
-                    require(mb.routed), self._layer_experts(task.layer, sweep), self._decoder.space, into=mb.hidden
+                    require(mb.routed), self._layer_experts(task.layer, pass_pages), self._decoder.space, into=mb.hidden
                 )
             return
-        experts = self._layer_experts(task.layer, sweep)
-        everyone = require(self._kept).rows(0, sum(mb.tokens for mb in sweep.micro_batches))
+        experts = self._layer_experts(task.layer, pass_pages)
+        everyone = require(self._kept).rows(0, sum(mb.tokens for mb in pass_pages.micro_batches))
         on_cpu = everyone.sums.device.type == "cpu"
         most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
         add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most)
-        for mb in sweep.micro_batches:
+        for mb in pass_pages.micro_batches:
             mb.hidden += require(mb.kept).sums.to(mb.hidden.dtype)
 
-    def _offload_hidden(self, task: Task, sweep: PassPages) -> Outcome:
-        mb = sweep.micro_batches[task.micro_batch]
-        if not self._some_on_cpu(task.layer, sweep):
+    def _offload_hidden(self, task: Task, pass_pages: PassPages) -> Outcome:
+        mb = pass_pages.micro_batches[task.micro_batch]
+        if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
         mb.routed_host = require(mb.crossing).take_routed(require(mb.routed))
         return None
 
-    def _cpu_experts(self, task: Task, sweep: PassPages) -> Outcome:
-        if not self._some_on_cpu(task.layer, sweep):
+    def _cpu_experts(self, task: Task, pass_pages: PassPages) -> Outcome:
+        if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
-        mb, routed = sweep.micro_batches[task.micro_batch], sweep.micro_batches[task.micro_batch].routed_host
-        if self._pages.near == "host":
-            experts = self._layer_experts(task.layer, sweep)
-        elif sweep.small is not None:
-            experts = MoEWeights(sweep.small.choice(task.layer).on_cpu)
+        mb, routed = pass_pages.micro_batches[task.micro_batch], pass_pages.micro_batches[task.micro_batch].routed_host
+        if self._pages.fast_tier == "host":
+            experts = self._layer_experts(task.layer, pass_pages)
+        elif pass_pages.small is not None:
+            experts = MoEWeights(pass_pages.small.choice(task.layer).on_cpu)
         else:
             experts = MoEWeights(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
         mb.experts_host = require(mb.crossing).experts_output(require(routed).x.shape)
         mb.experts_host.copy_(moe_forward(require(routed), experts, require(self._host_space)))
         return None
 
-    def _load_experts(self, task: Task, sweep: PassPages) -> Outcome:
-        mb = sweep.micro_batches[task.micro_batch]
-        if not self._some_on_cpu(task.layer, sweep):
+    def _load_experts(self, task: Task, pass_pages: PassPages) -> Outcome:
+        mb = pass_pages.micro_batches[task.micro_batch]
+        if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
         mb.experts = require(mb.experts_host).to(mb.hidden.device, non_blocking=True)
         return None
 
-    def _combine(self, task: Task, sweep: PassPages) -> Outcome:
+    def _combine(self, task: Task, pass_pages: PassPages) -> Outcome:
         """``routed`` has been read by all; ``experts`` stays until its successor, for streams may still read it."""
-        mb = sweep.micro_batches[task.micro_batch]
+        mb = pass_pages.micro_batches[task.micro_batch]
         mb.routed = None
-        if not self._some_on_cpu(task.layer, sweep):
+        if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
         mb.hidden += require(mb.experts)
         return None
 
-    def _some_on_cpu(self, layer: int, sweep: PassPages) -> bool:
+    def _some_on_cpu(self, layer: int, pass_pages: PassPages) -> bool:
         """Whether the CPU computes experts of ``layer`` beside a device."""
-        if self._pages.near == "host":
+        if self._pages.fast_tier == "host":
             return True
-        if sweep.small is None:
+        if pass_pages.small is None:
             return self._pages.computes(layer)
-        return bool(sweep.small.choice(layer).on_cpu)
+        return bool(pass_pages.small.choice(layer).on_cpu)
 
-    def _layer_experts(self, layer: int, sweep: PassPages) -> MoEWeights:
+    def _layer_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:
         if not self._moe[layer]:
             return MoEWeights()
-        if sweep.small is not None:
-            return sweep.small.choice(layer).experts
-        key = (layer, self._pages.phase(sweep.position), sweep.residents)
+        if pass_pages.small is not None:
+            return pass_pages.small.choice(layer).experts
+        key = (layer, self._pages.phase(pass_pages.position), pass_pages.residents)
         if key not in self._found:
             if key[2] != self._residents:
                 self._found, self._residents = {}, key[2]
-            self._found[key] = MoEWeights(self._pages.layer_experts(layer, self._num_experts, sweep.position))
+            self._found[key] = MoEWeights(self._pages.layer_experts(layer, self._num_experts, pass_pages.position))
         return self._found[key]

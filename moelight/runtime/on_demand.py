@@ -1,11 +1,11 @@
-"""Small passes: which pages a layer's experts need once its routers have chosen, and how those that are not near come.
+"""Small passes: which pages a layer's experts need once its routers have chosen, and how those that are not resident come.
 
 Asks ``experts`` which of them stay; sees to it that no slot is written while an expert reads it or a page is on its way
 to it. Refuses to know what makes an expert worth keeping, and in which order tasks run.
 
-What is near and chosen in a layer is held (leased) until the experts of the next layer have chosen: until then nothing
+What is resident and chosen in a layer is held (leased) until the experts of the next layer have chosen: until then nothing
 else is written to its slots. That covers every reader, for the routers of the next layer run behind the experts of this
-one. Everything that comes goes into the ring, which small passes have to themselves. What is to stay near exchanges
+one. Everything that comes goes into the ring, which small passes have to themselves. What is to stay resident exchanges
 its memory with what leaves (`PageStore.swap`), so the ring also holds what has left, and what only passed, until that
 memory is needed: whoever asks for it meanwhile finds it there.
 """
@@ -41,7 +41,7 @@ class PassPages:
         position: where the stream of pages stands when it begins.
         small: its choices, where only routed pages move.
         watch: to be told who is routed where, if anybody wants to know.
-        residents: a number that changes whenever other pages are near.
+        residents: a number that changes whenever other pages are resident.
     """
 
     micro_batches: Sequence[MicroBatch]
@@ -102,75 +102,75 @@ class Pager:
     def __init__(
         self,
         store: PageStore,
-        near: ResidencyManager,
+        residency: ResidencyManager,
         start_page: StartPage,
         *,
         leave: Leave | None = None,
         remembers: bool = True,
     ) -> None:
         """``remembers``: what is still in the ring is found there."""
-        self.store, self.near = store, near
+        self.store, self.residency = store, residency
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.remembers = remembers
-        self.guesses: list[_Guess] = []
-        self.carried: dict[Page, int] = {}
-        self.stall = TransferStats()
-        self.spare = FreeSlots()
+        self.predictions: list[_Guess] = []
+        self.prefetched: dict[Page, int] = {}
+        self.transfer_stats = TransferStats()
+        self.free_slots = FreeSlots()
         self._held: tuple[int, np.ndarray] | None = None
         self._passing: list[tuple[int, Page]] = []  # pages of the ring that the last choice reads
-        self._near_pages: dict[int, Page] = {}
+        self._resident_pages: dict[int, Page] = {}
         for layer, expert in np.argwhere(store.table >= 0).tolist():
-            self._near_pages[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
+            self._resident_pages[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
 
     def begin(
-        self, micro_batches: Sequence[MicroBatch], carried: Mapping[Page, int], left: Mapping[Page, int] | None
+        self, micro_batches: Sequence[MicroBatch], prefetched: Mapping[Page, int], left: Mapping[Page, int] | None
     ) -> OnDemandPass:
-        """A pass of ``micro_batches``. After one that streamed whole layers: ``carried`` are pages of the ring that it
+        """A pass of ``micro_batches``. After one that streamed whole layers: ``prefetched`` are pages of the ring that it
         fetched for this one, which may be on their way, ``left`` those that it used last; None after another."""
         if left is not None:
             there = {ring: page for page, ring in left.items()}
-            free = set(range(len(self.store.ring_pages))) - set(carried.values())
-            self.spare, self.carried = FreeSlots(), dict(carried)
+            free = set(range(len(self.store.ring_pages))) - set(prefetched.values())
+            self.free_slots, self.prefetched = FreeSlots(), dict(prefetched)
             for ring in sorted(free, key=lambda ring: ring in there):
-                self.spare.give(ring, there.get(ring))
+                self.free_slots.give(ring, there.get(ring))
         return OnDemandPass(self, micro_batches)
 
     def land(self) -> None:
         """Wait for everything that is on its way, wanted or not; all passes have chosen, and their experts are done."""
         self.settle(keep=None)
-        self.let_go()
+        self.release()
 
     def settle(self, keep: int | None) -> None:
         """Wait for guesses of other layers than ``keep``, which nobody wants any more. Whether one could be read is no
         matter: who needs its page reads it again."""
-        for guess in [guess for guess in self.guesses if guess.page.layer != keep]:
-            self.guesses.remove(guess)
+        for prediction in [prediction for prediction in self.predictions if prediction.page.layer != keep]:
+            self.predictions.remove(prediction)
             try:
-                if guess.arriving is not None:
-                    guess.arriving.wait()
-                self.spare.give(guess.ring, guess.page)
+                if prediction.arriving is not None:
+                    prediction.arriving.wait()
+                self.free_slots.give(prediction.ring, prediction.page)
             except MoelightError:
-                self.spare.give(guess.ring, None)
+                self.free_slots.give(prediction.ring, None)
 
     def hold(self, layer: int, experts: np.ndarray) -> None:
-        """The experts of ``layer`` read ``experts``, which are near, until the next layer lets go of them."""
-        self.near.lease(layer, experts)
+        """The experts of ``layer`` read ``experts``, which are resident, until the next layer lets go of them."""
+        self.residency.lease(layer, experts)
         self._held = layer, experts
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The experts of the layer before are done."""
         for ring, page in self._passing:
-            self.spare.give(ring, page)
+            self.free_slots.give(ring, page)
         self._passing = []
         if self._held is not None:
-            self.near.release(*self._held)
+            self.residency.release(*self._held)
             self._held = None
 
-    def room_for_guesses(self, layer: int) -> int:
+    def room_for_predictions(self, layer: int) -> int:
         """How many pages of the ring may be taken for experts that ``layer`` may choose: each of those that are not
-        near may need one in its turn."""
+        resident may need one in its turn."""
         most = int((self.store.table[layer] < 0).sum())
-        return min(len(self.spare), len(self.spare) + len(self._passing) - most)
+        return min(len(self.free_slots), len(self.free_slots) + len(self._passing) - most)
 
     def passes(self, page: Page, ring: int) -> ExpertWeights:
         """``page``, in page ``ring`` of the ring, is read there by this layer alone."""
@@ -178,12 +178,12 @@ class Pager:
         return self.store.ring_views[ring]
 
     def stay(self, page: Page, slot: int, ring: int) -> ExpertWeights:
-        """``page``, which is or will be in page ``ring`` of the ring, is near from now on; whoever it takes ``slot``
+        """``page``, which is or will be in page ``ring`` of the ring, is resident from now on; whoever it takes ``slot``
         from is in the ring, for as long as that place is not needed."""
         self.store.swap(slot, ring)
-        self.spare.give(ring, self._near_pages.get(slot))
-        self._near_pages[slot] = page
-        return self.store.near_views[slot]
+        self.free_slots.give(ring, self._resident_pages.get(slot))
+        self._resident_pages[slot] = page
+        return self.store.resident_views[slot]
 
 
 class OnDemandPass:
@@ -210,7 +210,7 @@ class OnDemandPass:
         moved = choice.read_pages * self._pager.store.page_bytes
         if not choice.coming:
             return MovedBytes(moved) if moved else SKIPPED
-        return MovedBytes(moved, _All(choice, self._pager.stall), choice.since_s)
+        return MovedBytes(moved, _All(choice, self._pager.transfer_stats), choice.since_s)
 
     def fetch_ahead(self, task: Task) -> Outcome:
         """What the layer of ``task`` may choose comes over its lane; it may have been begun before."""
@@ -225,47 +225,51 @@ class OnDemandPass:
         with self._turn:
             if layer in self._ahead:
                 return
-            for expert in [] if layer in self._choices else pager.near.guess(layer).tolist():
-                if pager.room_for_guesses(layer) < 1:
+            for expert in [] if layer in self._choices else pager.residency.prediction(layer).tolist():
+                if pager.room_for_predictions(layer) < 1:
                     break
                 page = Page(layer=layer, expert=expert)
-                far = store.far_page(page)
-                if page in pager.carried or page in pager.spare or (store.near == "device" and far is None):
+                far = store.offloaded_page(page)
+                if (
+                    page in pager.prefetched
+                    or page in pager.free_slots
+                    or (store.fast_tier == "device" and far is None)
+                ):
                     continue
-                ring, arriving = pager.spare.take(), None
+                ring, arriving = pager.free_slots.take(), None
                 if far is not None:
                     store.ring_pages[ring].copy_(far, non_blocking=True)
                 else:
                     arriving = pager.start_page(page, store.ring_pages[ring], 0)
-                pager.guesses.append(_Guess(page, ring, arriving, time.perf_counter()))
+                pager.predictions.append(_Guess(page, ring, arriving, time.perf_counter()))
                 moved += store.page_bytes
-                pager.stall.ahead_pages += 1
+                pager.transfer_stats.ahead_pages += 1
             self._ahead[layer] = moved
 
-    def foresee(self, layer: int, j: int, ids: np.ndarray, weights: np.ndarray) -> None:
+    def predict_experts(self, layer: int, j: int, ids: np.ndarray, weights: np.ndarray) -> None:
         """Tell that ``layer`` may choose ``ids`` [T, k] for micro-batch ``j``, with ``weights``."""
         with self._turn:
-            self._pager.near.hint(layer, ids, weights)
-        if j + 1 == len(self._micro_batches) and self._pager.store.near == "host":
+            self._pager.residency.hint(layer, ids, weights)
+        if j + 1 == len(self._micro_batches) and self._pager.store.fast_tier == "host":
             self.begin_ahead(layer)
 
     def _choose(self, layer: int) -> LayerDemand:
-        pager, store, near = self._pager, self._pager.store, self._pager.near
+        pager, store, residency = self._pager, self._pager.store, self._pager.residency
         ids, weights = routed_of(self._micro_batches)
         pager.settle(keep=layer)
-        pager.let_go()
-        for page in [page for page in pager.carried if page.layer != layer]:
-            pager.spare.give(pager.carried.pop(page), page)
+        pager.release()
+        for page in [page for page in pager.prefetched if page.layer != layer]:
+            pager.free_slots.give(pager.prefetched.pop(page), page)
         on_cpu = self._leave_to_cpu(layer, ids)
-        found = near.choose(layer, ids, weights, leave=on_cpu)
+        found = residency.choose(layer, ids, weights, leave=on_cpu)
         held = np.concatenate([found.hits, found.misses[found.slots >= 0]])
         pager.hold(layer, held)
         choice = LayerDemand(
-            experts=MoEWeights(), late=frozenset(found.misses.tolist()), on_cpu=self._far_views(layer, on_cpu)
+            experts=MoEWeights(), late=frozenset(found.misses.tolist()), on_cpu=self._offloaded_views(layer, on_cpu)
         )
         experts: list[ExpertWeights | None] = [None] * pager.num_experts
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
-            experts[expert] = store.near_views[slot]
+            experts[expert] = store.resident_views[slot]
         for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
             experts[expert] = self._bring(Page(layer=layer, expert=expert), slot, choice)
         choice.experts = MoEWeights(experts)
@@ -273,10 +277,10 @@ class OnDemandPass:
         return choice
 
     def _bring(self, page: Page, slot: int, choice: LayerDemand) -> ExpertWeights:
-        """Where ``page`` is going to be: near, in ``slot``, or in the ring."""
+        """Where ``page`` is going to be: resident, in ``slot``, or in the ring."""
         pager, ring = self._pager, self._in_ring(page, choice)
         if ring is None:
-            ring = pager.spare.take()
+            ring = pager.free_slots.take()
             choice.errands.append(PageTransfer(page, pager.store.ring_pages[ring]))
         if slot >= 0:
             return pager.stay(page, slot, ring)
@@ -285,19 +289,19 @@ class OnDemandPass:
     def _in_ring(self, page: Page, choice: LayerDemand) -> int | None:
         """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
         pager = self._pager
-        if page in pager.carried:
-            return pager.carried.pop(page)
-        guess = next((each for each in pager.guesses if each.page == page), None)
-        if guess is None:
-            found = pager.spare.find(page) if pager.remembers else None
-            pager.stall.found += found is not None
+        if page in pager.prefetched:
+            return pager.prefetched.pop(page)
+        prediction = next((each for each in pager.predictions if each.page == page), None)
+        if prediction is None:
+            found = pager.free_slots.find(page) if pager.remembers else None
+            pager.transfer_stats.found += found is not None
             return found
-        pager.guesses.remove(guess)
-        there = guess.arriving is None or guess.arriving.done()
-        pager.stall.came_true(time.perf_counter() - guess.since_s, there=there)
-        if guess.arriving is not None:
-            choice.coming.append(guess.arriving)
-        return guess.ring
+        pager.predictions.remove(prediction)
+        there = prediction.arriving is None or prediction.arriving.done()
+        pager.transfer_stats.came_true(time.perf_counter() - prediction.since_s, there=there)
+        if prediction.arriving is not None:
+            choice.coming.append(prediction.arriving)
+        return prediction.ring
 
     def _leave_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
         """The missing experts that the CPU computes where they lie."""
@@ -306,12 +310,12 @@ class OnDemandPass:
             return frozenset()
         chosen, tokens = np.unique(ids, return_counts=True)
         pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
-        there = np.array([pager.store.far_page(page) is not None for page in pages], dtype=bool)
+        there = np.array([pager.store.offloaded_page(page) is not None for page in pages], dtype=bool)
         asked = there & (pager.store.table[layer, chosen] < 0)
         return frozenset(pager.leave(layer, chosen[asked], tokens[asked]).tolist())
 
-    def _far_views(self, layer: int, on_cpu: frozenset[int]) -> tuple[ExpertWeights | None, ...]:
-        view = self._pager.store.far_view
+    def _offloaded_views(self, layer: int, on_cpu: frozenset[int]) -> tuple[ExpertWeights | None, ...]:
+        view = self._pager.store.offloaded_view
         every = range(self._pager.num_experts if on_cpu else 0)
         return tuple(view(Page(layer=layer, expert=expert)) if expert in on_cpu else None for expert in every)
 
@@ -319,14 +323,14 @@ class OnDemandPass:
         """From the disk: into place, or into pinned memory on the way to a device."""
         pager, store = self._pager, self._pager.store
         choice.since_s = time.perf_counter()
-        for errand in choice.errands:
-            if store.far_page(errand.page) is not None:
+        for transfer in choice.errands:
+            if store.offloaded_page(transfer.page) is not None:
                 continue
-            into = errand.into
-            if store.near == "device":
-                errand.pinned = choice.read_pages
+            into = transfer.into
+            if store.fast_tier == "device":
+                transfer.pinned = choice.read_pages
                 into = store.pinned_pages[choice.read_pages]
-            arriving = pager.start_page(errand.page, into, 0)
+            arriving = pager.start_page(transfer.page, into, 0)
             if arriving is not None:
                 choice.coming.append(arriving)
             choice.read_pages += 1
@@ -334,25 +338,25 @@ class OnDemandPass:
     def _send(self, choice: LayerDemand) -> Outcome:
         """Over the link, from pinned memory or from a home."""
         store = self._pager.store
-        for errand in choice.errands:
-            pinned = errand.pinned
-            source = require(store.far_page(errand.page)) if pinned is None else store.pinned_pages[pinned]
-            errand.into.copy_(source, non_blocking=True)
+        for transfer in choice.errands:
+            pinned = transfer.pinned
+            source = require(store.offloaded_page(transfer.page)) if pinned is None else store.pinned_pages[pinned]
+            transfer.into.copy_(source, non_blocking=True)
         return MovedBytes(len(choice.errands) * store.page_bytes) if choice.errands else SKIPPED
 
 
 class _All:
     """The pages of one choice, on their way together."""
 
-    def __init__(self, choice: LayerDemand, stall: TransferStats) -> None:
-        self._choice, self._stall = choice, stall
+    def __init__(self, choice: LayerDemand, transfer_stats: TransferStats) -> None:
+        self._choice, self._transfer_stats = choice, transfer_stats
 
     def wait(self) -> None:
         for arriving in self._choice.coming:
             arriving.wait()
         if self._choice.read_pages:
-            self._stall.pages += self._choice.read_pages
-            self._stall.seconds += time.perf_counter() - self._choice.since_s
+            self._transfer_stats.pages += self._choice.read_pages
+            self._transfer_stats.seconds += time.perf_counter() - self._choice.since_s
 
 
 def routed_of(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:

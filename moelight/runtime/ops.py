@@ -27,7 +27,7 @@ Score = Callable[[int, int, Tensor, Tensor], None]
 
 
 class Operations:
-    """The work of every task of one engine: its decoder, its pages, ``attention`` (a table of acts), ``mixing``, and,
+    """The work of every task of one engine: its decoder, its pages, ``attention`` (a table of acts), ``moe_ops``, and,
     beside the decoder, the ``pool`` int64 [N and more] of the newest token of every living sequence.
 
     Tokens are put there and taken from there on the lane that computes, in the order of passes, so a pass can be
@@ -40,13 +40,13 @@ class Operations:
         pages: PageStore,
         *,
         attention: Mapping[TaskKind, Act],
-        mixing: MoEOps,
+        moe_ops: MoEOps,
         start_page: StartPage,
         pool: Tensor,
         score_rows: int,
     ) -> None:
         """``score_rows``: rows of a prompt that are scored at once, at most."""
-        self._decoder, self._pages, self._mixing, self._start_page = decoder, pages, mixing, start_page
+        self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._pool = pool
         self._score_rows = min(score_rows, sample_rows(decoder.model))
         self._table: dict[TaskKind, Act] = {
@@ -55,21 +55,21 @@ class Operations:
             **attention,
         }
 
-    def bind(self, sweep: PassPages, sample: Sample, score: Score) -> Perform:
-        """The work of the pass ``sweep``; ``sample(j, first, logits)`` gives the tokens int64 that follow sample rows
+    def bind(self, pass_pages: PassPages, sample: Sample, score: Score) -> Perform:
+        """The work of the pass ``pass_pages``; ``sample(j, first, logits)`` gives the tokens int64 that follow sample rows
         ``first`` and on of micro-batch j, ``score(j, first, logits, targets)`` scores the targets int64 of its scored
         rows ``first`` and on."""
 
         def perform(task: Task) -> Work:
             if task.page is not None:
-                return self._mover(task, sweep.position)
+                return self._mover(task, pass_pages.position)
             if task.kind in CHOSEN_KINDS:
-                return partial(require(sweep.small).fetch, task)
+                return partial(require(pass_pages.small).fetch, task)
             if task.kind in AHEAD_KINDS:
-                return partial(require(sweep.small).fetch_ahead, task)
-            if task.kind in self._mixing.table:
-                return partial(self._mixing.table[task.kind], task, sweep)
-            micro_batch = sweep.micro_batches[task.micro_batch]
+                return partial(require(pass_pages.small).fetch_ahead, task)
+            if task.kind in self._moe_ops.table:
+                return partial(self._moe_ops.table[task.kind], task, pass_pages)
+            micro_batch = pass_pages.micro_batches[task.micro_batch]
             if task.kind is TaskKind.SAMPLE:
                 return partial(self._sample, task, micro_batch, sample, score)
             return partial(self._table[task.kind], task, micro_batch)
@@ -84,10 +84,12 @@ class Operations:
         if task.kind is TaskKind.READ_PAGE:
             return partial(self._start_page, replace(page, part=0), target, self._pages.begin(page))
         if task.kind is TaskKind.STAGE_PAGE:
-            return partial(copy_pages, target, self._pages.far_home(page))
+            return partial(copy_pages, target, self._pages.offloaded_tier(page))
         # out of its pinned slot, or from a home that is pinned
         stop = next(iter(task.reads), None)
-        return partial(_send, target, self._pages.far_home(page) if stop is None else self._pages.slot(stop, position))
+        return partial(
+            _send, target, self._pages.offloaded_tier(page) if stop is None else self._pages.slot(stop, position)
+        )
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         mb.land()

@@ -66,7 +66,7 @@ class StagingArena:
     """The ``crossing`` arena: for each of the five places a part that holds a whole pass."""
 
     def __init__(self, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> None:
-        """``arena`` uint8, as large as `crossing_token_bytes` says for ``tokens``."""
+        """``arena`` uint8, as large as `staging_token_bytes` says for ``tokens``."""
         self._dtype, start = to_torch(dtype), 0
         self._places: dict[str, tuple[Tensor, int]] = {}
         for name, each in _token_bytes(model, policy, dtype).items():

@@ -78,7 +78,7 @@ class LayerWriter(PageWriter):
         if not self.layout.discrete:
             kind = TaskKind.CPU_ATTENTION
             self._ready[j] = self.compute(kind, layer, j, (before,), reads=("qkv",), writes=("attn",))
-        elif self._of(j).fresh or self.layout.attention == "gpu":
+        elif self._of(j).prefill_only or self.layout.attention == "gpu":
             self._attend_on_device(layer, j, before)
         else:
             self._attend_on_host(layer, j, before)
@@ -86,7 +86,7 @@ class LayerWriter(PageWriter):
 
     def load_hidden(self, layer: int, j: int) -> None:
         """Bring the attention output of micro-batch ``j`` up, where the host attended across a link."""
-        if not self.layout.discrete or self.layout.attention == "gpu" or self._of(j).fresh:
+        if not self.layout.discrete or self.layout.attention == "gpu" or self._of(j).prefill_only:
             return
         up = costs.hidden_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
         deps = (self._ready[j],)
@@ -135,20 +135,20 @@ class LayerWriter(PageWriter):
             self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes, also_reads=ring)
             self.read_ring(layer, self._ready[j])
 
-    def experts_here(self, layer: int, j: int) -> None:
+    def resident_experts(self, layer: int, j: int) -> None:
         """What of micro-batch ``j`` needs no page that is on its way, where the CPU computes beside the disk."""
         if self.layout.model.moe_layers[layer] and not self.layout.discrete:
             deps = (self._ready[j],)
-            kind, reads, writes = TaskKind.EXPERTS_HERE, ("routed",), ("partial",)
+            kind, reads, writes = TaskKind.RESIDENT_EXPERTS, ("routed",), ("partial",)
             self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes)
 
     def routed_task(self, layer: int) -> int:
         """The last router of ``layer``."""
         return self._routed[layer]
 
-    def foresee(self, layer: int, j: int) -> int:
+    def predict_experts(self, layer: int, j: int) -> int:
         """Ask the routers of layers to come what they would choose for micro-batch ``j`` as it stands at ``layer``."""
-        self._ready[j] = self.compute(TaskKind.FORESEE, layer, j, (self._ready[j],), reads=("hidden",))
+        self._ready[j] = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, (self._ready[j],), reads=("hidden",))
         return self._ready[j]
 
     def experts(self, layer: int) -> None:
@@ -180,7 +180,7 @@ class LayerWriter(PageWriter):
         return self.shape.micro_batches[j]
 
     def _context_crosses(self, micro_batch: MicroBatchShape) -> bool:
-        return self.layout.context_crosses and not micro_batch.fresh and micro_batch.context > 0
+        return self.layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
 
     def _attend_on_device(self, layer: int, j: int, before: int) -> None:
         """Over the new keys and values, those on the device, and those that were brought up. The new ones go down."""

@@ -55,9 +55,9 @@ _ACTS: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] = 
     TaskKind.ROUTE: (("attn",), ("hidden", "routed"), None),
     TaskKind.OFFLOAD_HIDDEN: (("routed",), ("routed_host",), _routed),
     TaskKind.CPU_EXPERTS: (("routed_host",), ("experts_host",), None),
-    TaskKind.EXPERTS_HERE: (("routed",), ("partial",), None),
+    TaskKind.RESIDENT_EXPERTS: (("routed",), ("partial",), None),
     TaskKind.EXPERTS: (("routed",), ("hidden",), None),
-    TaskKind.FORESEE: (("hidden",), (), None),
+    TaskKind.PREDICT_EXPERTS: (("hidden",), (), None),
     TaskKind.LOAD_EXPERTS: (("experts_host",), ("experts",), _residual),
     TaskKind.COMBINE: (("experts",), ("hidden",), None),
     TaskKind.SAMPLE: (("hidden",), (), None),
@@ -75,7 +75,7 @@ _LANES = {
 }
 
 
-def act_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
+def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
     """How often each (kind, layer, micro-batch) must be there. Experts run per micro-batch, or once for all of them
     where the schedule has such a task; apart from their router there, and where only routed pages move."""
     whole = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
@@ -103,9 +103,9 @@ def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> It
         yield TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS, layer, ALL
     if shape.ahead and coming is not None:
         yield TaskKind.SEND_AHEAD if layout.pages_cross else TaskKind.READ_AHEAD, coming, ALL
-        yield from ((TaskKind.FORESEE, layer, j) for j in everyone if shape.foresee)
+        yield from ((TaskKind.PREDICT_EXPERTS, layer, j) for j in everyone if shape.predict_experts)
     if not layout.discrete and not whole:
-        yield from ((TaskKind.EXPERTS_HERE, layer, j) for j in everyone)
+        yield from ((TaskKind.RESIDENT_EXPERTS, layer, j) for j in everyone)
 
 
 def coming_layer(layout: Layout, layer: int) -> int | None:
@@ -134,7 +134,7 @@ def chosen_task(layout: Layout, kind: TaskKind, layer: int) -> Task:
 def _attention_kinds(layout: Layout, micro_batch: MicroBatchShape) -> tuple[TaskKind, ...]:
     if not layout.discrete:
         return (TaskKind.CPU_ATTENTION,)
-    if layout.attention == "cpu" and not micro_batch.fresh:
+    if layout.attention == "cpu" and not micro_batch.prefill_only:
         return (TaskKind.OFFLOAD_QKV, TaskKind.CPU_ATTENTION, TaskKind.LOAD_HIDDEN)
     stored = (TaskKind.OFFLOAD_KV, TaskKind.STORE_KV) if layout.attention == "cpu" or layout.kv_host else ()
     loaded = (TaskKind.LOAD_KV,) if loads_context(layout, micro_batch) else ()
@@ -150,10 +150,10 @@ def _expert_kinds(layout: Layout, layer: int, *, apart: bool) -> tuple[TaskKind,
 
 def loads_context(layout: Layout, micro_batch: MicroBatchShape) -> bool:
     """Whether cached keys and values of ``micro_batch`` go up the link."""
-    return layout.context_crosses and not micro_batch.fresh and micro_batch.context > 0
+    return layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
 
 
-def act(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
+def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
     """The act as it must be, dependencies aside."""
     if kind in CHOSEN_KINDS or kind in AHEAD_KINDS:
         return chosen_task(layout, kind, layer)
@@ -216,8 +216,8 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
     pinned = (Buffer(space="pinned", index=k % layout.pinned_slots),) if layout.stops(k) else ()
     source: tuple[Buffer, ...] = ()
     also: tuple[Buffer, ...] = ()
-    if space == "ring" and k < shape.carried:
-        kind, lane, also = TaskKind.CARRIED_PAGE, Lane.H2D if crosses else Lane.DISK, pinned
+    if space == "ring" and k < shape.prefetched:
+        kind, lane, also = TaskKind.PREFETCHED_PAGE, Lane.H2D if crosses else Lane.DISK, pinned
     elif space == "ring" and crosses:
         kind, lane, source = TaskKind.SEND_PAGE, Lane.H2D, pinned
     else:
@@ -227,7 +227,7 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
         lane=lane,
         page=layout.streamed[at],
         slot=slot,
-        bytes=0 if kind is TaskKind.CARRIED_PAGE else layout.bytes_at(k),
+        bytes=0 if kind is TaskKind.PREFETCHED_PAGE else layout.bytes_at(k),
         reads=source,
         writes=(Buffer(space=space, index=slot), *also),
     )
@@ -238,7 +238,7 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
     out (where only routed pages move, at most every one); and for each layer and micro-batch what attention and the
     CPU's experts send down and up."""
     layers, total = layout.model.num_layers, 0 if shape.routed_only else len(layout.streamed)
-    moved = [k % total for k in range(shape.carried, total + len(schedule.carried_out))] if total else []
+    moved = [k % total for k in range(shape.prefetched, total + len(schedule.prefetched_next))] if total else []
     from_disk = sum(layout.bytes_at(k) for k in moved if layout.from_disk[k])
     sizes: Counter[Lane] = Counter()
     sizes[Lane.DISK] += from_disk
@@ -251,7 +251,7 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
     for micro_batch in shape.micro_batches if layout.discrete else ():
         sizes[Lane.D2H] += sum(layout.cpu_layers) * _routed(layout, micro_batch)
         sizes[Lane.H2D] += sum(layout.cpu_layers) * _residual(layout, micro_batch)
-        if micro_batch.fresh or layout.attention == "gpu":
+        if micro_batch.prefill_only or layout.attention == "gpu":
             sizes[Lane.D2H] += layers * _kv(layout, micro_batch)
             if loads_context(layout, micro_batch):
                 sizes[Lane.H2D] += layers * _context(layout, micro_batch)

@@ -53,7 +53,7 @@ class Layout:
     cpu_layers: tuple[bool, ...]
     ring_slots: int
     pinned_slots: int
-    pinned_homes: bool = False
+    pinned_pages: bool = False
 
     @property
     def compute(self) -> Lane:
@@ -83,7 +83,7 @@ class Layout:
 
     def stops(self, k: int) -> bool:
         """Whether position ``k`` of the stream stops in a pinned slot before the link."""
-        return self.pages_cross and (not self.pinned_homes or self.from_disk[k % len(self.streamed)])
+        return self.pages_cross and (not self.pinned_pages or self.from_disk[k % len(self.streamed)])
 
     @property
     def context_crosses(self) -> bool:
@@ -107,7 +107,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """``fresh`` prompts attend over their own new keys and values; all others need the cache.
+    """``prefill_only`` prompts attend over their own new keys and values; all others need the cache.
 
     Attributes:
         samples: at least one sequence gets a new token at the end of the pass.
@@ -120,7 +120,7 @@ class MicroBatchShape:
     """
 
     tokens: int
-    fresh: bool = False
+    prefill_only: bool = False
     samples: bool = True
     context: int = 0
     continues: bool = False
@@ -135,16 +135,16 @@ class PassShape:
 
     ``routed_only``: pages of a layer move once all its routers have chosen, and only those that were chosen; none are
     brought for the pass after. ``ahead``: of such a pass, whether experts that layers to come may choose are fetched
-    meanwhile, and whether ``foresee`` asks their routers before.
+    meanwhile, and whether ``predict_experts`` asks their routers before.
     """
 
     micro_batches: tuple[MicroBatchShape, ...]
-    carried: int = 0
+    prefetched: int = 0
     wraps: bool = False
     look_ahead: int = 2
     routed_only: bool = False
     ahead: bool = False
-    foresee: bool = False
+    predict_experts: bool = False
 
 
 def layout_of(
@@ -182,13 +182,13 @@ def layout_of(
         kv_host=policy.kv.host,
         parts=parts,
         streamed=streamed,
-        from_disk=tuple(placement.homes[replace(page, part=0)] == "disk" for page in streamed),
+        from_disk=tuple(placement.tiers[replace(page, part=0)] == "disk" for page in streamed),
         layer_pages=_layer_ranges(model.num_layers, streamed),
         computed=placement.computed,
         cpu_layers=_cpu_layers(model, placement, experts) if discrete else (False,) * model.num_layers,
         ring_slots=len(parts) * ring_slots(placement),
         pinned_slots=len(parts) * pinned_slots(placement) if crosses else 0,
-        pinned_homes=placement.pinned_homes,
+        pinned_pages=placement.pinned_pages,
     )
 
 

@@ -62,7 +62,7 @@ def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
             draft.experts(layer)
         else:
             for j in everyone:
-                draft.experts_here(layer, j)
+                draft.resident_experts(layer, j)
             for j in everyone:
                 draft.experts_of(layer, j)
             for j in everyone:
@@ -79,6 +79,6 @@ def _look_ahead(draft: LayerWriter, layer: int) -> None:
     if not draft.shape.ahead or coming is None:
         return
     after = draft.routed_task(layer)
-    for j in range(draft.count) if draft.shape.foresee else ():
-        after = draft.foresee(layer, j)
+    for j in range(draft.count) if draft.shape.predict_experts else ():
+        after = draft.predict_experts(layer, j)
     draft.bring_ahead(coming, after)

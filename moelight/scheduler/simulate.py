@@ -87,7 +87,7 @@ def steady_pass(
 ) -> SteadyPass:
     """The third of three passes of ``schedule``, which must carry in what it carries out; where that is nothing, all
     passes are alike, and it is the first."""
-    passes = [(schedule, cost)] * (3 if schedule.carried_out else 1)
+    passes = [(schedule, cost)] * (3 if schedule.prefetched_next else 1)
     timelines = simulate_passes(passes, dram_bytes_per_s=dram_bytes_per_s, launcher=launcher)
     return SteadyPass(began_s=timelines[-2].end_s if len(timelines) > 1 else 0.0, timeline=timelines[-1])
 
@@ -132,7 +132,7 @@ class VirtualClock:
         self._dram, self._launcher = dram_bytes_per_s, launcher
         self._queues: dict[Lane, deque[_RunningTask]] = {lane: deque() for lane in Lane}
         self._running: dict[Lane, _RunningTask] = {}
-        self._carried: dict[Page, _RunningTask] = {}
+        self._prefetched: dict[Page, _RunningTask] = {}
 
     def run(self, schedule: Schedule, cost: Price) -> Timeline:
         """One pass: from now until everything but the pages it carries out is done.
@@ -140,25 +140,27 @@ class VirtualClock:
         Raises:
             ScheduleError: tasks wait for each other for ever.
         """
-        errands = [self._errand(task, cost) for task in schedule.tasks]
-        ahead = set(schedule.carried_out)
-        awaited = [errand for position, errand in enumerate(errands) if position not in ahead]
+        errands = [self._run_task(task, cost) for task in schedule.tasks]
+        ahead = set(schedule.prefetched_next)
+        awaited = [running_task for position, running_task in enumerate(errands) if position not in ahead]
         launching = self._launch(schedule, errands)
         blockers = next(launching, None)
-        for errand in awaited:
-            while blockers is not None or not errand.done:
+        for running_task in awaited:
+            while blockers is not None or not running_task.done:
                 self._advance()
                 while blockers is not None and all(blocker.done for blocker in blockers):
                     blockers = next(launching, None)
-        carried = [errands[position] for position in schedule.carried_out]
-        self._carried = {errand.task.page: errand for errand in carried if errand.task.page is not None}
+        prefetched = [errands[position] for position in schedule.prefetched_next]
+        self._prefetched = {
+            running_task.task.page: running_task for running_task in prefetched if running_task.task.page is not None
+        }
         return Timeline(spans=tuple(each.span for each in awaited))
 
-    def _errand(self, task: Task, cost: Price) -> _RunningTask:
-        if task.kind is not TaskKind.CARRIED_PAGE:
+    def _run_task(self, task: Task, cost: Price) -> _RunningTask:
+        if task.kind is not TaskKind.PREFETCHED_PAGE:
             return _RunningTask(task, cost(task), self._dram)
-        if task.page in self._carried:
-            return self._carried[task.page]
+        if task.page in self._prefetched:
+            return self._prefetched[task.page]
         there = _RunningTask(task, TaskCost(seconds=0.0), None)
         there.starts_s = there.ends_s = self.now_s
         there.done = True
@@ -167,51 +169,51 @@ class VirtualClock:
     def _launch(self, schedule: Schedule, errands: list[_RunningTask]) -> Iterator[list[_RunningTask]]:
         """Hand every task to its lane, in order; where the launcher has to wait, stop and say for what."""
         inline = Lane.DEVICE not in schedule.lanes()
-        for task, errand in zip(schedule.tasks, errands, strict=True):
-            if task.kind is TaskKind.CARRIED_PAGE:
+        for task, running_task in zip(schedule.tasks, errands, strict=True):
+            if task.kind is TaskKind.PREFETCHED_PAGE:
                 continue
-            errand.waits_for = [errands[dep] for dep in task.deps]
-            open_deps = [dep for dep in errand.waits_for if not dep.done]
+            running_task.waits_for = [errands[dep] for dep in task.deps]
+            open_deps = [dep for dep in running_task.waits_for if not dep.done]
             if self._launcher and task.lane in _STREAMS:
                 on_host = [dep for dep in open_deps if dep.task.lane not in _STREAMS]
                 if on_host:
                     yield on_host
                     open_deps = [dep for dep in open_deps if not dep.done]
-            errand.missing = len(open_deps)
+            running_task.missing = len(open_deps)
             for dep in open_deps:
-                dep.waiters.append(errand)
-            self._queues[task.lane].append(errand)
+                dep.waiters.append(running_task)
+            self._queues[task.lane].append(running_task)
             self._start(task.lane)
             if self._launcher and inline and task.lane is Lane.CPU:
-                yield [errand]
+                yield [running_task]
 
     def _start(self, lane: Lane) -> None:
         """Begin the lane's next task if it can be begun."""
         queue = self._queues[lane]
         if lane in self._running or not queue or queue[0].missing:
             return
-        errand = queue.popleft()
-        errand.begin(self.now_s)
-        self._running[lane] = errand
+        running_task = queue.popleft()
+        running_task.begin(self.now_s)
+        self._running[lane] = running_task
 
     def _advance(self) -> None:
         """Go on to the next end of a task."""
         running = list(self._running.values())
-        shares = [errand.share for errand in running] if self._dram is not None else ()
+        shares = [running_task.share for running_task in running] if self._dram is not None else ()
         soonest, ended = math.inf, None
         if self._dram is None or sum(shares) <= self._dram:  # as nearly always: everyone at full speed
-            for errand in running:
-                if errand.left_s < soonest:
-                    soonest, ended = errand.left_s, errand
-            for errand in running:
-                errand.left_s -= soonest
+            for running_task in running:
+                if running_task.left_s < soonest:
+                    soonest, ended = running_task.left_s, running_task
+            for running_task in running:
+                running_task.left_s -= soonest
         else:
             speeds = _fair_speeds(shares, self._dram)
-            for errand, speed in zip(running, speeds, strict=True):
-                if errand.left_s / speed < soonest:
-                    soonest, ended = errand.left_s / speed, errand
-            for errand, speed in zip(running, speeds, strict=True):
-                errand.left_s = max(0.0, errand.left_s - soonest * speed)
+            for running_task, speed in zip(running, speeds, strict=True):
+                if running_task.left_s / speed < soonest:
+                    soonest, ended = running_task.left_s / speed, running_task
+            for running_task, speed in zip(running, speeds, strict=True):
+                running_task.left_s = max(0.0, running_task.left_s - soonest * speed)
         if ended is None:
             raise ScheduleError("tasks wait for each other for ever")
         self.now_s += soonest

@@ -27,12 +27,12 @@ class PageWriter(TaskWriter):
         self._brought: dict[int, int] = {}
         self._rings: dict[int, tuple[Buffer, ...]] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
-        for k in range(shape.carried):
+        for k in range(shape.prefetched):
             page, slot = self._page_slot(k)
             taken = [self.buffer("ring", slot)]
             if layout.stops(k):  # it may still be on its way out of there
                 taken.append(self.buffer("pinned", k % layout.pinned_slots))
-            kind = TaskKind.CARRIED_PAGE
+            kind = TaskKind.PREFETCHED_PAGE
             self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
 
     def layer_pages(self, layer: int) -> range:
@@ -103,7 +103,7 @@ class PageWriter(TaskWriter):
 
     def bring_chosen(self, layer: int) -> None:
         """Bring what the routers of ``layer`` chose and is not near, all in one task for each lane that it passes."""
-        carried = tuple(self._delivered[k] for k in range(self.shape.carried))
+        prefetched = tuple(self._delivered[k] for k in range(self.shape.prefetched))
         routed = self._routed[layer]
         for lane in self.layout.page_lanes:
             first = lane is self.layout.page_lanes[0]
@@ -113,7 +113,7 @@ class PageWriter(TaskWriter):
                     lane=lane,
                     layer=layer,
                     bytes=self.layout.most_chosen_bytes(layer, lane),
-                    deps=(routed, *carried) if first else (self._brought[layer],),
+                    deps=(routed, *prefetched) if first else (self._brought[layer],),
                     reads=() if first else (self.buffer("chosen_pinned", layer),),
                     writes=(self._chosen_buffer(layer, lane),),
                 )
@@ -171,7 +171,7 @@ class PageWriter(TaskWriter):
             builder=builder,
             tasks=tuple(self.tasks),
             stream_advance=total,
-            carried_out=tuple(self._delivered[k] for k in ahead),
+            prefetched_next=tuple(self._delivered[k] for k in ahead),
         )
 
     def _page_slot(self, k: int) -> tuple[Page, int]:

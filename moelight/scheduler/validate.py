@@ -27,7 +27,7 @@ def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
         ScheduleError: names the invariant and the tasks that break it.
     """
     order = HappensBefore(schedule)
-    _check_acts(schedule, layout, shape)
+    _check_phases(schedule, layout, shape)
     _check_pages(schedule, layout, shape)
     _check_routed(schedule, shape, order)
     _check_cache(schedule, layout)
@@ -82,18 +82,18 @@ def _require(schedule: Schedule, order: HappensBefore, first: int, second: int, 
         )
 
 
-def _check_acts(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
+def _check_phases(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     """Every act of the pass is there once, and is what its kind, layer and micro-batch say."""
-    acts = [task for task in schedule.tasks if task.page is None]
-    done = Counter((task.kind, task.layer, task.micro_batch) for task in acts)
-    wanted = expected.act_counts(schedule, layout, shape)
+    cost_model = [task for task in schedule.tasks if task.page is None]
+    done = Counter((task.kind, task.layer, task.micro_batch) for task in cost_model)
+    wanted = expected.phase_counts(schedule, layout, shape)
     if done != wanted:
         missing, extra = wanted - done, done - wanted
         what, which = ("misses", missing) if missing else ("repeats or invents", extra)
         kind, layer, j = next(iter(which))
         raise ScheduleError(f"the pass {what} {kind}({layer},{j})")
-    for task in acts:
-        _compare(task, expected.act(layout, shape, task.kind, task.layer, task.micro_batch))
+    for task in cost_model:
+        _compare(task, expected.phase(layout, shape, task.kind, task.layer, task.micro_batch))
 
 
 def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
@@ -108,7 +108,7 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             if space not in (("ring", "pinned") if layout.pages_cross else ("ring",)):
                 raise ScheduleError(f"{task.name} brings its page to no ring")
             k = position.get(task.page, total) + times[space, task.page] * total
-            if space == "pinned" and k < shape.carried:
+            if space == "pinned" and k < shape.prefetched:
                 k += total
             times[space, task.page] += 1
             if task.page not in position or k >= 2 * total:
@@ -128,10 +128,10 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
                 if held.get(buffer) != k:
                     found, wanted = _held(layout, held, buffer), _page_name(layout, k)
                     raise ScheduleError(f"{task.name} finds {found} in {buffer}, not {wanted}")
-    _check_carried(schedule, layout, shape, held, arrivals)
+    _check_prefetched(schedule, layout, shape, held, arrivals)
 
 
-def _check_carried(
+def _check_prefetched(
     schedule: Schedule, layout: Layout, shape: PassShape, held: dict[Buffer, int], arrivals: dict[int, int]
 ) -> None:
     """What the pass hands to the next one: the stream's first pages, on their way to or in the ring at its end."""
@@ -139,8 +139,10 @@ def _check_carried(
     ahead = [k for k in sorted(arrivals) if k >= total]
     if schedule.stream_advance != total:
         raise ScheduleError(f"the pass advances the stream by {schedule.stream_advance} pages, not {total}")
-    if schedule.carried_out != tuple(arrivals[k] for k in ahead) or ahead != list(range(total, total + len(ahead))):
-        raise ScheduleError(f"carried_out {schedule.carried_out} are not the tasks that bring the next pass's pages")
+    if schedule.prefetched_next != tuple(arrivals[k] for k in ahead) or ahead != list(range(total, total + len(ahead))):
+        raise ScheduleError(
+            f"carried_out {schedule.prefetched_next} are not the tasks that bring the next pass's pages"
+        )
     if ahead and (not shape.wraps or shape.routed_only):
         raise ScheduleError(f"{schedule.tasks[arrivals[ahead[0]]].name} fetches for a pass that may never come")
     for k in ahead:
@@ -156,7 +158,7 @@ def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) ->
     for position, task in enumerate(schedule.tasks if shape.routed_only else ()):
         if task.kind is TaskKind.ROUTE:
             routers.setdefault(task.layer, []).append(position)
-        elif task.kind in (TaskKind.EXPERTS, TaskKind.EXPERTS_HERE):
+        elif task.kind in (TaskKind.EXPERTS, TaskKind.RESIDENT_EXPERTS):
             readers.append(position)
         elif task.kind in CHOSEN_KINDS or task.kind is TaskKind.OFFLOAD_HIDDEN:
             done = [each for each in routers.get(task.layer, ()) if order(each, position)]
@@ -164,7 +166,7 @@ def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) ->
                 raise ScheduleError(f"{task.name} moves before every router of its layer has chosen")
             if task.kind in CHOSEN_KINDS and not all(order(each, position) for each in readers):
                 raise ScheduleError(f"{task.name} moves while experts of an earlier layer still read")
-        elif task.page is not None and task.kind is not TaskKind.CARRIED_PAGE:
+        elif task.page is not None and task.kind is not TaskKind.PREFETCHED_PAGE:
             raise ScheduleError(f"{task.name} names a page before anybody chose it")
 
 

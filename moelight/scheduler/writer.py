@@ -85,7 +85,7 @@ class TaskWriter:
         """Any task."""
         position = len(self.tasks)
         extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane] if self._waits_for else []
-        if self._chained and self.tasks and task.kind is not TaskKind.CARRIED_PAGE:
+        if self._chained and self.tasks and task.kind is not TaskKind.PREFETCHED_PAGE:
             if not self.tasks[-1].lane is task.lane is Lane.DISK:
                 self._link, self._before_link = position, range(self._link, position)
             extra.extend(self._before_link)

@@ -235,7 +235,7 @@ PLAN = Plan(
         TierUse(tier="disk", capacity_bytes=0, by_purpose=()),
     ),
     why="The link binds: 90 % of the experts cross it in every pass.",
-    helps=(WhatIf(change="twice the host memory", gain=0.382), WhatIf(change="twice the link", gain=0.04)),
+    what_if=(WhatIf(change="twice the host memory", gain=0.382), WhatIf(change="twice the link", gain=0.04)),
     bound_tokens_per_s=540.0,
     solve_s=0.41,
 )

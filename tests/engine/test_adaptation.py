@@ -32,7 +32,7 @@ def restless(engine: Engine, seed: int) -> set[tuple[int, ...]]:
     def next_pass() -> Any:
         values = values_of(first)
         for _ in range(random.randint(0, 3)):
-            values = random.choice(allocation.near(values, most_alive=random.randint(1, 48)))
+            values = random.choice(allocation.near(values, most_running=random.randint(1, 48)))
         passes.policy = batcher.policy = replace(with_values(first, values), look_ahead=random.randint(1, 4))
         drawn.add(values_of(passes.policy))
         return inner()
@@ -139,7 +139,7 @@ def test_a_plan_adapts_as_far_as_nobody_fixed_it_and_a_policy_does_not(tiny: Tin
         assert engine.plan.speeds is not None
         assert "batch_size" in engine.plan.fixed
         fixed = engine._adapting._adapter.allocation
-        assert {values[0] for values in fixed.near(values_of(engine.policy), most_alive=99)} == {3}
+        assert {values[0] for values in fixed.near(values_of(engine.policy), most_running=99)} == {3}
     with Engine.from_pretrained(model, device="cpu", workload=work, adapt=False) as engine:
         assert engine._adapting is None
     static = Policy(model=str(model), admission="static")

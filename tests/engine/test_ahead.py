@@ -59,12 +59,12 @@ def test_no_pass_waits_for_the_host(model: Path, monkeypatch: pytest.MonkeyPatch
         log.append("launched")
         return launched
 
-    def landing(self: PassRunner, *args: Any) -> Any:
+    def collecting(self: PassRunner, *args: Any) -> Any:
         log.append("land")
         return land(self, *args)
 
     monkeypatch.setattr(PassRunner, "launch", launching)
-    monkeypatch.setattr(PassRunner, "land", landing)
+    monkeypatch.setattr(PassRunner, "land", collecting)
     with Engine(policy(model), device="twin") as engine:
         engine.generate(PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True))
         passes = engine.stats.passes

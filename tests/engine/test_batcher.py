@@ -48,9 +48,9 @@ class Run:
 
     def drive(self, *, early: bool = True) -> None:
         """Tokens arrive before the next pass is asked for, or (``late``) after it was launched."""
-        flying: list[MicroBatchPlan] = []
+        in_flight: list[MicroBatchPlan] = []
         self.batcher.add(self.generations)
-        while self.batcher.busy or flying:
+        while self.batcher.busy or in_flight:
             loads: list[MicroBatchPlan] = []
             if self.batcher.busy:
                 before = {id(g): (g.computed, bool(g.chosen)) for g in self.generations}
@@ -61,9 +61,9 @@ class Run:
                 self.passes.append(loads)
                 self.check(loads, before)
                 self.batcher.launched(loads)
-            for arrived in [flying] if self.late else [loads]:
+            for arrived in [in_flight] if self.late else [loads]:
                 self.arrive(arrived, early=early)
-            flying = loads if self.late else []
+            in_flight = loads if self.late else []
 
     def arrive(self, loads: list[MicroBatchPlan], *, early: bool) -> None:
         for load in loads:
@@ -81,8 +81,8 @@ class Run:
         self.check_limits(loads)
         self.check_blocks()
         pieces = [piece for load in loads for piece in load.pieces]
-        alive = {id(g) for g in self.batcher.alive}
-        assert {id(piece.generation) for piece in pieces} <= alive
+        running = {id(g) for g in self.batcher.running}
+        assert {id(piece.generation) for piece in pieces} <= running
         places: dict[int, int] = {}
         for piece in pieces:
             computed, decodes = before[id(piece.generation)]
@@ -93,7 +93,7 @@ class Run:
         if self.policy.admission == "static":
             self.check_static(pieces, before)
             return
-        for g in self.batcher.alive:
+        for g in self.batcher.running:
             if before[id(g)][1]:
                 assert places.get(id(g)) == len(g.request.token_ids) + g.chosen, "whoever decodes rides in every pass"
 
@@ -101,19 +101,19 @@ class Run:
         """Either prompts or decoding; all that decode do so together; nobody joins a batch that has begun."""
         if pieces[0].decodes:
             assert all(piece.decodes for piece in pieces)
-            assert {id(piece.generation) for piece in pieces} == {id(g) for g in self.batcher.alive}
+            assert {id(piece.generation) for piece in pieces} == {id(g) for g in self.batcher.running}
         else:
             assert not any(piece.decodes for piece in pieces)
-        begun = [g for g in self.batcher.alive if before[id(g)][0]]
-        if begun or self.batch & {id(g) for g in self.batcher.alive}:
-            assert {id(g) for g in self.batcher.alive} <= self.batch
+        begun = [g for g in self.batcher.running if before[id(g)][0]]
+        if begun or self.batch & {id(g) for g in self.batcher.running}:
+            assert {id(g) for g in self.batcher.running} <= self.batch
         else:
             assert (
-                len(self.batcher.alive) == self.policy.batch_size
+                len(self.batcher.running) == self.policy.batch_size
                 or not self.batcher.waiting
                 or self.pool.free < self.next_need()
             )
-            self.batch = {id(g) for g in self.batcher.alive}
+            self.batch = {id(g) for g in self.batcher.running}
 
     def next_need(self) -> int:
         """Blocks that whoever waits first asks for."""
@@ -122,7 +122,7 @@ class Run:
 
     def check_limits(self, loads: list[MicroBatchPlan]) -> None:
         policy = self.policy
-        assert len(self.batcher.alive) <= policy.batch_size
+        assert len(self.batcher.running) <= policy.batch_size
         assert sum(load.tokens for load in loads) <= pass_tokens(policy)
         if policy.attention_device == "cpu" and all(piece.decodes for load in loads for piece in load.pieces):
             live = [len(load.pieces) for load in loads]
@@ -143,10 +143,10 @@ class Run:
         return piece.count + (piece.start if self.window is None else min(piece.start, self.window - 1))
 
     def check_blocks(self) -> None:
-        held = [block for g in self.batcher.alive for block in g.blocks]
+        held = [block for g in self.batcher.running for block in g.blocks]
         assert len(held) == len(set(held)), "a block has one owner"
         assert len(held) + self.pool.free == self.blocks, "no block is lost"
-        for g in self.batcher.alive:
+        for g in self.batcher.running:
             assert len(g.blocks) * BLOCK >= len(g.request.token_ids) + g.max_tokens
 
 
@@ -187,7 +187,7 @@ def test_blocks_and_places_are_free_when_the_last_pass_is_launched() -> None:
     one, two = generation(0, 7, 1), generation(1, 7, 9)
     batcher.add([one, two, generation(2, 7, 9)])
     launch(batcher)
-    assert [g.request.index for g in batcher.alive] == [1]
+    assert [g.request.index for g in batcher.running] == [1]
     pieces = [piece for load in batcher.next_pass() for piece in load.pieces]
     assert [piece.generation.request.index for piece in pieces if not piece.decodes] == [2]
     assert pieces[-1].generation.place == one.place
@@ -195,7 +195,7 @@ def test_blocks_and_places_are_free_when_the_last_pass_is_launched() -> None:
     batcher.retire(one)
     batcher.retire(two)
     batcher.retire(two)
-    assert [g.request.index for g in batcher.alive] == [2]
+    assert [g.request.index for g in batcher.running] == [2]
     assert batcher.next_pass()
 
 
@@ -233,7 +233,7 @@ def test_every_request_is_served_once_within_all_limits(run: Run) -> None:
     run.drive()
     assert sorted(g.request.index for g in run.finished) == list(range(len(run.generations)))
     assert run.pool.free == run.blocks
-    assert not run.batcher.alive
+    assert not run.batcher.running
     assert not run.batcher.waiting
 
 
@@ -294,13 +294,13 @@ def test_a_prompt_longer_than_a_pass_goes_on_in_the_next() -> None:
     room = 2 + 8 * 4
     loads = batcher.next_pass()
     assert sum(load.tokens for load in loads) == room
-    assert len(batcher.alive) == 1, "there was no room for the second"
+    assert len(batcher.running) == 1, "there was no room for the second"
     assert not any(piece.completes for load in loads for piece in load.pieces)
     batcher.launched(loads)
     assert first.computed == room
     loads = batcher.next_pass()
     assert sum(load.tokens for load in loads) == 50 - room + 3
-    assert len(batcher.alive) == 2
+    assert len(batcher.running) == 2
 
 
 def test_beside_a_link_fresh_prompts_have_micro_batches_of_their_own() -> None:
@@ -344,10 +344,10 @@ def test_a_request_waits_until_its_longest_answer_fits_the_cache() -> None:
     batcher = small(blocks=5)
     batcher.add([generation(0, 30, 18), generation(1, 30, 18), generation(2, 1, 1)])
     batcher.next_pass()
-    assert [g.request.index for g in batcher.alive] == [0]
-    batcher.retire(next(iter(batcher.alive)))
+    assert [g.request.index for g in batcher.running] == [0]
+    batcher.retire(next(iter(batcher.running)))
     batcher.next_pass()
-    assert [g.request.index for g in batcher.alive] == [1, 2]
+    assert [g.request.index for g in batcher.running] == [1, 2]
 
 
 def test_clearing_frees_everything() -> None:

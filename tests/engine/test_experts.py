@@ -258,8 +258,8 @@ def test_any_policy_of_experts_gives_the_same_tokens(tiny: Tiny, data: st.DataOb
     policy = here(
         model, devices, batch_size=n, micro_batch_size=data.draw(st.integers(1, n)), micro_batch_tokens=tokens
     )
-    homes = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
-    if misfit(schedule, discrete=policy.discrete, **homes) is None:
+    placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+    if misfit(schedule, discrete=policy.discrete, **placed) is None:
         policy = replace(policy, schedule=schedule)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(confidence, "SURE", data.draw(st.sampled_from([0.0, confidence.SURE])))

@@ -56,8 +56,8 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 
 def fits(schedule: str, policy: Policy) -> bool:
-    homes = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
-    return misfit(schedule, discrete=policy.discrete, **homes) is None
+    placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+    return misfit(schedule, discrete=policy.discrete, **placed) is None
 
 
 def served() -> list[tuple[str, str]]:

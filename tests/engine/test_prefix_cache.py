@@ -61,8 +61,8 @@ class Played:
 
     def drive(self, generations: Sequence[RunningSequence], *, most: int = 1 << 30) -> None:
         self.batcher.add(generations)
-        flying: list[MicroBatchPlan] = []
-        while (self.batcher.busy or flying) and len(self.passes) < most:
+        in_flight: list[MicroBatchPlan] = []
+        while (self.batcher.busy or in_flight) and len(self.passes) < most:
             loads: list[MicroBatchPlan] = []
             if self.batcher.busy:
                 loads = self.batcher.next_pass()
@@ -73,8 +73,8 @@ class Played:
                 self.batcher.launched(loads)
                 self.passes.append(loads)
                 self.check_blocks()
-            self.arrive(flying if self.late else loads)
-            flying = loads if self.late else []
+            self.arrive(in_flight if self.late else loads)
+            in_flight = loads if self.late else []
 
     def compute(self, loads: list[MicroBatchPlan]) -> None:
         """Each piece reads all before it: of its own sequence, or written by an earlier pass."""
@@ -104,7 +104,7 @@ class Played:
                     self.batcher.retire(owner)
 
     def check_blocks(self) -> None:
-        held = {block for each in self.batcher.alive for block in each.blocks}
+        held = {block for each in self.batcher.running for block in each.blocks}
         assert self.pool.free == self.pool.blocks - len(held), "a block is free when the last one gave it back"
 
     @property
@@ -346,7 +346,7 @@ def check_free(engine: Engine) -> None:
     pool = engine._loaded.pool
     assert pool.free == pool.blocks
     assert not any(pool._holders)
-    assert not engine._batcher._prefixes._promised
+    assert not engine._batcher._prefix_cache._promised
 
 
 @pytest.mark.parametrize("devices", ["cpu", "gpu-cache-both"])

@@ -50,7 +50,7 @@ class Watched:
         self.leases: Counter[tuple[int, int]] = Counter()
         self.most = self.cache.capacity
 
-    def settle(self, brought: dict[tuple[int, int], int], evictions: np.ndarray | None) -> None:
+    def flush(self, brought: dict[tuple[int, int], int], evictions: np.ndarray | None) -> None:
         """An operation is over that reported ``brought`` and ``evictions``."""
         guarded = {key for key in (*self.cache.pinned, *self.leases) if key in self.where}
         for layer, expert, slot in self.heard:
@@ -76,7 +76,7 @@ class Watched:
         pairs = zip(found.misses.tolist(), found.slots.tolist(), strict=True)
         brought = {(layer, expert): slot for expert, slot in pairs if slot >= 0}
         assert admit or not brought
-        self.settle(brought, found.evictions)
+        self.flush(brought, found.evictions)
 
     def prefetch(self, layer: int, ids: list[int], just_used: list[tuple[int, int]]) -> None:
         hits = self.cache.stats.accesses
@@ -84,7 +84,7 @@ class Watched:
         assert not {tuple(row) for row in found.evictions.tolist()} & set(just_used)
         assert self.cache.stats.accesses == hits
         pairs = zip(found.ids.tolist(), found.slots.tolist(), strict=True)
-        self.settle({(layer, expert): slot for expert, slot in pairs}, found.evictions)
+        self.flush({(layer, expert): slot for expert, slot in pairs}, found.evictions)
 
     def lease(self, layer: int, ids: list[int]) -> None:
         self.cache.lease(layer, ids)
@@ -105,7 +105,7 @@ class Watched:
         gone = self.cache.resize(capacity)
         kept = self.cache.pinned
         assert kept == pins[: len(kept)]  # the latest pins end first
-        self.settle({}, gone)
+        self.flush({}, gone)
 
 
 some_ids = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=5)
@@ -152,20 +152,20 @@ def test_whatever_happens_places_are_conserved(
         elif word == "pin":
             if cache.pin(layer, ids[0]):
                 assert (layer, ids[0]) in cache.pinned
-            watched.settle({}, None)
+            watched.flush({}, None)
         elif word == "unpin":
             cache.unpin(layer, ids[0])
         elif word == "swap":
             there = dict(watched.where)
             cache.swap(EVICTIONS[sum(ids) % len(EVICTIONS)])
             assert watched.where == there
-            watched.settle({}, None)
+            watched.flush({}, None)
         elif not layered:
             watched.resize(sum(ids))
         if layered:
             assert sum(cache.budgets) == cache.capacity
     watched.release()
-    watched.settle({}, cache.clear())
+    watched.flush({}, cache.clear())
     assert not watched.where
 
 

@@ -9,45 +9,45 @@ from moelight.experts.confidence import SURE, PrefetchConfidence, PrefetchDecisi
 IDS = np.array([4, 1, 7])
 
 
-def ask(trust: PrefetchConfidence, *chosen: int, row: int = 0) -> list[int]:
+def ask(confidence: PrefetchConfidence, *chosen: int, row: int = 0) -> list[int]:
     """Guess `IDS`; ``chosen`` come."""
-    found = trust.likely(row, IDS).tolist()
-    trust.settle(row, np.array([chosen]))
+    found = confidence.likely(row, IDS).tolist()
+    confidence.flush(row, np.array([chosen]))
     return found
 
 
 def test_nobody_is_trusted_unseen_and_places_are_told_apart() -> None:
-    trust = PrefetchConfidence()
-    asked = [ask(trust, 4, *([1] if time % 2 else [])) for time in range(60)]
+    confidence = PrefetchConfidence()
+    asked = [ask(confidence, 4, *([1] if time % 2 else [])) for time in range(60)]
     assert asked[0] == []
     assert asked[-1] == [4]
     assert next(n for n, found in enumerate(asked) if found) == round(SURE / (1 - SURE))
-    asked = [ask(trust, 1, 7) for _ in range(200)]
+    asked = [ask(confidence, 1, 7) for _ in range(200)]
     assert asked[-1] == [1, 7]
 
 
 def test_guesses_that_are_not_acted_on_count_and_each_only_once() -> None:
-    trust = PrefetchConfidence()
+    confidence = PrefetchConfidence()
     for _ in range(8):
-        ask(trust, 4, 1, 7)
-    assert ask(trust) == [4, 1, 7]
+        ask(confidence, 4, 1, 7)
+    assert ask(confidence) == [4, 1, 7]
     for _ in range(9):  # nobody guessed: nothing was wrong
-        trust.settle(0, np.array([[0]]))
-    assert ask(trust, 4, 1, 7) == [4, 1, 7]
+        confidence.flush(0, np.array([[0]]))
+    assert ask(confidence, 4, 1, 7) == [4, 1, 7]
 
 
 def test_layers_are_settled_apart_and_places_beyond_the_last_are_one() -> None:
-    trust, many = PrefetchConfidence(), np.arange(80)
-    trust.likely(0, IDS)
-    trust.likely(1, many)
-    trust.settle(1, many)
-    assert trust.likely(1, many).tolist() == list(range(63, 80))  # seventeen that came true
-    trust.settle(0, np.array([9]))
+    confidence, many = PrefetchConfidence(), np.arange(80)
+    confidence.likely(0, IDS)
+    confidence.likely(1, many)
+    confidence.flush(1, many)
+    assert confidence.likely(1, many).tolist() == list(range(63, 80))  # seventeen that came true
+    confidence.flush(0, np.array([9]))
     for _ in range(9):
-        trust.settle(1, many)
-        trust.likely(1, many)
-    assert len(trust.likely(1, many)) == 80
-    assert trust.likely(1, many[:0]).tolist() == []
+        confidence.flush(1, many)
+        confidence.likely(1, many)
+    assert len(confidence.likely(1, many)) == 80
+    assert confidence.likely(1, many[:0]).tolist() == []
 
 
 def test_routers_are_trusted_by_how_clearly_they_choose() -> None:
@@ -56,10 +56,10 @@ def test_routers_are_trusted_by_how_clearly_they_choose() -> None:
     clearly = np.array([[0.9, 0.1]])
     for _ in range(9):
         foresight.add(0, ids, clearly)
-        foresight.settle(0, np.array([[2, 0]]))
+        foresight.flush(0, np.array([[2, 0]]))
     foresight.add(0, np.array([[5, 1]]), clearly)
     assert foresight.likely(0)[0].tolist() == [5]
-    foresight.settle(0, np.array([[5, 1]]))
+    foresight.flush(0, np.array([[5, 1]]))
     foresight.add(0, np.array([[5, 1]]), np.array([[0.51, 0.49]]))
     assert foresight.likely(0)[0].tolist() == []
 
@@ -69,10 +69,10 @@ def test_tokens_that_agree_make_an_expert_likelier_and_are_settled_each_with_its
     for time in range(40):  # half of the clear choices of each of two micro-batches come true
         foresight.add(0, np.array([[1, 0]]), weights)
         foresight.add(0, np.array([[2, 0]]), weights)
-        foresight.settle(0, np.array([[1, 3], [4, 3]] if time % 2 else [[4, 3], [2, 3]]))
+        foresight.flush(0, np.array([[1, 3], [4, 3]] if time % 2 else [[4, 3], [2, 3]]))
     for tokens, wanted in ((1, []), (3, [1])):
         foresight.add(0, np.array([[1, 0]] * tokens), np.repeat(weights, tokens, axis=0))
         found, chances = foresight.likely(0)
         assert found.tolist() == wanted
-        foresight.settle(0, np.array([[1, 3]] * tokens))
+        foresight.flush(0, np.array([[1, 3]] * tokens))
     assert 0.8 < chances[0] < 0.95

@@ -152,9 +152,9 @@ def seconds(machine: MachineCosts, passes: list[list[list[int]]], chosen: Expert
             misses = [expert for expert in sorted(tokens) if keys[expert] not in near]
             now += machine.lead_s(layer, len(ids) / 8)
             there = now + len(misses) * machine.fetch_s
-            now += sum(float(machine.near_s(np.array([tokens[expert]]))[0]) for expert in hits)
+            now += sum(float(machine.resident_s(np.array([tokens[expert]]))[0]) for expert in hits)
             stall += max(0.0, there - now)
-            now = max(now, there) + sum(float(machine.near_s(np.array([tokens[expert]]))[0]) for expert in misses)
+            now = max(now, there) + sum(float(machine.resident_s(np.array([tokens[expert]]))[0]) for expert in misses)
             pages += len(misses)
             for expert in (*hits, *misses):
                 if keys[expert] in near:

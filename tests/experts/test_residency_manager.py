@@ -98,11 +98,11 @@ def test_guesses_and_hints_name_layers_of_the_model() -> None:
     weights = np.array([[0.8, 0.2]])
     for _ in range(7):
         found.hint(4, np.array([[0, 1]]), weights)
-        assert found.guess(4).tolist() == []
+        assert found.prediction(4).tolist() == []
         found.choose(4, np.array([[0, 1]]), weights)
     found.hint(4, np.array([[3, 0]]), weights)
-    assert found.guess(2).tolist() == []
-    assert found.guess(4).tolist() == [3]
+    assert found.prediction(2).tolist() == []
+    assert found.prediction(4).tolist() == [3]
 
 
 def test_those_that_are_computed_where_they_lie_are_counted_and_do_not_come() -> None:

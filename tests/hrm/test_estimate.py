@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
-from moelight.hrm.estimate import acts_of, cost_of, estimate, flops_per_token
+from moelight.hrm.estimate import cost_model_of, cost_of, estimate, flops_per_token
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import ORDERS, pass_s
@@ -55,14 +55,14 @@ SETTINGS = [
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> None:
     """Halfway between two homes each term is halfway: what the integer programme relies on."""
-    acts, kind = acts_of(MIXTRAL, given_policy, T4), decode_pass(WORK, 512)
+    cost_model, kind = cost_model_of(MIXTRAL, given_policy, T4), decode_pass(WORK, 512)
     near, far = (
         PlacementCounts(from_host=10.0, from_disk=3.0, computed=5.0, device_kv=0.1),
         PlacementCounts(from_host=90.0, from_disk=41.0, computed=61.0, device_kv=0.9),
     )
     middle = PlacementCounts(from_host=50.0, from_disk=22.0, computed=33.0, device_kv=0.5)
     terms = [
-        np.array([float(t) for t in ORDERS[order](cost_of(acts, WORK, kind, h, given_policy, order))])
+        np.array([float(t) for t in ORDERS[order](cost_of(cost_model, WORK, kind, h, given_policy, order))])
         for h in (near, middle, far)
     ]
     assert terms[1] == pytest.approx((terms[0] + terms[2]) / 2, rel=1e-9)
@@ -94,8 +94,10 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
 ) -> None:
     """Of one pass with the same work: so the optimizer need not try them."""
     chosen = replace(SETTINGS[setting], batch_size=n, micro_batch_size=-(-n // min(count, n)), micro_batch_tokens=4096)
-    acts, kind = acts_of(MIXTRAL, chosen, T4), decode_pass(WORK, n)
-    cost = cost_of(acts, WORK, kind, PlacementCounts(from_host=160.0, from_disk=64.0, computed=0.0), chosen, "cgopipe")
+    cost_model, kind = cost_model_of(MIXTRAL, chosen, T4), decode_pass(WORK, n)
+    cost = cost_of(
+        cost_model, WORK, kind, PlacementCounts(from_host=160.0, from_disk=64.0, computed=0.0), chosen, "cgopipe"
+    )
     least = float(pass_s("cgopipe", cost))
     others = {order: float(pass_s(order, cost)) for order in ORDERS if order != "module"}
     assert all(least <= seconds * (1 + 1e-9) for seconds in others.values()), others
@@ -104,12 +106,12 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
 
 def test_a_long_chain_takes_as_many_turns_as_look_ahead_allows() -> None:
     """Four micro-batches whose way is much longer than any lane's work on them; other orders look two ahead."""
-    kind, homes = decode_pass(WORK, 512), PlacementCounts()
+    kind, placed = decode_pass(WORK, 512), PlacementCounts()
     slow = replace(T4, transfer_s=0.01)
     seconds, others = {}, set()
     for ahead in (1, 2, 3, 8):
         chosen = policy(micro_batch_size=128, look_ahead=ahead)
-        cost = cost_of(acts_of(MIXTRAL, chosen, slow), WORK, kind, homes, chosen, "cgopipe")
+        cost = cost_of(cost_model_of(MIXTRAL, chosen, slow), WORK, kind, placed, chosen, "cgopipe")
         seconds[ahead] = float(pass_s("cgopipe", replace(cost, lanes={"cpu": cost.lanes["cpu"]}, waits={})))
         others.add(float(pass_s("fastdecode", cost)))
     assert seconds[1] == pytest.approx(seconds[2] * 3 / 2)

@@ -39,7 +39,7 @@ def better_speeds(speeds: Speeds, by: float) -> dict[str, Speeds]:
 
 
 def priced(problem: Problem, some: Sampled, speeds: Speeds) -> np.ndarray:
-    return np.asarray(replace(some, acts=replace(some.acts, speeds=speeds)).seconds(problem))
+    return np.asarray(replace(some, cost_model=replace(some.cost_model, speeds=speeds)).seconds(problem))
 
 
 @examples(40)
@@ -47,8 +47,8 @@ def priced(problem: Problem, some: Sampled, speeds: Speeds) -> np.ndarray:
 def test_no_policy_is_slower_on_a_faster_machine(seed: int, by: float) -> None:
     problem, _ = question(seed)
     rng = np.random.default_rng(seed)
-    for acts, order in random.Random(seed).sample(list(every_setting(problem)), 3):
-        some = drawn(problem, rng, 200, acts, order, None)
+    for cost_model, order in random.Random(seed).sample(list(every_setting(problem)), 3):
+        some = drawn(problem, rng, 200, cost_model, order, None)
         if not len(some):
             continue
         before = priced(problem, some, problem.speeds)
@@ -74,7 +74,7 @@ def test_no_plan_is_slower_on_a_better_machine(seed: int, by: float) -> None:
     for better in changed:
         after = search(better)
         assert after is not None
-        assert after.homes.seconds <= before.homes.seconds * 1.01
+        assert after.tiers.seconds <= before.tiers.seconds * 1.01
 
 
 def test_a_faster_link_does_not_slow_the_processor_that_shares_its_memory() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Page
-from moelight.hrm.footprint import far_pages, pinned_slots, ring_slots
-from moelight.hrm.placement import Placement, moved, near_table, place, with_near
+from moelight.hrm.footprint import offloaded_pages, pinned_slots, ring_slots
+from moelight.hrm.placement import Placement, moved, place, slot_table, with_residents
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
 from tests.shapes import examples, models, placed, small_model, small_policy
@@ -28,7 +28,7 @@ def per_layer(model: ModelProfile, placement: Placement, tier: str) -> list[int]
 def test_shares_are_realised_exactly(case: tuple[ModelProfile, Policy]) -> None:
     model, policy = case
     placement, total = place(model, policy), len(pages(model))
-    assert set(placement.homes) == set(pages(model))
+    assert set(placement.tiers) == set(pages(model))
     for tier in ("device", "host", "disk"):
         assert len(placement.on(tier)) == round(getattr(policy.weights, tier) * total)
 
@@ -51,10 +51,10 @@ def test_no_layer_has_more_than_one_page_more_than_another(case: tuple[ModelProf
 def test_what_is_not_near_is_streamed_in_order_of_use(case: tuple[ModelProfile, Policy]) -> None:
     model, policy = case
     placement = place(model, policy)
-    assert placement.near == ("device" if policy.ffn_device == "gpu" else "host")
+    assert placement.fast_tier == ("device" if policy.ffn_device == "gpu" else "host")
     assert sorted((*placement.resident, *placement.streamed)) == list(pages(model))
     assert list(placement.streamed) == sorted(placement.streamed)
-    assert all(placement.homes[page] == placement.near for page in placement.resident)
+    assert all(placement.tiers[page] == placement.fast_tier for page in placement.resident)
 
 
 @examples(200)
@@ -69,7 +69,7 @@ def test_any_shares_place_every_page_within_one_page_of_what_was_asked(model: Mo
         count = len(placement.on(tier))
         assert abs(count - share * total) <= 1
         assert share > 0 or count == 0
-    assert len(placement.homes) == total
+    assert len(placement.tiers) == total
 
 
 @pytest.mark.parametrize("experts", [1, 3, 5])
@@ -84,8 +84,8 @@ def test_halves_of_an_odd_number_of_pages(experts: int) -> None:
 def test_the_first_experts_of_every_layer_stay() -> None:
     model = small_model((True, False, True), experts=3)
     placement = place(model, small_policy(model, discrete=True, near=3, host=2))
-    homes = {(page.layer, page.expert): home for page, home in placement.homes.items()}
-    assert homes == {
+    placed = {(page.layer, page.expert): home for page, home in placement.tiers.items()}
+    assert placed == {
         (0, 0): "device",
         (2, 0): "device",
         (0, 1): "device",
@@ -97,7 +97,7 @@ def test_the_first_experts_of_every_layer_stay() -> None:
 
 def drawn_near(placement: Placement, order: list[int]) -> frozenset[Page]:
     """As many pages as are near, others; ``order`` ranks them."""
-    return frozenset(page for _, page in sorted(zip(order, placement.homes, strict=True))[: len(placement.resident)])
+    return frozenset(page for _, page in sorted(zip(order, placement.tiers, strict=True))[: len(placement.resident)])
 
 
 @examples(100)
@@ -109,17 +109,17 @@ def test_others_that_are_near_change_places_with_those_that_were(
     model, policy = case
     learned = replace(policy, residents="learned")
     before = place(model, learned)
-    near = drawn_near(before, data.draw(st.permutations(range(len(before.homes)))))
+    near = drawn_near(before, data.draw(st.permutations(range(len(before.tiers)))))
     after = moved(before, near)
     assert set(after.resident) == near
-    assert list(after.homes) == list(before.homes)
-    assert sorted((*after.resident, *after.streamed, *after.computed)) == list(after.homes)
+    assert list(after.tiers) == list(before.tiers)
+    assert sorted((*after.resident, *after.streamed, *after.computed)) == list(after.tiers)
     assert after.computed == tuple(page for page in before.computed if page not in near)
-    for page, home in after.homes.items():
+    for page, home in after.tiers.items():
         if page not in near:
-            was = before.homes[page]
-            assert home == (was if was != before.near else "host" if before.host_copies else "disk")
-            assert home != "host" or page in far_pages(before)  # it has bytes there
+            was = before.tiers[page]
+            assert home == (was if was != before.fast_tier else "host" if before.host_copies else "disk")
+            assert home != "host" or page in offloaded_pages(before)  # it has bytes there
     assert moved(before, frozenset(before.resident)) == before
 
 
@@ -132,13 +132,13 @@ def test_the_ring_and_pinned_memory_hold_any_layer_of_any_residents(
     ring."""
     model, policy = case
     before = place(model, replace(policy, residents="learned"))
-    after = moved(before, drawn_near(before, data.draw(st.permutations(range(len(before.homes))))))
+    after = moved(before, drawn_near(before, data.draw(st.permutations(range(len(before.tiers))))))
     if not before.streamed:
         return
     assert ring_slots(before) >= max(after.most_streamed_per_layer, before.most_per_layer)
     assert ring_slots(before) >= ring_slots(place(model, policy))
-    if before.near == "device":
-        from_disk = Counter(page.layer for page in after.streamed if after.homes[page] == "disk")
+    if before.fast_tier == "device":
+        from_disk = Counter(page.layer for page in after.streamed if after.tiers[page] == "disk")
         assert pinned_slots(before) >= max(from_disk.values(), default=0)
 
 
@@ -148,9 +148,9 @@ def test_copies_are_kept_of_what_is_near_a_device_where_others_are_in_host_memor
         policy = replace(small_policy(model, discrete=True, near=2, host=host), residents="learned")
         placement = place(model, policy)
         assert placement.host_copies == copies
-        assert set(far_pages(placement)) == {*placement.on("host"), *(placement.resident if copies else ())}
+        assert set(offloaded_pages(placement)) == {*placement.on("host"), *(placement.resident if copies else ())}
         static = place(model, replace(policy, residents="static"))
-        assert far_pages(static) == static.on("host")
+        assert offloaded_pages(static) == static.on("host")
         assert not static.host_copies
 
 
@@ -159,7 +159,7 @@ def test_copies_are_kept_of_what_is_near_a_device_where_others_are_in_host_memor
 def test_a_share_near_leaves_the_others_where_they_stream_from(case: tuple[ModelProfile, Policy], stay: int) -> None:
     model, policy = case
     total = len(pages(model))
-    found = with_near(policy, min(stay, total) / total)
+    found = with_residents(policy, min(stay, total) / total)
     placement = place(model, found)
     assert len(placement.resident) == min(stay, total)
     if policy.ffn_device == "cpu":
@@ -173,7 +173,7 @@ def test_a_share_near_leaves_the_others_where_they_stream_from(case: tuple[Model
 def test_the_table_of_places_counts_residents_in_order() -> None:
     model = small_model((True, False, True), experts=3)
     placement = place(model, small_policy(model, discrete=False, near=4))
-    table = near_table(placement, model)
+    table = slot_table(placement, model)
     assert (table[1] == -1).all()
     assert [int(table[page.layer, page.expert]) for page in placement.resident] == [0, 1, 2, 3]
     assert (table >= 0).sum() == 4

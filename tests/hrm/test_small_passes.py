@@ -8,7 +8,7 @@ import pytest
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
-from moelight.hrm.estimate import acts_of, cost_of, estimate, least_missed
+from moelight.hrm.estimate import cost_model_of, cost_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import ROUTED_ONLY_SHARE, pass_s
@@ -43,13 +43,13 @@ def policy(**changes: object) -> Policy:
 def test_experts_that_are_near_run_while_the_others_are_read() -> None:
     """A pass takes turns but for them: half of the experts' time is hidden where half of the pages stay."""
     asked, kind = policy(), decode_pass(WORK, 3)
-    acts = acts_of(MIXTRAL, asked, CPU)
-    half = cost_of(acts, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "cgopipe")
+    cost_model = cost_model_of(MIXTRAL, asked, CPU)
+    half = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "cgopipe")
     assert half.apart == 1.0
-    experts = float(acts.experts_s(acts.near, 3.0)) * MIXTRAL.num_moe_layers
+    experts = float(cost_model.experts_s(cost_model.expert_unit, 3.0)) * MIXTRAL.num_moe_layers
     turns = float(half.lanes["cpu"] + half.lanes["disk"])
     assert float(pass_s("cgopipe", half)) == pytest.approx(turns - experts / 2)
-    everything = cost_of(acts, WORK, kind, PlacementCounts(from_disk=float(PAGES)), asked, "cgopipe")
+    everything = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=float(PAGES)), asked, "cgopipe")
     assert float(pass_s("cgopipe", everything)) == pytest.approx(
         float(everything.lanes["cpu"] + everything.lanes["disk"])
     )
@@ -57,8 +57,8 @@ def test_experts_that_are_near_run_while_the_others_are_read() -> None:
 
 def test_all_experts_at_once_wait_for_the_last_page() -> None:
     asked, kind = policy(schedule="module"), decode_pass(WORK, 3)
-    acts = acts_of(MIXTRAL, asked, CPU)
-    cost = cost_of(acts, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "module")
+    cost_model = cost_model_of(MIXTRAL, asked, CPU)
+    cost = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "module")
     assert float(pass_s("module", cost)) == pytest.approx(float(cost.lanes["cpu"] + cost.lanes["disk"]))
 
 
@@ -66,7 +66,7 @@ def test_all_experts_at_once_wait_for_the_last_page() -> None:
 def test_the_virtual_clock_lets_them_run_too(near: float) -> None:
     """Within the sum of the steps of each layer that no lane can share."""
     stage = SimulationSetup(policy(weights=Shares(host=near, disk=1.0 - near)), MIXTRAL, MACHINE, WORK)
-    assert stage.rehearse("cgopipe").steady.seconds == pytest.approx(stage.estimate.pass_s, rel=0.05)
+    assert stage.simulated_run("cgopipe").steady.seconds == pytest.approx(stage.estimate.pass_s, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_routed_pages_alone_come_where_the_engine_brings_no_others(batch_size: i
     """Seven tokens leave 13 % of Mixtral's experts out: too few by chance, enough where every pass counts them."""
     asked = policy(batch_size=batch_size, micro_batch_size=batch_size, kv_tokens=batch_size * 160, residents=residents)
     found = estimate(MIXTRAL, asked, WORK, CPU)
-    streamed = PAGES / 2 * acts_of(MIXTRAL, asked, CPU).page_bytes()
+    streamed = PAGES / 2 * cost_model_of(MIXTRAL, asked, CPU).page_bytes()
     assert found.lanes["disk"] * CPU.disk == pytest.approx(met * streamed)
-    steady = SimulationSetup(asked, MIXTRAL, MACHINE, WORK).rehearse("cgopipe").steady
+    steady = SimulationSetup(asked, MIXTRAL, MACHINE, WORK).simulated_run("cgopipe").steady
     assert steady.busy_s[Lane.DISK] == pytest.approx(found.lanes["disk"], rel=0.02)
     assert least_missed(replace(asked, ffn_device="gpu")) == ROUTED_ONLY_SHARE  # a device is not asked what it chose

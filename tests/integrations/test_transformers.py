@@ -176,7 +176,9 @@ policy restless {
 def test_a_policy_that_changes_while_it_runs_changes_no_token(qwen: PreTrainedModel) -> None:
     alone = tokens(qwen, count=2, new=16)
     with moelight.attach(qwen, ADAPTING) as attachment:
-        assert attachment.near_bytes == (14 + 4) * attachment.away_bytes // 32  # room for what a rule may ask for
+        assert (
+            attachment.resident_bytes == (14 + 4) * attachment.offloaded_bytes // 32
+        )  # room for what a rule may ask for
         assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
         assert torch.equal(tokens(qwen, count=2, new=16), alone)
         found = attachment.get_stats()["experts"]
@@ -244,7 +246,7 @@ def test_the_memory_of_the_experts_is_really_given_back(tmp_path: Path) -> None:
     tokens(model, new=2)
     gc.collect()
     fallen = before - psutil.Process().memory_info().rss
-    assert attachment.near_bytes < 0.3 * taken
+    assert attachment.resident_bytes < 0.3 * taken
     assert fallen > 0.5 * taken
     assert not list(tmp_path.iterdir())  # the file has no name
     attachment.detach()

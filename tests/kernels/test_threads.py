@@ -52,13 +52,13 @@ def before() -> Iterator[set[int]]:
 @linux
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5])
 def test_a_gang_has_as_many_threads_as_it_says(before: set[int], wanted: int) -> None:
-    gang = ThreadTeam(wanted)
+    team = ThreadTeam(wanted)
     assert tasks() == before  # none is born before it is wanted
-    with gang.working():
+    with team.working():
         for _ in range(3):
             work(8)
         assert len(tasks() - before) == wanted - 1
-    gang.close()
+    team.close()
     assert tasks() == before
 
 
@@ -66,61 +66,61 @@ def test_a_gang_has_as_many_threads_as_it_says(before: set[int], wanted: int) ->
 @linux
 def test_threads_are_bound_to_their_places_and_the_caller_is_not(before: set[int]) -> None:
     places = [[processor] for processor in (allowed() * 2)[:2]]
-    gang = ThreadTeam(2, places)
-    with gang.working():
+    team = ThreadTeam(2, places)
+    with team.working():
         for _ in range(20):
             work(2)
             time.sleep(0.001)
         bound = {frozenset(os.sched_getaffinity(task)) for task in tasks() - before}
     assert bound and bound <= {frozenset(place) for place in places}
-    gang.close()
+    team.close()
 
 
 @compiled
 @linux
 def test_a_place_that_is_not_there_fails_nothing(before: set[int]) -> None:
-    gang = ThreadTeam(3, [[700], [1000, 5000], [allowed()[0]]])
-    with gang.working():
+    team = ThreadTeam(3, [[700], [1000, 5000], [allowed()[0]]])
+    with team.working():
         work(3)
     assert tasks() - before
-    gang.close()
+    team.close()
 
 
 @compiled
 @linux
 def test_cores_that_are_taken_away_fail_nothing(before: set[int]) -> None:
     mine = os.sched_getaffinity(0)
-    gang = ThreadTeam(2, [[processor] for processor in (allowed() * 2)[:2]])
+    team = ThreadTeam(2, [[processor] for processor in (allowed() * 2)[:2]])
     try:
-        with gang.working():
+        with team.working():
             work(2)
             for task in tasks() - before | {0}:
                 os.sched_setaffinity(task, {min(mine)})
             work(2)
     finally:
         os.sched_setaffinity(0, mine)
-    gang.close()
+    team.close()
 
 
 @compiled
 @linux
 def test_a_closed_gang_works_on_its_caller_alone(before: set[int]) -> None:
-    gang = ThreadTeam(3)
-    gang.close()
-    with gang.working():
+    team = ThreadTeam(3)
+    team.close()
+    with team.working():
         work(3)
     assert tasks() == before
-    gang.close()
+    team.close()
 
 
 @compiled
 @linux
 def test_a_gang_that_is_let_go_of_ends_its_threads(before: set[int]) -> None:
-    gang = ThreadTeam(3)
-    with gang.working():
+    team = ThreadTeam(3)
+    with team.working():
         work(3)
     assert tasks() != before
-    del gang
+    del team
     assert tasks() == before
 
 
@@ -146,10 +146,10 @@ def test_results_do_not_depend_on_the_gang() -> None:
     x, weight = torch.randn(37, 256), torch.randn(512, 256)
     alone = cpu_linear(x, weight, threads=1)
     for threads in (1, 2, 3):
-        gang = ThreadTeam(threads, [[0]] * threads)
-        with gang.working():
+        team = ThreadTeam(threads, [[0]] * threads)
+        with team.working():
             assert torch.equal(cpu_linear(x, weight, threads=4), alone)
-        gang.close()
+        team.close()
 
 
 @compiled
@@ -157,18 +157,18 @@ def test_callers_on_gangs_and_without_work_at_once() -> None:
     shared, own = ThreadTeam(2), ThreadTeam(3)
     failures: list[BaseException] = []
 
-    def call(gang: ThreadTeam | None) -> None:
+    def call(team: ThreadTeam | None) -> None:
         try:
             for _ in range(30):
-                if gang is None:
+                if team is None:
                     work(2)
                 else:
-                    with gang.working():
+                    with team.working():
                         work(3)
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append(error)
 
-    callers = [threading.Thread(target=call, args=(gang,)) for gang in (shared, shared, own, None, None)]
+    callers = [threading.Thread(target=call, args=(team,)) for team in (shared, shared, own, None, None)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -182,30 +182,30 @@ def test_callers_on_gangs_and_without_work_at_once() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_of_a_fork_starts_threads_anew() -> None:
-    gang = ThreadTeam(2)
-    with gang.working():
+    team = ThreadTeam(2)
+    with team.working():
         work(2)
         child = os.fork()
         if child == 0:
             try:
                 work(2)
-                gang.close()
-                del gang
+                team.close()
+                del team
                 os._exit(0)
             finally:
                 os._exit(1)
         work(2)
     assert os.waitpid(child, 0)[1] == 0
-    gang.close()
+    team.close()
 
 
 @linux
 def test_a_thread_that_settles_stays_on_the_places() -> None:
     mine, seen = allowed(), []
-    gang = ThreadTeam(1, [[mine[-1]]])
+    team = ThreadTeam(1, [[mine[-1]]])
 
     def settle() -> None:
-        gang.settle()
+        team.settle()
         seen.append(os.sched_getaffinity(0))
         ThreadTeam(1, [[1000]]).settle()  # not there: nothing changes
         ThreadTeam(2).settle()
@@ -236,12 +236,12 @@ def test_the_extension_refuses_what_the_face_would(threads: int, places: list[li
     extension = native.extension()
     assert extension is not None
     with pytest.raises(ValueError, match=r"places: |threads: "):
-        extension.make_gang(threads, places)
+        extension.make_team(threads, places)
 
 
 def test_without_the_extension_a_gang_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "extension", lambda: None)
-    gang = ThreadTeam(2, [[0], [1]])
-    with gang.working():
+    team = ThreadTeam(2, [[0], [1]])
+    with team.working():
         work(2)
-    gang.close()
+    team.close()

@@ -25,7 +25,7 @@ def test_a_block_has_one_owner(blocks: int, on_device: int, steps: list[tuple[bo
     owned: list[list[int]] = []
     for take, n in steps:
         if not take and owned:
-            pool.give_back(owned.pop(n % len(owned)))
+            pool.release(owned.pop(n % len(owned)))
         elif n > pool.free:
             before = pool.free
             with pytest.raises(MoelightError, match=f"{n} KV blocks asked for, {before} are free"):
@@ -39,7 +39,7 @@ def test_a_block_has_one_owner(blocks: int, on_device: int, steps: list[tuple[bo
         assert set(held) <= set(range(blocks))
         assert pool.free == blocks - len(held)
     for blocks_of_one in owned:
-        pool.give_back(blocks_of_one)
+        pool.release(blocks_of_one)
     assert sorted(pool.take(blocks)) == list(range(blocks))
 
 
@@ -79,7 +79,7 @@ def test_the_share_lasts_as_sequences_come_and_go(on_device: int, steps: list[tu
     pool, owned = BlockPool(60, on_device), list[list[int]]()
     for take, n in steps:
         if not take and owned:
-            pool.give_back(owned.pop(n % len(owned)))
+            pool.release(owned.pop(n % len(owned)))
         elif n <= pool.free:
             on_host, on_its_side = (
                 pool.host_blocks - sum(len(each) - there(pool, each) for each in owned),
@@ -103,7 +103,7 @@ def test_blocks_of_both_sides_lie_evenly_along_a_sequence() -> None:
 def test_one_side_stands_in_where_the_other_has_run_out() -> None:
     pool = BlockPool(8, 4)
     first, second = pool.take(4), pool.take(4)
-    pool.give_back([block for block in first + second if block >= 4])
+    pool.release([block for block in first + second if block >= 4])
     assert pool.take(3) == [4, 5, 6]
 
 
@@ -111,7 +111,7 @@ def test_the_lowest_blocks_go_first_and_come_back_first() -> None:
     pool = BlockPool(6)
     first, second = pool.take(2), pool.take(3)
     assert (first, second) == ([0, 1], [2, 3, 4])
-    pool.give_back(first)
+    pool.release(first)
     assert pool.take(3) == [0, 1, 5]
 
 
@@ -142,7 +142,7 @@ def test_a_block_is_free_when_the_last_gives_it_back_and_found_until_it_is_taken
             assert pool.free == before
             owned.append([block])
         elif step == "give" and owned:
-            pool.give_back(owned.pop(n % len(owned)))
+            pool.release(owned.pop(n % len(owned)))
         elif step == "forget" and names:
             block = sorted(names)[n % len(names)]
             pool.forget(block)
@@ -150,7 +150,7 @@ def test_a_block_is_free_when_the_last_gives_it_back_and_found_until_it_is_taken
         assert pool.free == 9 - len({block for many in owned for block in many})
         assert all(pool.find(key) == block for block, key in names.items())
     for many in owned:
-        pool.give_back(many)
+        pool.release(many)
     pool.forget_all()
     assert all(pool.find(key) is None for key in names.values())
     assert sorted(pool.take(9)) == list(range(9))
@@ -161,9 +161,9 @@ def test_of_free_blocks_those_that_nobody_finds_go_first_then_the_oldest() -> No
     first, second, third = pool.take(2), pool.take(2), pool.take(1)
     for block in first + second:
         pool.name(block, bytes((block,)))
-    pool.give_back(second)
-    pool.give_back(first)
-    pool.give_back(third)
+    pool.release(second)
+    pool.release(first)
+    pool.release(third)
     assert pool.take(2) == [4, 5]
     assert pool.take(3) == [3, 2, 1], "the last of a sequence first"
     assert [pool.find(bytes((block,))) for block in range(4)] == [0, None, None, None]

@@ -56,8 +56,8 @@ def test_what_lies_beside_a_link_is_locked_as_announced_and_given_back(runtime: 
     gc.collect()
     assert sorted(runtime.locked.values()) == [3 * MIB, 5 * MIB + 4096]
     assert arenas["pinned_ring"].data_ptr() in runtime.locked
-    homes = Footprint(arenas=announced.arenas[-1:])
-    assert allocate(homes, CUDA, pinned_homes=True)["host_experts"].data_ptr() in runtime.locked
+    placed = Footprint(arenas=announced.arenas[-1:])
+    assert allocate(placed, CUDA, pinned_pages=True)["host_experts"].data_ptr() in runtime.locked
     gc.collect()
     part = arenas["pinned_ring"][4096:8192].fill_(7)
     del arenas

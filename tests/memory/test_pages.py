@@ -14,8 +14,8 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy
 from moelight.core.schedule import Buffer, Page
 from moelight.hrm import costs
-from moelight.hrm.footprint import far_pages, footprint
-from moelight.hrm.placement import Placement, moved, near_table, place
+from moelight.hrm.footprint import footprint, offloaded_pages
+from moelight.hrm.placement import Placement, moved, place, slot_table
 from moelight.memory.arena import allocate
 from moelight.memory.pages import PageStore
 from moelight.profiles.model import ModelProfile
@@ -42,9 +42,9 @@ def open_store(
     arenas = allocate(footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32), CPU)
     store = PageStore(
         arenas,
-        near_table(placement, model),
-        near=placement.near,
-        far=far_pages(placement) if placement.near == "device" else (),
+        slot_table(placement, model),
+        near=placement.fast_tier,
+        far=offloaded_pages(placement) if placement.fast_tier == "device" else (),
         parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
         slot_bytes=costs.page_slot_bytes(model, FLOAT32),
         view=lambda slot: page_views(slot, model, torch.float32),
@@ -90,9 +90,10 @@ def test_only_homes_in_memory_are_loaded(case: tuple[ModelProfile, Policy]) -> N
     assert sorted(read) == sorted((*placement.on("device"), *placement.on("host")))
     if policy.ffn_device == "gpu":
         for page in placement.on("host"):
-            assert store.far_home(page).view(torch.float32).eq(mark(page)).all()
+            assert store.offloaded_tier(page).view(torch.float32).eq(mark(page)).all()
             assert (
-                store.far_home(page).untyped_storage().data_ptr() == arenas["host_experts"].untyped_storage().data_ptr()
+                store.offloaded_tier(page).untyped_storage().data_ptr()
+                == arenas["host_experts"].untyped_storage().data_ptr()
             )
 
 
@@ -103,7 +104,7 @@ def test_a_part_of_a_page_at_home_is_found_where_the_page_has_it() -> None:
     store.load(lambda page, slot, begin: (None, slot.copy_(torch.arange(slot.numel()) % 251))[0])
     (page, *_), size = placement.on("host"), costs.page_bytes(model, FLOAT32)
     whole = torch.arange(size).remainder(251).to(torch.uint8)
-    found = [store.far_home(replace(page, part=part)) for part in range(3)]
+    found = [store.offloaded_tier(replace(page, part=part)) for part in range(3)]
     assert torch.equal(torch.cat(found), whole)
     assert [store.begin(replace(page, part=part)) for part in range(3)] == [0, 4096, 8192]
     for part, piece in enumerate(found):
@@ -159,9 +160,9 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
     }
     store = PageStore(
         arenas,
-        near_table(placement, model),
+        slot_table(placement, model),
         near="device",
-        far=far_pages(placement),
+        far=offloaded_pages(placement),
         parts=[range(size)],
         slot_bytes=slot,
         view=lambda s: (s, s),
@@ -172,7 +173,7 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
         assert begin == 0
         assert into.device.type == "cpu"
         assert into.numel() == size
-        if placement.homes[page] == "device":
+        if placement.tiers[page] == "device":
             targets.append(into.data_ptr())
 
     store.load(read)
@@ -195,7 +196,7 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     store, before = learned_store(model, policy)
     experts, near = model.experts.num_experts, set(before.resident)
     for _ in range(data.draw(st.integers(0, 6)) if before.streamed else 0):
-        far = [page for page in before.homes if page not in near]
+        far = [page for page in before.tiers if page not in near]
         gone, come = (data.draw(st.sampled_from(each)) for each in (sorted(near), far)) if near else (None, None)
         if gone is None:
             break
@@ -227,8 +228,8 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
 def test_exchanged_pages_take_their_parts_along() -> None:
     model = small_model((True, True), experts=3, width=PARTS_OF_4_KIB)
     store, _, _ = open_store(model, small_policy(model, discrete=True, near=2, host=4), part_bytes=4096)
-    near, ring = store.near_pages[1], store.ring_pages[2]
+    near, ring = store.resident_pages[1], store.ring_pages[2]
     store.swap(1, 2)
-    assert (store.near_pages[1], store.ring_pages[2]) == (ring, near)
+    assert (store.resident_pages[1], store.ring_pages[2]) == (ring, near)
     starts = [store.slot(Buffer(space="ring", index=6 + part), 0).data_ptr() - near.data_ptr() for part in range(3)]
     assert starts == [0, 4096, 8192]

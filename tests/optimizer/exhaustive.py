@@ -33,7 +33,7 @@ _COUNTS = ("resident", "from_host", "from_disk", "computed", "blocks")
 class Policies:
     """Policies of one setting as arrays of one length; they have the face of a policy."""
 
-    acts: CostModel
+    cost_model: CostModel
     schedule: str
     batch_size: Any
     micro_batch_size: Any
@@ -52,15 +52,15 @@ class Policies:
 
     @property
     def attention_device(self) -> str:
-        return self.acts.attention_device
+        return self.cost_model.attention_device
 
     @property
     def ffn_device(self) -> str:
-        return self.acts.ffn_device
+        return self.cost_model.ffn_device
 
     @property
     def discrete(self) -> bool:
-        return self.acts.discrete
+        return self.cost_model.discrete
 
     def at(self, index: Any) -> Policies:
         arrays = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name in (*_ARRAYS, *_COUNTS)}
@@ -106,11 +106,11 @@ def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
     blocks = -(-cache // BLOCK) if attention == "gpu" else np.zeros(len(sizes), dtype=int)
     size = np.repeat(np.arange(len(sizes)), blocks + 1)
     on_device = np.concatenate([np.arange(most + 1) for most in blocks])
-    homes = np.array(list(_homes(problem, ffn)))
-    one, other = (grid.ravel() for grid in np.meshgrid(np.arange(len(size)), np.arange(len(homes)), indexing="ij"))
-    chosen, at = sizes[size[one]], homes[other]
+    placed = np.array(list(_placed(problem, ffn)))
+    one, other = (grid.ravel() for grid in np.meshgrid(np.arange(len(size)), np.arange(len(placed)), indexing="ij"))
+    chosen, at = sizes[size[one]], placed[other]
     return Policies(
-        acts=acts_for(problem, attention, ffn),
+        cost_model=acts_for(problem, attention, ffn),
         schedule=order,
         batch_size=chosen[:, 0],
         micro_batch_size=chosen[:, 1],
@@ -144,13 +144,13 @@ def fits(problem: Problem, some: Policies) -> Any:
 
 def seconds(problem: Problem, some: Policies) -> Any:
     """Seconds of the job under each."""
-    homes = PlacementCounts(
+    placed = PlacementCounts(
         from_host=some.from_host,
         from_disk=some.from_disk,
         computed=some.computed,
         device_kv=some.blocks / (-(-some.kv_tokens // BLOCK)),
     )
-    return job_s(some.acts, problem.workload, some.schedule, some, homes)
+    return job_s(some.cost_model, problem.workload, some.schedule, some, placed)
 
 
 def least_seconds_of_all(problem: Problem) -> float:
@@ -164,7 +164,7 @@ def least_seconds_of_all(problem: Problem) -> float:
     return least
 
 
-def _homes(problem: Problem, ffn: str) -> Iterator[tuple[int, int, int, int]]:
+def _placed(problem: Problem, ffn: str) -> Iterator[tuple[int, int, int, int]]:
     """(resident, streamed from host, streamed from disk, computed by the CPU) of all pages."""
     total = problem.model.num_moe_layers * problem.model.experts.num_experts
     for resident in range(total + 1):

@@ -14,7 +14,7 @@ from moelight.core.request import Request, SamplingParams
 from moelight.engine.adaptation import passed
 from moelight.engine.batcher import Batcher, RunningSequence
 from moelight.engine.batcher import MicroBatchPlan as Carried
-from moelight.hrm.estimate import acts_of
+from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import kv_blocks
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place
@@ -51,8 +51,11 @@ class Played:
         pool = BlockPool(int(kv_blocks(self.policy)))
         batcher = Batcher(self.policy, pool, discrete=self.policy.discrete)
         batcher.add(_generations(self.lengths))
-        acts, placement = acts_of(self.model, self.policy, self.speeds, BFLOAT16), place(self.model, self.policy)
-        carried, number = 0, 0
+        cost_model, placement = (
+            cost_model_of(self.model, self.policy, self.speeds, BFLOAT16),
+            place(self.model, self.policy),
+        )
+        prefetched, number = 0, 0
         while batcher.busy and number < passes:
             number += 1
             loads = batcher.next_pass()
@@ -61,14 +64,14 @@ class Played:
                 micro_batches=tuple(
                     MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=True) for load in loads
                 ),
-                carried=carried,
+                prefetched=prefetched,
                 wraps=True,
                 look_ahead=batcher.policy.look_ahead,
             )
             schedule = SCHEDULES.get(self.policy.schedule)(self.layout, shape)
-            carried = len(schedule.carried_out)
+            prefetched = len(schedule.prefetched_next)
             before_s = clock.now_s
-            timeline = clock.run(schedule, pass_costs(acts, placement, parts))
+            timeline = clock.run(schedule, pass_costs(cost_model, placement, parts))
             took = (clock.now_s - before_s) * self._noisy(random)
             self.seconds += took
             busy = {str(lane): seconds * self._noisy(random) for lane, seconds in timeline.busy_s().items()}
@@ -93,7 +96,7 @@ class Played:
             waiting=batcher.waiting,
             prompt_len=sum(prompts) / len(prompts),
             gen_len=sum(answers) / len(answers),
-            most_alive=pool.blocks * len(batcher.alive) // held if held else 1,
+            most_running=pool.blocks * len(batcher.running) // held if held else 1,
         )
         change = adapter.look(rest, after_pass=number)
         if change is not None:

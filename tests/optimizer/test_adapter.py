@@ -97,7 +97,7 @@ def test_nothing_changes_where_the_machine_is_as_planned(policy: Policy, speeds:
 def _best_sized(policy: Policy, speeds: Speeds) -> Policy:
     """What the adapter itself would have planned."""
     adapter = Adapter(MIXTRAL, policy, speeds, BFLOAT16)
-    rest = Rest(waiting=True, prompt_len=128, gen_len=32, most_alive=policy.batch_size)
+    rest = Rest(waiting=True, prompt_len=128, gen_len=32, most_running=policy.batch_size)
     adapter._with_prompts = 0.0  # equal answers that began together end together
     best, _ = adapter._best(values_of(policy), rest)
     return with_values(policy, best)
@@ -127,7 +127,7 @@ def test_changes_are_few_whatever_the_passes_say() -> None:
     """Lanes that are ten times faster or slower from one pass to the next."""
     random = Random(5)
     adapter = Adapter(MIXTRAL, FULL, GPU, BFLOAT16)
-    rest = Rest(waiting=True, prompt_len=128, gen_len=32, most_alive=400)
+    rest = Rest(waiting=True, prompt_len=128, gen_len=32, most_running=400)
     changes = []
     for number in range(4000):
         busy = {lane: random.choice([0.05, 0.5, 5.0]) for lane in ("stage", "h2d", "d2h", "device", "cpu")}
@@ -161,10 +161,10 @@ def test_what_the_user_fixed_stays() -> None:
     parts=st.integers(1, 12),
     tokens=st.sampled_from([64, 256, 1024]),
     devices=st.sampled_from([("cpu", "cpu"), ("cpu", "gpu"), ("gpu", "gpu")]),
-    alive=st.integers(1, 2000),
+    running=st.integers(1, 2000),
 )
 def test_candidates_need_no_more_memory_in_any_region(
-    sequences: int, parts: int, tokens: int, devices: tuple[str, str], alive: int
+    sequences: int, parts: int, tokens: int, devices: tuple[str, str], running: int
 ) -> None:
     mu = min(-(-sequences // parts), tokens)
     policy = Policy(
@@ -177,7 +177,7 @@ def test_candidates_need_no_more_memory_in_any_region(
         ffn_device=devices[1],
     )
     allocation = Allocation(MIXTRAL, policy, BFLOAT16)
-    near = allocation.near(values_of(policy), most_alive=alive)
+    near = allocation.near(values_of(policy), most_running=running)
     assert near[0] == values_of(policy)
     assert len(set(near)) == len(near)
     allotted = _regions(policy)

@@ -42,7 +42,7 @@ def test_no_policy_of_a_box_is_faster_than_its_bound(seed: int) -> None:
         setting = replace(setting, order="cgopipe")
     took, share = seconds(problem, some), some.blocks / -(-some.kv_tokens // 32)
     parts = -(-some.batch_size // some.micro_batch_size)
-    setting = replace(setting, acts=replace(setting.acts, speeds=at_best(setting.acts.speeds)))
+    setting = replace(setting, cost_model=replace(setting.cost_model, speeds=at_best(setting.cost_model.speeds)))
     for _ in range(12):
         inside, sides = box_around(draw, problem, some, parts, share)
         box = bound._trimmed(problem, bound._Boxes(**{side: np.array([float(v)]) for side, v in sides.items()}))
@@ -117,6 +117,6 @@ def test_the_bound_is_within_its_gap_where_boxes_suffice(requests: int, monkeypa
     problem = replace(problem, workload=work, capacity_bytes={"host": 1 << 40, "disk": 0}, fixed=fixed)
     found = search(problem)
     assert found is not None
-    least = bound.least_seconds(problem, found.homes.seconds)
-    assert least <= found.homes.seconds
-    assert least >= found.homes.seconds * (1 - 5 * bound.GAP)
+    least = bound.least_seconds(problem, found.placed.seconds)
+    assert least <= found.placed.seconds
+    assert least >= found.placed.seconds * (1 - 5 * bound.GAP)

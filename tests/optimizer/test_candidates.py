@@ -109,5 +109,5 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
                 assert -(-100 // more) in near.cells.batch_size
         if setting.ffn_device == "split":
             pages = int(one.wanted.computed)
-            near_pages = {pages - 1, pages, pages + 1} & set(range(problem.pages + 1))
-            assert near_pages <= set(near.wanted.computed.astype(int).tolist())
+            resident_pages = {pages - 1, pages, pages + 1} & set(range(problem.pages + 1))
+            assert resident_pages <= set(near.wanted.computed.astype(int).tolist())

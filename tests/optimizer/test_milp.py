@@ -47,13 +47,13 @@ def test_the_programme_finds_the_best_homes(seed: int) -> None:
         return
     assert found.seconds == pytest.approx(seconds(problem, some).min(), rel=1e-6)
     blocks = -(-int(cell.kv_tokens) // cell.kv_block_size)
-    homes = PlacementCounts(
+    placed = PlacementCounts(
         from_host=float(found.from_host),
         from_disk=float(found.from_disk),
         computed=float(found.computed),
         device_kv=found.device_blocks / blocks,
     )
-    priced = job_s(cell.setting.acts, problem.workload, cell.setting.order, cell, homes)
+    priced = job_s(cell.setting.cost_model, problem.workload, cell.setting.order, cell, placed)
     assert found.seconds == pytest.approx(float(priced), rel=1e-6)
     assert found.resident + found.from_host + found.from_disk + found.computed == problem.pages
 

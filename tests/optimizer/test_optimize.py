@@ -41,7 +41,7 @@ def test_a_plan_fits_and_no_policy_is_much_faster(hardware: str, model: str) -> 
     found = plan(hardware, model)
     assert all(use.total_bytes <= use.capacity_bytes for use in found.memory)
     assert found.estimate.tokens_per_s <= found.bound_tokens_per_s <= 1.2 * found.estimate.tokens_per_s
-    assert found.helps == tuple(sorted(found.helps, key=lambda item: -item.gain))
+    assert found.what_if == tuple(sorted(found.what_if, key=lambda item: -item.gain))
     assert model.split("-", maxsplit=1)[0] in found.why
     said = plan_as_dict(found)
     assert json.loads(json.dumps(said)) == said

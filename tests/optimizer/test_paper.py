@@ -371,7 +371,7 @@ def test_the_plan_says_what_the_search_found() -> None:
     jobs_s = sum(phase.passes * phase.seconds for phase in made.estimate.phases)
     assert result.policy.batch_size * 32 / jobs_s == pytest.approx(made.estimate.tokens_per_s)
     assert [use.tier for use in made.memory] == ["device", "host"]
-    gains = [found.gain for found in made.helps]
+    gains = [found.gain for found in made.what_if]
     assert gains == sorted(gains, reverse=True)
-    assert made.helps[0].change == "twice the link bandwidth"
+    assert made.what_if[0].change == "twice the link bandwidth"
     assert "324" in made.why

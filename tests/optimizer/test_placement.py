@@ -23,10 +23,10 @@ from tests.shapes import examples
 
 def policy_at(problem: Problem, cells: Candidates, filled: ResolvedPlacement, index: int) -> Policy:
     """One candidate with its homes, as a policy."""
-    pages, homes = problem.pages, filled.homes
-    disk, resident = homes.from_disk[index] / pages, filled.resident[index] / pages
+    pages, placed = problem.pages, filled.placed
+    disk, resident = placed.from_disk[index] / pages, filled.resident[index] / pages
     device = 0.0 if cells.ffn_device == "cpu" else resident
-    cache = homes.device_kv[index]
+    cache = placed.device_kv[index]
     return Policy(
         model="m",
         batch_size=int(cells.batch_size[index]),
@@ -37,11 +37,11 @@ def policy_at(problem: Problem, cells: Candidates, filled: ResolvedPlacement, in
         attention_device=cells.attention_device,
         ffn_device=cells.ffn_device,
         weights=Shares(device=device, host=max(0.0, 1.0 - device - disk), disk=disk),
-        cpu_experts=homes.computed[index] / pages,
+        cpu_experts=placed.computed[index] / pages,
         kv=Shares(device=cache, host=1.0 - cache),
         schedule=cells.schedule,
         kv_block_size=cells.kv_block_size,
-        host_pages="pinned" if cells.setting.acts.pinned_homes else "staged",
+        host_pages="pinned" if cells.setting.cost_model.pinned_pages else "staged",
     )
 
 
@@ -97,7 +97,7 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
     assert bool(filled.feasible[0]) == bool(same.any())
     if same.any():
         assert filled.resident[0] == some.resident[same].max()
-        assert filled.homes.from_disk[0] == some.from_disk[same & (some.resident == filled.resident[0])].min()
+        assert filled.placed.from_disk[0] == some.from_disk[same & (some.resident == filled.resident[0])].min()
 
 
 @examples(60)
@@ -110,16 +110,16 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
         filled, room = fill(problem, look.cells, look.wanted), room_of(problem, look.cells)
         open_here = filled.feasible & np.isnan(look.wanted.device_kv)
         near_device = setting.ffn_device != "cpu"
-        cache = np.round(filled.homes.device_kv * room.kv_blocks) if near_device else room.kv_blocks
-        cache = cache if near_device else room.kv_blocks - np.round(filled.homes.device_kv * room.kv_blocks)
+        cache = np.round(filled.placed.device_kv * room.kv_blocks) if near_device else room.kv_blocks
+        cache = cache if near_device else room.kv_blocks - np.round(filled.placed.device_kv * room.kv_blocks)
         left = room.device if near_device else room.host
         more = filled.resident + 1
-        streamed = room.pages - filled.homes.computed - more
+        streamed = room.pages - filled.placed.computed - more
         slots = more + 2 * np.ceil(streamed / room.layers)
         bare = 0 if near_device else cache  # cache gives way to pages on the device, never in host memory
         fits_more = (streamed >= 0) & (slots * room.slot_bytes + bare * room.kv_block_bytes <= left)
         must = np.maximum(room.kv_blocks - np.floor(room.host / room.kv_block_bytes), 0) if near_device else 0
-        assert not np.any(open_here & fits_more & (must == 0) & (filled.homes.computed == 0))
+        assert not np.any(open_here & fits_more & (must == 0) & (filled.placed.computed == 0))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -128,7 +128,7 @@ def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
     (setting, *_) = variants(problem)
     look = first_look(problem, setting)
     wanted = RequestedPlacement(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
-    assert np.all(fill(problem, look.cells, wanted).homes.device_kv == 0)
+    assert np.all(fill(problem, look.cells, wanted).placed.device_kv == 0)
 
 
 @examples(60)
@@ -146,7 +146,7 @@ def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
             problem, some.cells, RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none)
         )
         slots = np.floor(np.maximum(room.device, 0) / room.slot_bytes)
-        for least, free in zip(filled.homes.computed, slots, strict=True):
+        for least, free in zip(filled.placed.computed, slots, strict=True):
             others = room.pages - int(least) + 1
             rings = {stays: 2 * -(-(others - stays) // room.layers) for stays in range(others + 1)}
             assert least == 0 or all(stays + ring > free for stays, ring in rings.items())

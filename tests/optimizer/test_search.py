@@ -146,9 +146,9 @@ def test_samples_are_policies_that_fit_and_are_priced_as_such(names: tuple[str, 
     """The arrays say of each what the footprint and the estimate of one policy say."""
     problem, rng = problem_of(*names), np.random.default_rng(1)
     near = Policy(model="m", batch_size=512, micro_batch_size=64, kv_tokens=1)
-    for acts, schedule in every_setting(problem):
+    for cost_model, schedule in every_setting(problem):
         for around in (None, near):
-            some = drawn(problem, rng, 200, acts, schedule, around)
+            some = drawn(problem, rng, 200, cost_model, schedule, around)
             seconds = some.seconds(problem) if len(some) else ()
             for index in range(min(3, len(some))):
                 policy = some.policy(problem, index)
@@ -195,6 +195,6 @@ def test_without_the_programme_homes_are_those_of_closed_form() -> None:
     problem = replace(
         problem_of("t4", "olmoe-1b-7b", "mtbench"), fixed={"attention_device": "cpu", "ffn_device": "gpu"}
     )
-    plain, solved = search(replace(problem, programme=False)), search(problem)
+    plain, solved = search(replace(problem, integer_program=False)), search(problem)
     assert plain is not None and solved is not None
-    assert plain.homes.seconds == pytest.approx(solved.homes.seconds, rel=1e-6)
+    assert plain.placed.seconds == pytest.approx(solved.placed.seconds, rel=1e-6)

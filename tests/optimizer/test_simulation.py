@@ -38,7 +38,7 @@ def policy(**changed: object) -> Policy:
 
 
 def test_the_passes_carry_the_jobs_tokens() -> None:
-    found = SimulationSetup(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
+    found = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe")
     assert [run.decode_tokens for run in found.decode] == [1000] * 3
     assert [run.prompt_tokens for run in found.decode] == [0] * 3
     assert found.with_prompts is not None and found.with_prompts.prompt_tokens > 1000
@@ -62,7 +62,7 @@ def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
 
         sys.setprofile(count)
         try:
-            found = stage.rehearse("cgopipe", passes=1)
+            found = stage.simulated_run("cgopipe", passes=1)
         finally:
             sys.setprofile(None)
         return calls, sum(len(timeline.spans) for timeline in found.timelines)
@@ -76,11 +76,11 @@ def test_what_would_take_too_long_is_refused_before_it_is_built(batch_size: int,
     chosen = policy(batch_size=batch_size, micro_batch_size=1, kv_tokens=1 << 40)
     stage = SimulationSetup(chosen, OLMOE, T4, replace(WORK, num_requests=1 << 30))
     with pytest.raises(ConfigError, match=r"some .* tasks, and 2,000,000 can be simulated; ask for fewer passes"):
-        stage.rehearse("cgopipe", passes=passes)
+        stage.simulated_run("cgopipe", passes=passes)
 
 
 def test_passes_follow_one_another_on_one_clock() -> None:
-    found = SimulationSetup(policy(), OLMOE, T4, WORK).rehearse("cgopipe", passes=4)
+    found = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe", passes=4)
     ends = [timeline.end_s for timeline in found.timelines]
     assert ends == sorted(ends) and found.timelines[0].start_s == 0
     runs = [found.with_prompts, *found.decode]
@@ -90,7 +90,7 @@ def test_passes_follow_one_another_on_one_clock() -> None:
 
 def test_a_job_without_prompts_of_its_own_has_decode_passes_only() -> None:
     work = Workload(num_requests=10, prompt_len=1, max_prompt_len=1, gen_len=4)
-    found = SimulationSetup(policy(), OLMOE, T4, work).rehearse("cgopipe")
+    found = SimulationSetup(policy(), OLMOE, T4, work).simulated_run("cgopipe")
     assert found.steady.decode_tokens == 10
     assert found.with_prompts is None or found.with_prompts.prompt_tokens <= 10
 
@@ -115,9 +115,9 @@ def test_no_pass_is_shorter_than_its_busiest_lane(
     stage = SimulationSetup(chosen, OLMOE, T4, WORK)
     if schedule not in stage.schedules():
         with pytest.raises(ConfigError, match=schedule):
-            stage.rehearse(schedule)
+            stage.simulated_run(schedule)
         return
-    found = stage.rehearse(schedule)
+    found = stage.simulated_run(schedule)
     for run in (found.with_prompts, *found.decode):
         assert run is not None
         assert 0 <= run.idle_share < 1
@@ -131,7 +131,7 @@ def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
     assert set(stage.schedules()) == set(SCHEDULES) - {"flexgen-c"}
     assert stage.roofs().keys() <= {"disk"}
     for name in stage.schedules():
-        found = stage.rehearse(name)
+        found = stage.simulated_run(name)
         assert set(found.steady.busy_s) == {Lane.CPU}
         assert found.steady.idle_share == pytest.approx(0.0, abs=1e-6)
 
@@ -143,7 +143,7 @@ def test_roofs_are_of_the_links_that_are_there() -> None:
 
 
 def test_layers_begin_in_order() -> None:
-    found = SimulationSetup(policy(), OLMOE, T4, WORK).rehearse("cgopipe")
+    found = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe")
     starts = layer_starts(found.steady.timeline)
     assert list(starts) == list(range(16))
     assert list(starts.values()) == sorted(starts.values())

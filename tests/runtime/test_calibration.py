@@ -83,10 +83,10 @@ def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch:
     busy = iter([1.5, 0.0, 0.7, 0.01, 9.0])
     monkeypatch.setattr(timing, "Others", lambda: SimpleNamespace(cores=lambda: next(busy)))
     rates = {"a": iter([1.0, 5.0, 3.0, 2.0]), "b": iter([9.0, 1.0, 1.0, 1.0])}
-    gauges = {
+    measurements = {
         key: (lambda seconds, own=own: Measurement(rate=next(own), spread=seconds), 0.5) for key, own in rates.items()
     }
-    found, least = best_of_rounds(gauges, quiet_rounds=2, seconds=60.0)
+    found, least = best_of_rounds(measurements, quiet_rounds=2, seconds=60.0)
     assert {key: reading.rate for key, reading in found.items()} == {"a": 5.0, "b": 9.0}
     assert least == 0.0 and next(busy) == 9.0
 
@@ -124,7 +124,7 @@ def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(poo
     assert list(points) == [("cpu_linear", 2 * 64 * 32, 1), ("cpu_linear", 2 * 64 * 32, 5)]  # the others do not fit
     experts = surfaces.expert_points("cpu_experts", pool, [(32, 24)], (1, 5, 64))
     assert {size for _, size, _ in experts} == {2 * 3 * 32 * 24}
-    _, flops = surfaces.mixture_work(pool, (32, 24), 8, 20)
+    _, flops = surfaces.moe_work(pool, (32, 24), 8, 20)
     assert flops == 20 * surfaces.TOP_K * 6 * 32 * 24
     readings = {point: gauge(0.002) for point, gauge in {**points, **experts}.items()}
     assert all(1e4 < reading.rate < 1e13 for reading in readings.values())
@@ -159,7 +159,7 @@ def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
 
 def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
     with torch.inference_mode():
-        reading = layer.acts(pool)(0.05)
+        reading = layer.cost_model(pool)(0.05)
     assert 2e-6 < 1 / reading.rate < 0.05
 
 
@@ -185,8 +185,8 @@ def test_no_block_is_read_after_its_neighbour_and_each_once() -> None:
 
 def test_transfers_and_launches_with_the_cpu_as_its_own_device() -> None:
     turns = []
-    gauges = links.link_gauges(CPU, 64 * KiB, lambda: turns.append(time.sleep(1e-4)))
-    assert all(gauge(0.005).rate > 1e3 for gauge in gauges.values())
+    measurements = links.measure_links(CPU, 64 * KiB, lambda: turns.append(time.sleep(1e-4)))
+    assert all(gauge(0.005).rate > 1e3 for gauge in measurements.values())
     assert turns and not [thread for thread in threading.enumerate() if "beside" in thread.name]
     assert links.launches(CPU)(0.005).rate > 1e3
 

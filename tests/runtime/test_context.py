@@ -85,7 +85,7 @@ def test_every_new_token_goes_to_one_side(chunks: list[Chunk], host_blocks: int)
 def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
     total = sum(chunk.count for chunk in chunks)
     hidden, room = torch.zeros(total, 8), torch.zeros(len(chunks), dtype=torch.int64)
-    return pack(chunks, block_size=BLOCK, hidden=hidden, sampled=room, crossing=None, fresh=False).cache_slots
+    return pack(chunks, block_size=BLOCK, hidden=hidden, sampled=room, crossing=None, prefill_only=False).cache_slots
 
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:

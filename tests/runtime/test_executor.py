@@ -21,12 +21,12 @@ from tests.shapes import small_layout
 PATIENCE_S = 10.0
 LAYOUT = small_layout((True, True, True), experts=3, near=1, host=4)
 DEVICE_ATTENDS = small_layout((True, True, True), experts=3, near=1, host=4, attention_device="gpu")
-MIXED = (MicroBatchShape(tokens=4), MicroBatchShape(tokens=3, fresh=True), MicroBatchShape(tokens=1))
+MIXED = (MicroBatchShape(tokens=4), MicroBatchShape(tokens=3, prefill_only=True), MicroBatchShape(tokens=1))
 
 
-def build(*, carried: int = 0, wraps: bool = False, builder: str = "cgopipe") -> Schedule:
+def build(*, prefetched: int = 0, wraps: bool = False, builder: str = "cgopipe") -> Schedule:
     layout = DEVICE_ATTENDS if builder == "flexgen" else LAYOUT
-    return SCHEDULES.get(builder)(layout, PassShape(micro_batches=MIXED, carried=carried, wraps=wraps))
+    return SCHEDULES.get(builder)(layout, PassShape(micro_batches=MIXED, prefetched=prefetched, wraps=wraps))
 
 
 def nothing() -> None:
@@ -89,10 +89,10 @@ def test_carried_pages_are_fetched_once_and_counted_where_they_are_used(executor
     performed: list[str] = []
     sent: list[int] = []
     for number, wraps in enumerate((True, True, False)):
-        schedule = build(carried=executor.carried, wraps=wraps)
+        schedule = build(prefetched=executor.prefetched, wraps=wraps)
         timeline = executor.run(schedule, lambda task: lambda: performed.append(task.name))
-        assert executor.carried == (len(LAYOUT.layer_pages[0]) if wraps else 0)
-        assert not any(span.task.kind is TaskKind.CARRIED_PAGE for span in timeline.spans)
+        assert executor.prefetched == (len(LAYOUT.layer_pages[0]) if wraps else 0)
+        assert not any(span.task.kind is TaskKind.PREFETCHED_PAGE for span in timeline.spans)
         sends = [span.task for span in timeline.spans if span.task.kind is TaskKind.SEND_PAGE]
         sent.append(len(sends))
         assert {task.page for task in sends} == set(LAYOUT.streamed), f"pass {number}"
@@ -106,14 +106,14 @@ def test_every_span_says_what_it_waited_for_last(executor: Executor) -> None:
     before: dict[Page, list[str]] = {}
     ended: set[float] = set()
     for wraps in (True, True, False):
-        schedule = build(carried=executor.carried, wraps=wraps)
+        schedule = build(prefetched=executor.prefetched, wraps=wraps)
         timeline = executor.run(schedule, lambda task: lambda: time.sleep(0.0001))
-        listed = [position for position in range(len(schedule.tasks)) if position not in schedule.carried_out]
+        listed = [position for position in range(len(schedule.tasks)) if position not in schedule.prefetched_next]
         spans = dict(zip(listed, timeline.spans, strict=True))
         for position, span in spans.items():
             task = schedule.tasks[position]
             assert span.waited_until_s is not None and span.waited_until_s <= span.start_s
-            if task.kind is TaskKind.CARRIED_PAGE:
+            if task.kind is TaskKind.PREFETCHED_PAGE:
                 assert task.page is not None and span.waited_for is not None
                 assert span.waited_for.name in before[task.page]
             elif span.waited_until_s in ended:
@@ -126,7 +126,7 @@ def test_every_span_says_what_it_waited_for_last(executor: Executor) -> None:
         ended = {span.end_s for span in timeline.spans}
         before = {
             page: [schedule.tasks[dep].name for dep in schedule.tasks[position].deps]
-            for position in schedule.carried_out
+            for position in schedule.prefetched_next
             if (page := schedule.tasks[position].page) is not None
         }
 
@@ -135,7 +135,7 @@ def test_a_pass_ends_while_its_carried_pages_are_still_on_their_way(threads: Exe
     """The next pass's experts wait for them; the pass that sent them does not wait for the last of them."""
     gate, order = threading.Event(), list[str]()
     first = build(wraps=True)
-    slow = first.tasks[first.carried_out[-1]]
+    slow = first.tasks[first.prefetched_next[-1]]
 
     def perform(task: Task) -> Callable[[], None]:
         def work() -> None:
@@ -151,7 +151,7 @@ def test_a_pass_ends_while_its_carried_pages_are_still_on_their_way(threads: Exe
     assert "sent" not in order
     order.append("pass")
     threading.Timer(0.02, gate.set).start()
-    threads.run(build(carried=threads.carried), perform)
+    threads.run(build(prefetched=threads.prefetched), perform)
     assert order[:3] == ["pass", "sent", "experts"]
 
 
@@ -211,7 +211,7 @@ def test_nothing_that_depends_on_a_failed_read_runs(executor: Executor) -> None:
 def test_after_an_interruption_the_rings_are_not_trusted(threads: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the caller waits: no lane failed, but the position in the page stream is lost."""
     schedule = build(wraps=True)
-    broken = replace(schedule, carried_out=(len(schedule.tasks),))
+    broken = replace(schedule, prefetched_next=(len(schedule.tasks),))
     with pytest.raises(IndexError):
         threads.run(broken, lambda task: nothing)
     with pytest.raises(MoelightError, match="open it anew"):

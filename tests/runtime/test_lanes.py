@@ -351,9 +351,9 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
     class Noted(ThreadTeam):
         @contextmanager
         def working(self) -> Iterator[None]:
-            before, here.gang = getattr(here, "gang", None), self
+            before, here.team = getattr(here, "gang", None), self
             yield
-            here.gang = before
+            here.team = before
 
         def close(self) -> None:
             closed.append(self)
@@ -366,13 +366,13 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
         runner.submit(lambda lane=lane: seen.update({lane: getattr(here, "gang", None)}), ()).wait()  # type: ignore[misc]
     for runner in lanes.values():
         runner.close()
-    sizes = {lane: gang.threads for lane, gang in seen.items() if gang is not None}
+    sizes = {lane: team.threads for lane, team in seen.items() if team is not None}
     if device:
         assert sizes == {Lane.CPU: 4, Lane.STAGE: 1}
     else:
         assert sizes == dict.fromkeys(set(Lane) - {Lane.DISK}, 6)
-        assert len({id(gang) for gang in seen.values() if gang is not None}) == 1
-    assert {id(gang) for gang in closed} == {id(gang) for gang in seen.values() if gang is not None}
+        assert len({id(team) for team in seen.values() if team is not None}) == 1
+    assert {id(team) for team in closed} == {id(team) for team in seen.values() if team is not None}
     assert getattr(here, "gang", None) is None
 
 

@@ -39,7 +39,7 @@ def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
 def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]) -> None:
     total = sum(chunk.count for chunk in given_chunks)
     hidden = torch.zeros(total, 8)
-    mb = pack(given_chunks, block_size=BLOCK, hidden=hidden, sampled=ROOM, crossing=None, fresh=False)
+    mb = pack(given_chunks, block_size=BLOCK, hidden=hidden, sampled=ROOM, crossing=None, prefill_only=False)
     assert mb.tokens == total
     row, prompts, singles, sampled = 0, iter(mb.prompts), 0, []
     for chunk in given_chunks:
@@ -72,16 +72,16 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
 
 def test_types_are_those_the_kernels_want() -> None:
     chunk = Chunk(token_ids=[], start=17, blocks=[3, 1], place=2, samples=True, decodes=True)
-    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(1, 8), sampled=ROOM, crossing=None, fresh=True)
+    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(1, 8), sampled=ROOM, crossing=None, prefill_only=True)
     assert (mb.token_ids.dtype, mb.positions.dtype, mb.cache_slots.dtype) == (torch.int64,) * 3
     assert (mb.block_tables.dtype, mb.seq_lens.dtype) == (torch.int32, torch.int32)
     assert (mb.cache_slots.item(), mb.seq_lens.item()) == (1 * BLOCK + 1, 18)
-    assert mb.fresh
+    assert mb.prefill_only
 
 
 def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
     chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], place=0, samples=False, decodes=False)
-    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(2, 8), sampled=ROOM, crossing=None, fresh=False)
+    mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(2, 8), sampled=ROOM, crossing=None, prefill_only=False)
     assert mb.decoding == 0
     assert mb.block_tables.shape[0] == 0
     assert mb.sample_rows.numel() == 0

@@ -66,7 +66,7 @@ class World:
     ring: int = EXPERTS
     near: int = NEAR
     reads: list[Read] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)
+    prediction: list[int] = field(default_factory=list)
     torn: set[Page] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -86,13 +86,13 @@ class World:
             view=lambda slot: (slot, slot),
         )
         self.store.load(lambda page, slot, _: (slot.fill_(mark(page)), None)[1])
-        self.experts.guess = self.guessed  # type: ignore[method-assign]
+        self.experts.prediction = self.guessed  # type: ignore[method-assign]
         self.pager = Pager(self.store, self.experts, self.start)
         self.batch = Batch()
         self.reading: list[tuple[Page, Tensor]] = []  # what experts read until the next layer has chosen
 
     def guessed(self, layer: int) -> np.ndarray:
-        return np.array([each for each in self.guess if self.experts.table[layer, each] < 0], dtype=np.int64)
+        return np.array([each for each in self.prediction if self.experts.table[layer, each] < 0], dtype=np.int64)
 
     def start(self, page: Page, into: Tensor, begin: int) -> Read:
         assert begin == 0
@@ -106,8 +106,8 @@ class World:
         self.reads.append(Read(page, into, fails=page in self.torn))
         return self.reads[-1]
 
-    def begin(self, carried: dict[Page, int] | None = None, left: dict[Page, int] | None = None) -> OnDemandPass:
-        return self.pager.begin([self.batch], carried or {}, left)  # type: ignore[list-item]
+    def begin(self, prefetched: dict[Page, int] | None = None, left: dict[Page, int] | None = None) -> OnDemandPass:
+        return self.pager.begin([self.batch], prefetched or {}, left)  # type: ignore[list-item]
 
     def choose(self, small: OnDemandPass, layer: int, *chosen: int) -> Any:
         """One layer as the lanes run it: routers, fetch, experts; what these find is checked."""
@@ -129,8 +129,8 @@ class World:
             page = Page(layer=layer, expert=expert)
             assert found[expert][0].eq(mark(page)).all(), f"{page.name} is {found[expert][0].tolist()}"
 
-    def ahead(self, small: OnDemandPass, layer: int, *guess: int) -> Any:
-        self.guess = list(guess)
+    def ahead(self, small: OnDemandPass, layer: int, *prediction: int) -> Any:
+        self.prediction = list(prediction)
         return small.fetch_ahead(Task(kind=TaskKind.READ_AHEAD, lane=Lane.DISK, layer=layer))
 
     def count(self, layer: int, expert: int) -> int:
@@ -160,10 +160,10 @@ def test_a_guess_in_flight_that_comes_true_is_waited_for_and_not_read_twice() ->
     assert world.ahead(small, 1, right, wrong).bytes == 2 * SIZE
     outcome = world.choose(small, 1, right)
     assert (outcome.bytes, world.count(1, right)) == (0, 1)
-    stall = world.pager.stall
-    assert (stall.ahead_pages, stall.ahead_useful, stall.ahead_late) == (2, 1, 1)
+    transfer_stats = world.pager.transfer_stats
+    assert (transfer_stats.ahead_pages, transfer_stats.ahead_useful, transfer_stats.ahead_late) == (2, 1, 1)
     world.choose(small, 2, 0)
-    assert world.pager.guesses == []
+    assert world.pager.predictions == []
     assert all(read.over for read in world.reads)  # the wrong one has landed: its place is somebody else's now
 
 
@@ -177,7 +177,7 @@ def test_what_a_wrong_guess_brought_is_found_later() -> None:
     world.choose(small, 2, 0)
     world.choose(world.begin(), 1, wrong)
     assert world.count(1, wrong) == 1
-    assert world.pager.stall.found == 1
+    assert world.pager.transfer_stats.found == 1
 
 
 def test_a_layer_that_has_chosen_is_not_guessed_about() -> None:
@@ -249,9 +249,13 @@ def test_a_pass_may_begin_while_the_one_before_chooses() -> None:
 
 def _no_place_is_lost(world: World) -> None:
     pager = world.pager
-    used = [*pager.spare._pages, *(ring for ring, _ in pager._passing), *(guess.ring for guess in pager.guesses)]
-    assert sorted((*used, *pager.carried.values())) == list(range(world.ring))
-    memory = [page.data_ptr() for page in (*world.store.near_pages, *world.store.ring_pages)]
+    used = [
+        *pager.spare._pages,
+        *(ring for ring, _ in pager._passing),
+        *(prediction.ring for prediction in pager.predictions),
+    ]
+    assert sorted((*used, *pager.prefetched.values())) == list(range(world.ring))
+    memory = [page.data_ptr() for page in (*world.store.resident_pages, *world.store.ring_pages)]
     assert len(set(memory)) == len(memory) == world.near + world.ring
 
 
@@ -270,22 +274,22 @@ def test_whatever_is_chosen_every_expert_finds_its_page(
     """Guesses right, wrong and torn, passes of whole layers between; no page of the ring is ever two pages' place."""
     world, left = World(ring=ring, near=near), dict[Page, int]()
     some = st.lists(st.integers(0, EXPERTS - 1), max_size=EXPERTS, unique=True)
-    carried = dict[Page, int]()
+    prefetched = dict[Page, int]()
     after_whole = True
     for kind, number, chosen in plan:
         if kind == "whole":
             world.pager.land()
-            far_pages = [page for page in EVERYONE if world.experts.table[page.layer, page.expert] < 0]
-            first = [page for page in far_pages if page.layer == 0]
-            places = dict(zip([*first, *(page for page in far_pages if page.layer)], range(ring), strict=False))
+            offloaded_pages = [page for page in EVERYONE if world.experts.table[page.layer, page.expert] < 0]
+            first = [page for page in offloaded_pages if page.layer == 0]
+            places = dict(zip([*first, *(page for page in offloaded_pages if page.layer)], range(ring), strict=False))
             for page, place in places.items():
                 world.store.ring_pages[place].fill_(mark(page))
-            carried = {page: places[page] for page in first if page in places and number % 2}
-            left = {page: place for page, place in places.items() if page not in carried}
+            prefetched = {page: places[page] for page in first if page in places and number % 2}
+            left = {page: place for page, place in places.items() if page not in prefetched}
             after_whole, world.reading = True, []
             continue
-        small = world.begin(carried if after_whole else {}, left if after_whole else None)
-        after_whole, carried, left = False, {}, {}
+        small = world.begin(prefetched if after_whole else {}, left if after_whole else None)
+        after_whole, prefetched, left = False, {}, {}
         for layer in range(LAYERS):
             world.torn = set()
             world.choose(small, layer, *((each + layer * number) % EXPERTS for each in chosen))

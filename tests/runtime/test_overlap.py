@@ -75,12 +75,12 @@ def test_nothing_is_overwritten_while_an_earlier_pass_needs_it(schedule: str, da
     flights, timelines, schedules = list[PassInFlight](), list[Timeline](), list[Schedule]()
     try:
         for number, shapes in enumerate(passes):
-            shape = PassShape(micro_batches=shapes, carried=executor.carried, wraps=number < len(passes) - 1)
+            shape = PassShape(micro_batches=shapes, prefetched=executor.prefetched, wraps=number < len(passes) - 1)
             schedules.append(SCHEDULES.get(schedule)(layout, shape))
             flights.append(executor.launch(schedules[-1], perform))
             if len(flights) == 2:
                 timelines.append(executor.finish(flights.pop(0)))
-        timelines += [executor.finish(flight) for flight in flights]
+        timelines += [executor.finish(in_flight) for in_flight in flights]
     finally:
         executor.close()
     check(timelines, schedules, layout)

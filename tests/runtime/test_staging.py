@@ -12,7 +12,7 @@ from torch import Tensor
 from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
 from moelight.core.policy import Policy
 from moelight.hrm import costs
-from moelight.hrm.footprint import crossing_token_bytes
+from moelight.hrm.footprint import staging_token_bytes
 from moelight.models.moe import Routed
 from moelight.runtime.staging import StagingArena, StagingBuffers
 from moelight.weights.torch_dtypes import to_torch
@@ -29,7 +29,7 @@ POLICIES = [
 
 def shares(policy: Policy, dtype: DType) -> tuple[Tensor, list[StagingBuffers]]:
     """The arena of a pass of eleven tokens, and the shares of its micro-batches of 1, 7 and 3."""
-    arena = torch.zeros(TOKENS * crossing_token_bytes(MODEL, policy, dtype), dtype=torch.uint8)
+    arena = torch.zeros(TOKENS * staging_token_bytes(MODEL, policy, dtype), dtype=torch.uint8)
     space = StagingArena(arena, MODEL, policy, dtype, TOKENS)
     return arena, [space.share(row, tokens) for row, tokens in ((0, 1), (1, 7), (8, 3))]
 

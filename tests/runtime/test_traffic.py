@@ -110,8 +110,8 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
     moved: dict[TaskKind, int] = {}
     bind = Operations.bind
 
-    def counted(self: Operations, sweep: PassPages, *calls: Any) -> Callable[[Task], Callable[[], Outcome]]:
-        perform = bind(self, sweep, *calls)
+    def counted(self: Operations, pass_pages: PassPages, *calls: Any) -> Callable[[Task], Callable[[], Outcome]]:
+        perform = bind(self, pass_pages, *calls)
 
         def wrap(task: Task) -> Callable[[], Outcome]:
             work = perform(task)
@@ -122,7 +122,7 @@ def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monk
                 if task.lane not in (Lane.H2D, Lane.D2H, Lane.STAGE):
                     return outcome
                 if task.kind in BROUGHT and outcome is None:
-                    tensor = getattr(sweep.micro_batches[task.micro_batch], BROUGHT[task.kind])
+                    tensor = getattr(pass_pages.micro_batches[task.micro_batch], BROUGHT[task.kind])
                     copies.bytes = tensor.numel() * tensor.element_size()
                 says = outcome.bytes if isinstance(outcome, MovedBytes) else 0 if outcome is SKIPPED else task.bytes
                 assert copies.bytes == says, f"{task.name} says {says} and moves {copies.bytes}"

@@ -36,22 +36,22 @@ def chains(draw: st.DrawFn, builder: str, layout: Layout | None = None) -> Chain
     passes = draw(st.lists(micro_batches(layout), min_size=1, max_size=4))
     shapes: list[PassShape] = []
     schedules: list[Schedule] = []
-    carried = 0
+    prefetched = 0
     for each in passes:
         routed_only = builder in ROUTED_ORDERS and draw(st.booleans())
         ahead = routed_only and draw(st.booleans())
         shapes.append(
             PassShape(
                 micro_batches=each,
-                carried=carried,
+                prefetched=prefetched,
                 wraps=draw(st.booleans()),
                 routed_only=routed_only,
                 ahead=ahead,
-                foresee=ahead and draw(st.booleans()),
+                predict_experts=ahead and draw(st.booleans()),
             )
         )
         schedules.append(SCHEDULES.get(builder)(layout, shapes[-1]))
-        carried = len(schedules[-1].carried_out)
+        prefetched = len(schedules[-1].prefetched_next)
     return layout, shapes, schedules
 
 
@@ -73,7 +73,7 @@ def test_passes_chain_whatever_the_lanes_do(builder: str, data: st.DataObject, r
     layout, shapes, schedules = data.draw(chains(builder))
     machine = VirtualMachine(layout, random)
     for shape, schedule in zip(shapes, schedules, strict=True):
-        assert machine.carried == shape.carried
+        assert machine.prefetched == shape.prefetched
         machine.run(schedule, shape)
 
 
@@ -103,12 +103,14 @@ def test_weights_cross_once_a_pass_whatever_rides_in_it(builder: str, data: st.D
             if task.page is not None:
                 times[task.page][task.kind] += 1
                 size = len(layout.parts[task.page.part])
-                assert task.bytes == (0 if task.kind is TaskKind.CARRIED_PAGE else size)
+                assert task.bytes == (0 if task.kind is TaskKind.PREFETCHED_PAGE else size)
     whole = sum(not shape.routed_only for shape in (*shapes[:-1], last))
     for k, (page, from_disk) in enumerate(zip(layout.streamed, layout.from_disk, strict=True)):
-        crossings = {kind: count for kind, count in times[page].items() if count and kind is not TaskKind.CARRIED_PAGE}
-        wanted = whole + sum(shape.routed_only and k < shape.carried for shape in shapes)
-        stages = [] if layout.pinned_homes else [TaskKind.STAGE_PAGE]
+        crossings = {
+            kind: count for kind, count in times[page].items() if count and kind is not TaskKind.PREFETCHED_PAGE
+        }
+        wanted = whole + sum(shape.routed_only and k < shape.prefetched for shape in shapes)
+        stages = [] if layout.pinned_pages else [TaskKind.STAGE_PAGE]
         steps = [TaskKind.READ_PAGE] if from_disk else stages
         steps += [TaskKind.SEND_PAGE] * layout.pages_cross
         assert crossings == (dict.fromkeys(steps, wanted) if wanted else {})
@@ -120,11 +122,11 @@ def crossings(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> list[
     moved: list[tuple[Lane, int]] = []
     if layout.attention == "gpu":
         up, down = micro_batch.context - micro_batch.device_context, n - micro_batch.device_tokens
-        if layout.kv_host and up and not micro_batch.fresh:
+        if layout.kv_host and up and not micro_batch.prefill_only:
             moved.append((Lane.H2D, costs.kv_bytes(model, dtype, up)))
         if layout.kv_host and down:
             moved.append((Lane.D2H, costs.kv_bytes(model, dtype, down)))
-    elif micro_batch.fresh:
+    elif micro_batch.prefill_only:
         moved.append((Lane.D2H, costs.kv_bytes(model, dtype, n)))
     else:
         moved += [(Lane.D2H, costs.qkv_bytes(model, dtype, n)), (Lane.H2D, costs.hidden_bytes(model, dtype, n))]
@@ -163,9 +165,9 @@ def test_only_a_pass_that_wraps_fetches_for_the_next(builder: str, data: st.Data
     """What is carried is the whole first layer or nothing, and nothing where no pass follows for sure."""
     layout, shapes, schedules = data.draw(chains(builder))
     for shape, schedule in zip(shapes, schedules, strict=True):
-        carried = [schedule.tasks[position].page for position in schedule.carried_out]
+        prefetched = [schedule.tasks[position].page for position in schedule.prefetched_next]
         wraps = shape.wraps and not shape.routed_only and builder not in ("serial", "flexgen-loop")
-        assert carried == ([layout.streamed[k] for k in layout.layer_pages[0]] if wraps else [])
+        assert prefetched == ([layout.streamed[k] for k in layout.layer_pages[0]] if wraps else [])
         assert schedule.stream_advance == len(layout.streamed)
 
 
@@ -194,7 +196,7 @@ def uneven(draw: st.DrawFn, builder: str) -> Layout:
     )
     before = place(model, policy)
     assume(before.streamed)
-    order = draw(st.permutations(list(before.homes)))
+    order = draw(st.permutations(list(before.tiers)))
     part_bytes = draw(st.sampled_from((1, 2))) * PAGE_ALIGNMENT
     how: dict[str, Any] = {"discrete": discrete, "part_bytes": part_bytes}
     fixed = layout_of(model, policy, FLOAT32, **how)
@@ -212,5 +214,5 @@ def test_layers_of_any_sizes_share_one_ring(builder: str, data: st.DataObject, r
     machine = VirtualMachine(layout, random)
     for shape, schedule in zip(shapes, schedules, strict=True):
         validate(schedule, layout, shape)
-        assert machine.carried == shape.carried
+        assert machine.prefetched == shape.prefetched
         machine.run(schedule, shape)

@@ -13,7 +13,7 @@ from tests.shapes import small_layout
 # states of micro-batches j and j + 1 (W_PinToG), attention and staging (W_CtoPin) run two micro-batches ahead, and the
 # last layer brings the first one's pages for the next pass.
 ALGORITHM_1 = """
-carried_page(0:e0) carried_page(0:e1) carried_page(0:e2) carried_page(0:e3)
+prefetched_page(0:e0) prefetched_page(0:e1) prefetched_page(0:e2) prefetched_page(0:e3)
 embed(0,0) pre_attention(0,0) offload_qkv(0,0) cpu_attention(0,0)
 embed(0,1) pre_attention(0,1) offload_qkv(0,1) cpu_attention(0,1)
 stage_page(1:e0) stage_page(1:e1)
@@ -36,8 +36,10 @@ load_hidden(1,3) send_page(0:e3) post_attention(1,3) sample(1,3)
 """
 
 
-def build(layout: Layout, n: int, *, carried: int = 0, wraps: bool = True, fresh: bool = False) -> Schedule:
-    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4, fresh=fresh),) * n, carried=carried, wraps=wraps)
+def build(layout: Layout, n: int, *, prefetched: int = 0, wraps: bool = True, prefill_only: bool = False) -> Schedule:
+    shape = PassShape(
+        micro_batches=(MicroBatchShape(tokens=4, prefill_only=prefill_only),) * n, prefetched=prefetched, wraps=wraps
+    )
     return SCHEDULES.get("cgopipe")(layout, shape)
 
 
@@ -46,18 +48,18 @@ def names(schedule: Schedule, *kinds: TaskKind) -> list[str]:
 
 
 def test_the_launch_order_is_algorithm_1() -> None:
-    schedule = build(small_layout(host=8), 4, carried=4)
+    schedule = build(small_layout(host=8), 4, prefetched=4)
     assert names(schedule) == ALGORITHM_1.split()
-    assert [schedule.tasks[p].name for p in schedule.carried_out] == [f"send_page(0:e{e})" for e in range(4)]
-    assert [schedule.tasks[p].slot for p in schedule.carried_out] == [0, 1, 2, 3]
+    assert [schedule.tasks[p].name for p in schedule.prefetched_next] == [f"send_page(0:e{e})" for e in range(4)]
+    assert [schedule.tasks[p].slot for p in schedule.prefetched_next] == [0, 1, 2, 3]
     assert [task.slot for task in schedule.tasks if task.name.startswith("send_page(1")] == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_a_layers_pages_are_shared_over_its_micro_batches(n: int) -> None:
     """No transfer of hidden states waits behind more than its share of the next layer's pages."""
-    schedule = build(small_layout((True, True, True), experts=5, host=15), n, carried=5)
-    h2d = [task for task in schedule.tasks if task.lane is Lane.H2D and task.kind is not TaskKind.CARRIED_PAGE]
+    schedule = build(small_layout((True, True, True), experts=5, host=15), n, prefetched=5)
+    h2d = [task for task in schedule.tasks if task.lane is Lane.H2D and task.kind is not TaskKind.PREFETCHED_PAGE]
     runs, counts = 0, []
     for task in h2d:
         if task.kind is TaskKind.LOAD_HIDDEN:
@@ -103,7 +105,7 @@ def test_pages_on_disk_and_pages_in_host_memory_come_by_their_own_lanes() -> Non
 
 
 def test_a_fresh_prompt_attends_on_the_device_and_sends_its_keys_and_values_down() -> None:
-    schedule = build(small_layout(host=8), 1, fresh=True)
+    schedule = build(small_layout(host=8), 1, prefill_only=True)
     assert names(schedule, TaskKind.ATTENTION) == ["attention(0,0)", "attention(1,0)"]
     assert names(schedule, TaskKind.OFFLOAD_KV) == ["offload_kv(0,0)", "offload_kv(1,0)"]
     assert names(schedule, TaskKind.STORE_KV) == ["store_kv(0,0)", "store_kv(1,0)"]
@@ -112,7 +114,7 @@ def test_a_fresh_prompt_attends_on_the_device_and_sends_its_keys_and_values_down
 
 def test_serial_never_overlaps() -> None:
     """Each task waits for the one before it."""
-    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4), MicroBatchShape(tokens=2, fresh=True)))
+    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4), MicroBatchShape(tokens=2, prefill_only=True)))
     schedule = SCHEDULES.get("serial")(small_layout(host=4), shape)
     assert all(position - 1 in task.deps for position, task in enumerate(schedule.tasks) if position)
 

@@ -28,7 +28,7 @@ PAGE_KINDS = (TaskKind.SEND_PAGE, TaskKind.STAGE_PAGE)
 
 def steady_shape(layout: Layout, *, carries: bool = True, n: int = N) -> PassShape:
     batch = MicroBatchShape(tokens=4, context=30 if layout.context_crosses else 0)
-    return PassShape(micro_batches=(batch,) * n, carried=PAGES if carries else 0, wraps=carries)
+    return PassShape(micro_batches=(batch,) * n, prefetched=PAGES if carries else 0, wraps=carries)
 
 
 def build(name: str, layout: Layout, *, n: int = N) -> Schedule:
@@ -63,7 +63,7 @@ def kinds_on(schedule: Schedule, lane: Lane) -> list[str]:
     """The order of work on one lane: ``p3`` for a page of layer 3, ``h2.0`` for hidden states or a context."""
     names = []
     for task in schedule.tasks:
-        if task.lane is lane and task.kind is not TaskKind.CARRIED_PAGE:
+        if task.lane is lane and task.kind is not TaskKind.PREFETCHED_PAGE:
             names.append(f"p{task.page.layer}" if task.page else f"h{task.layer}.{task.micro_batch}")
     return names
 
@@ -218,7 +218,7 @@ def test_the_cpus_experts_work_beside_the_device(ffn: str) -> None:
     changes |= {"cpu_experts": 0.5} if ffn == "split" else {}
     near = LAYERS * PAGES if ffn == "cpu" else 0
     layout = small_layout((True,) * LAYERS, experts=PAGES, near=near, host=host, **changes)
-    shape = replace(steady_shape(layout), carried=len(layout.layer_pages[0]))
+    shape = replace(steady_shape(layout), prefetched=len(layout.layer_pages[0]))
     schedule = SCHEDULES.get("cgopipe")(layout, shape)
     seconds = {"cpu_experts": 1.0, "experts": 0.5, "route": 0.1, "pre_attention": 0.1, "attention": 0.2}
     assert layer_s(schedule, **seconds) == pytest.approx(N * 1.0, rel=0.1)

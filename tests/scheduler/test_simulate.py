@@ -176,8 +176,8 @@ def test_without_a_device_the_launcher_computes() -> None:
     assert [span.start_s for span in timeline.spans] == [0.0, 0.0, 1.0, 1.0]
 
 
-def cgopipe(n: int, *, carried: int) -> Schedule:
-    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * n, carried=carried, wraps=True)
+def cgopipe(n: int, *, prefetched: int) -> Schedule:
+    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * n, prefetched=prefetched, wraps=True)
     return SCHEDULES.get("cgopipe")(small_layout((True, True, True), host=12), shape)
 
 
@@ -187,15 +187,17 @@ def paged(task: Task) -> TaskCost:
 
 
 def test_pages_are_carried_from_pass_to_pass() -> None:
-    first, then = cgopipe(4, carried=0), cgopipe(4, carried=4)
+    first, then = cgopipe(4, prefetched=0), cgopipe(4, prefetched=4)
     timelines = simulate_passes([(first, paged), (then, paged), (then, paged)])
     for before, after in pairwise(timelines):
-        carried = [span for span in after.spans if span.task.kind is TaskKind.SEND_PAGE and span.task.page.layer == 0]  # type: ignore[union-attr]
-        assert len(carried) == 4
+        prefetched = [
+            span for span in after.spans if span.task.kind is TaskKind.SEND_PAGE and span.task.page.layer == 0
+        ]  # type: ignore[union-attr]
+        assert len(prefetched) == 4
         sent = [span for span in before.spans if span.task.kind is TaskKind.SEND_PAGE]
-        assert carried[0].start_s >= max(span.end_s for span in sent)
-        assert carried[-1].end_s > before.end_s  # still on its way when the next pass began
-        own = [span.start_s for span in after.spans if span not in carried]
+        assert prefetched[0].start_s >= max(span.end_s for span in sent)
+        assert prefetched[-1].end_s > before.end_s  # still on its way when the next pass began
+        own = [span.start_s for span in after.spans if span not in prefetched]
         assert min(own) >= before.end_s
     # The link never rests: a pass takes what its twelve pages and hidden states take.
     assert timelines[2].end_s - timelines[1].end_s == pytest.approx(12 * 4.0 + 12 * 0.25)
@@ -209,16 +211,16 @@ def test_pages_are_carried_from_pass_to_pass() -> None:
 
 def test_every_task_says_what_it_waited_for_last() -> None:
     """In its own pass or, of a page that was fetched ahead, in the one before."""
-    schedules = [cgopipe(4, carried=0), cgopipe(4, carried=4), cgopipe(4, carried=4)]
+    schedules = [cgopipe(4, prefetched=0), cgopipe(4, prefetched=4), cgopipe(4, prefetched=4)]
     before: dict[Page, list[Task]] = {}
     for schedule, timeline in zip(schedules, simulate_passes([(each, paged) for each in schedules]), strict=True):
-        listed = [position for position in range(len(schedule.tasks)) if position not in schedule.carried_out]
+        listed = [position for position in range(len(schedule.tasks)) if position not in schedule.prefetched_next]
         spans = dict(zip(listed, timeline.spans, strict=True))
         for position, span in spans.items():
             task = schedule.tasks[position]
             assert span.waited_until_s is not None and span.waited_until_s <= span.start_s
-            if task.kind is TaskKind.CARRIED_PAGE and before:
-                assert span.waited_for is not None and span.waited_for.kind is not TaskKind.CARRIED_PAGE
+            if task.kind is TaskKind.PREFETCHED_PAGE and before:
+                assert span.waited_for is not None and span.waited_for.kind is not TaskKind.PREFETCHED_PAGE
                 assert task.page is not None and span.waited_for in before[task.page]
             elif task.deps:
                 assert span.waited_until_s == max(spans[dep].end_s for dep in task.deps)
@@ -227,7 +229,7 @@ def test_every_task_says_what_it_waited_for_last() -> None:
                 assert (span.waited_for, span.waited_until_s) == (None, FREE)
         before = {
             page: [schedule.tasks[dep] for dep in schedule.tasks[position].deps]
-            for position in schedule.carried_out
+            for position in schedule.prefetched_next
             if (page := schedule.tasks[position].page) is not None
         }
 
@@ -239,12 +241,12 @@ def test_a_schedule_that_carries_nothing_is_steady_at_once() -> None:
 
 
 def test_pages_carried_in_are_there_when_a_pass_is_simulated_alone() -> None:
-    schedule = cgopipe(4, carried=4)
+    schedule = cgopipe(4, prefetched=4)
     timeline = simulate_pass(schedule, paged, start_s=7.0)
-    carried = [span for span in timeline.spans if span.task.kind is TaskKind.CARRIED_PAGE]
-    assert [(span.start_s, span.end_s) for span in carried] == [(7.0, 7.0)] * 4
+    prefetched = [span for span in timeline.spans if span.task.kind is TaskKind.PREFETCHED_PAGE]
+    assert [(span.start_s, span.end_s) for span in prefetched] == [(7.0, 7.0)] * 4
     assert len(timeline.spans) == len(schedule.tasks) - 4
-    assert timeline.end_s < simulate_pass(cgopipe(4, carried=0), paged, start_s=7.0).end_s
+    assert timeline.end_s < simulate_pass(cgopipe(4, prefetched=0), paged, start_s=7.0).end_s
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:
@@ -257,7 +259,7 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 
 def test_twenty_thousand_tasks_take_well_under_a_second() -> None:
     layout = small_layout((True,) * 32, host=128)
-    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 128, carried=4, wraps=True)
+    shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 128, prefetched=4, wraps=True)
     schedule = SCHEDULES.get("cgopipe")(layout, shape)
     assert len(schedule.tasks) > 20_000
     seconds: Sequence[float] = []

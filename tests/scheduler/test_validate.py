@@ -21,7 +21,7 @@ from tests.shapes import examples, small_layout
 from tests.virtual import VirtualMachine
 
 CONTEXT = MicroBatchShape(tokens=3)
-FRESH = MicroBatchShape(tokens=5, fresh=True)
+FRESH = MicroBatchShape(tokens=5, prefill_only=True)
 LAYOUTS = {
     "link": small_layout(experts=5, near=2, host=4),
     "parts": small_layout(experts=3, near=1, host=3, in_parts=True),
@@ -42,11 +42,11 @@ PAIRS = [
 
 
 def shape_of(layout: Layout) -> PassShape:
-    carried = len(layout.layer_pages[0])
+    prefetched = len(layout.layer_pages[0])
     batches = (CONTEXT, FRESH, CONTEXT) if layout.discrete else (CONTEXT, CONTEXT, CONTEXT)
     if layout.context_crosses:
         batches = (replace(CONTEXT, context=9), FRESH, replace(CONTEXT, context=7, continues=True))
-    return PassShape(micro_batches=batches, carried=carried, wraps=True)
+    return PassShape(micro_batches=batches, prefetched=prefetched, wraps=True)
 
 
 def build(layout: Layout, builder: str = "cgopipe") -> Schedule:
@@ -75,8 +75,8 @@ def without(schedule: Schedule, position: int) -> Schedule:
     for task in (task for at, task in enumerate(schedule.tasks) if at != position):
         deps = [moved(d) for dep in task.deps for d in (gone.deps if dep == position else (dep,))]
         tasks.append(replace(task, deps=tuple(dict.fromkeys(deps))))
-    carried_out = tuple(moved(p) for p in schedule.carried_out if p != position)
-    return replace(schedule, tasks=tuple(tasks), carried_out=carried_out)
+    prefetched_next = tuple(moved(p) for p in schedule.prefetched_next if p != position)
+    return replace(schedule, tasks=tuple(tasks), prefetched_next=prefetched_next)
 
 
 def swapped(schedule: Schedule, position: int) -> Schedule:
@@ -86,7 +86,9 @@ def swapped(schedule: Schedule, position: int) -> Schedule:
         replace(task, deps=tuple(there.get(dep, dep) for dep in task.deps))
         for task in (schedule.tasks[there.get(at, at)] for at in range(len(schedule.tasks)))
     ]
-    return replace(schedule, tasks=tuple(tasks), carried_out=tuple(there.get(p, p) for p in schedule.carried_out))
+    return replace(
+        schedule, tasks=tuple(tasks), prefetched_next=tuple(there.get(p, p) for p in schedule.prefetched_next)
+    )
 
 
 def reaches(schedule: Schedule, first: int, last: int) -> bool:
@@ -113,8 +115,8 @@ def test_a_page_whose_home_is_pinned_makes_no_stop() -> None:
     refused(with_task(schedule, sent, reads=(slot,)), layout)
     staged = replace(schedule.tasks[sent], kind=TaskKind.STAGE_PAGE, lane=Lane.STAGE, deps=(), reads=(), writes=(slot,))
     shifted = tuple(replace(task, deps=tuple(dep + 1 for dep in task.deps)) for task in schedule.tasks)
-    carried = tuple(position + 1 for position in schedule.carried_out)
-    stops = replace(schedule, tasks=(staged, *shifted), carried_out=carried)
+    prefetched = tuple(position + 1 for position in schedule.prefetched_next)
+    stops = replace(schedule, tasks=(staged, *shifted), prefetched_next=prefetched)
     refused(stops, layout, "crosses from its home|brings its page to no ring|not wanted")
 
 
@@ -151,7 +153,7 @@ def test_a_missing_or_repeated_task_is_named(kind: str) -> None:
     layout = LAYOUTS[kind]
     schedule = build(layout)
     for position, task in enumerate(schedule.tasks):
-        if not layout.pages_cross and position in schedule.carried_out[-1:]:
+        if not layout.pages_cross and position in schedule.prefetched_next[-1:]:
             continue  # a pass may carry fewer pages
         refused(without(schedule, position), layout)
         twice = replace(schedule, tasks=(*schedule.tasks, replace(task, deps=(len(schedule.tasks) - 1,))))
@@ -227,15 +229,15 @@ def test_dependencies_point_backwards() -> None:
 def test_what_is_carried_is_checked() -> None:
     layout = LAYOUTS["link"]
     schedule = build(layout)
-    out = schedule.carried_out
+    out = schedule.prefetched_next
     for wrong in ((), out[1:], out[:-1], out[::-1], (*out, 0)):
-        refused(replace(schedule, carried_out=wrong), layout, "carried_out|bytes")
+        refused(replace(schedule, prefetched_next=wrong), layout, "carried_out|bytes")
     for advance in (0, schedule.stream_advance + 1):
         refused(replace(schedule, stream_advance=advance), layout, "advances the stream")
     with pytest.raises(ScheduleError, match="may never come"):
         validate(schedule, layout, replace(shape_of(layout), wraps=False))
     with pytest.raises(ScheduleError):
-        validate(schedule, layout, replace(shape_of(layout), carried=0))
+        validate(schedule, layout, replace(shape_of(layout), prefetched=0))
 
 
 def test_a_page_nobody_wants_is_refused() -> None:

@@ -67,7 +67,7 @@ def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
     return norms(pool, tokens, HIDDEN)(seconds)
 
 
-def acts(pool: Pool) -> Gauge:
+def cost_model(pool: Pool) -> Gauge:
     """Acts per second of a layer that touches next to nothing: calls, small tensors, the waking of threads."""
 
     def read(seconds: float) -> Measurement:

@@ -18,7 +18,7 @@ from moelight.runtime.calibration.timing import Gauge, Measurement, Work, finish
 SMALL_BYTES = 4 * KiB
 
 
-def link_gauges(device: torch.device, size: int, attend: Work) -> dict[str, Gauge]:
+def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Gauge]:
     """bytes/s of transfers of ``size`` bytes by kind, and small ``transfers`` per second.
 
     ``attend`` keeps the CPU busy while ``host_to_device_under_attention`` is read.

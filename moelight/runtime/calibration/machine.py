@@ -22,7 +22,7 @@ from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Pr
 from moelight.runtime.calibration import disk, links, memory, surfaces
 from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.identity import describe
-from moelight.runtime.calibration.layer import acts, elementwise_points
+from moelight.runtime.calibration.layer import cost_model, elementwise_points
 from moelight.runtime.calibration.pool import SHARE_OF_FREE, Pool
 from moelight.runtime.calibration.timing import DISTURBED_CORES, Gauge, Measurement, best_of_rounds, sample
 from moelight.runtime.machine import Machine
@@ -51,9 +51,9 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     busy_elsewhere: float = 0.0
 
-    def read(self, gauges: Gauges, effort: Effort, seconds: float) -> Readings:
-        """Read all of ``gauges``."""
-        readings, busy = best_of_rounds(gauges, quiet_rounds=effort.quiet_rounds, seconds=seconds)
+    def read(self, measurements: Gauges, effort: Effort, seconds: float) -> Readings:
+        """Read all of ``measurements``."""
+        readings, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
         return readings
 
@@ -135,14 +135,14 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     figures: dict[str, Gauge] = {
         "tiers.host.bandwidth": memory.reads(pool),
         "measured.host_copy": memory.copies(pool),
-        _ACTS: acts(pool),
+        _ACTS: cost_model(pool),
     }
     if scratch is not None:
-        figures |= _disk_gauges(scratch, pool, effort)
+        figures |= _measure_disk(scratch, pool, effort)
     points = _points("cpu", pool, effort, effort.rows, effort.large)
-    gauges: Gauges = {key: (gauge, effort.figure_s) for key, gauge in figures.items()}
-    gauges |= {key: (gauge, effort.point_s) for key, gauge in points.items()}
-    readings = found.read(gauges, effort, effort.host_s)
+    measurements: Gauges = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
+    measurements |= {key: (measure_one, effort.point_s) for key, measure_one in points.items()}
+    readings = found.read(measurements, effort, effort.host_s)
     for key in ("tiers.host.bandwidth", "measured.host_copy"):
         found.rate(key, readings[key])
     found.seconds("measured.cpu_task", readings[_ACTS])
@@ -151,7 +151,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     _add_surfaces(found, "cpu", readings)
 
 
-def _disk_gauges(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Gauge]:
+def _measure_disk(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Gauge]:
     work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
     found: dict[str, Gauge] = {
         "measured.disk_cached": disk.cached_reads(scratch),
@@ -192,14 +192,14 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
     figures: dict[str, Gauge] = {
         "tiers.device.bandwidth": memory.reads(pool),
         "launches": links.launches(device),
-        **links.link_gauges(device, min(effort.link_bytes, host.nbytes), attend),
+        **links.measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
     points = _points("gpu", pool, effort, effort.gpu_rows, effort.gpu_large)
-    gauges: Gauges = {key: (gauge, effort.figure_s) for key, gauge in figures.items()}
-    gauges |= {key: (gauge, effort.gpu_point_s) for key, gauge in points.items()}
-    for gauge, _ in gauges.values():
-        gauge(0.0)  # kernels are loaded at their first use
-    readings = found.read(gauges, effort, effort.device_s)
+    measurements: Gauges = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
+    measurements |= {key: (measure_one, effort.gpu_point_s) for key, measure_one in points.items()}
+    for measure_one, _ in measurements.values():
+        measure_one(0.0)  # kernels are loaded at their first use
+    readings = found.read(measurements, effort, effort.device_s)
     found.rate("tiers.device.bandwidth", readings["tiers.device.bandwidth"])
     for key in (f"host{TO}device", f"device{TO}host"):
         found.rate(f"links.{key}.bandwidth", readings[key])

@@ -64,7 +64,7 @@ def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
             experts, tokens = _layer(pool, shape, count)
             if experts >= TOP_K:
                 point = (name, _nbytes(pool, *_page(shape)), _mean_rows(experts, tokens))
-                found[point] = _gauge(pool, partial(mixture_work, pool, shape, experts, tokens))
+                found[point] = _gauge(pool, partial(moe_work, pool, shape, experts, tokens))
     return found
 
 
@@ -98,10 +98,10 @@ def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surfac
 def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
     """One layer after another of as many experts as the pool holds, each with about ``rows``; the flop of one."""
     experts, tokens = _layer(pool, shape, rows)
-    return mixture_work(pool, shape, experts, tokens)
+    return moe_work(pool, shape, experts, tokens)
 
 
-def mixture_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
+def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
     """One layer of ``experts`` after another over ``tokens`` with experts drawn at random; the flop of one."""
     hidden, width = shape
     pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))

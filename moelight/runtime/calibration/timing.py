@@ -61,9 +61,9 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
 
 
 def best_of_rounds(
-    gauges: Mapping[Key, tuple[Gauge, float]], *, quiet_rounds: int, seconds: float
+    measurements: Mapping[Key, tuple[Gauge, float]], *, quiet_rounds: int, seconds: float
 ) -> tuple[dict[Key, Measurement], float]:
-    """The fastest reading of each of ``gauges`` (with the seconds it may take), and how many processors other programs
+    """The fastest reading of each of ``measurements`` (with the seconds it may take), and how many processors other programs
     kept busy in the quietest round.
 
     Rounds go on until ``quiet_rounds`` of them were undisturbed, or ``seconds`` are over. A machine so slow that the
@@ -72,10 +72,10 @@ def best_of_rounds(
     began, found, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
     while quiet < quiet_rounds and (not found or time.perf_counter() - began < seconds):
         others, first_round = Others(), not found
-        for key, (gauge, each_s) in gauges.items():
+        for key, (measure_one, each_s) in measurements.items():
             if found and time.perf_counter() - began > (2 * seconds if first_round else seconds):
                 break
-            reading = gauge(each_s)
+            reading = measure_one(each_s)
             if key not in found or reading.rate > found[key].rate:
                 found[key] = reading
         busy = others.cores()
