@@ -127,7 +127,9 @@ class Card:
     def plan(self, schedule: str, admission: str, cap: int) -> Plan:
         """The best policy of ``schedule`` under ``cap``, with room for the longest answers."""
         args = self.args
-        wishes = PlanConstraints(batch_size=args.batch_size, micro_batch_size=args.micro_batch_size, schedule=schedule)
+        constraints = PlanConstraints(
+            batch_size=args.batch_size, micro_batch_size=args.micro_batch_size, schedule=schedule
+        )
         plan = plan_for(
             str(self.model),
             self.source,
@@ -135,7 +137,7 @@ class Card:
             hw=args.hw,
             host_memory=parse_bytes(args.host_memory, what="--host-memory") if args.host_memory else None,
             device_memory=cap - self.context_bytes,
-            wishes=wishes,
+            constraints=constraints,
             workload=mtbench_workload(args.requests or 5120, max(args.new)),
         )
         return replace(plan, policy=replace(plan.policy, admission=admission))

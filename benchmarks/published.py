@@ -154,7 +154,7 @@ def build(run: Run) -> Schedule:
     batches = (batch,) * run.num_micro_batches
     carries = run.schedule != "flexgen-loop" or run.merged
     carried = len(layout.layer_pages[0]) if carries else 0
-    shape = PassShape(micro_batches=batches, carried=carried, wraps=carries)
+    shape = PassShape(micro_batches=batches, prefetched=carried, wraps=carries)
     return loop(layout, shape, separate=False) if run.merged else SCHEDULES.get(run.schedule)(layout, shape)
 
 

@@ -64,7 +64,7 @@ class Sampled:
         return len(self.batch_size)
 
     def at(self, index: Any) -> Sampled:
-        plain = ("acts", "schedule", "kv_block_size", "look_ahead", "admission", "residents")
+        plain = ("cost_model", "schedule", "kv_block_size", "look_ahead", "admission", "residents")
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self) if f.name not in plain})
 
     def seconds(self, problem: Problem) -> Any:

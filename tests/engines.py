@@ -23,7 +23,7 @@ from moelight.runtime.machine import find_machine
 Tiny = Callable[..., Path]
 
 
-def least_memory(model: Path, device: str, workload: Workload, **wishes: int) -> dict[str, int]:
+def least_memory(model: Path, device: str, workload: Workload, **constraints: int) -> dict[str, int]:
     """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
     source, machine = open_checkpoint(str(model)), find_machine(device)
     budgets: dict[str, int] = {}
@@ -31,7 +31,13 @@ def least_memory(model: Path, device: str, workload: Workload, **wishes: int) ->
         limits = {"host_memory": 1 << 50, "device_memory": None, **budgets, f"{tier}_memory": 1}
         with pytest.raises(BudgetError) as refused:
             plan_for(
-                str(model), source, machine, hw="auto", wishes=PlanConstraints(**wishes), workload=workload, **limits
+                str(model),
+                source,
+                machine,
+                hw="auto",
+                constraints=PlanConstraints(**constraints),
+                workload=workload,
+                **limits,
             )  # type: ignore[arg-type]
         assert refused.value.tier == tier
         budgets[f"{tier}_memory"] = refused.value.needed_bytes

@@ -51,13 +51,13 @@ def small_model(
     )
 
 
-def small_policy(model: ModelProfile, *, discrete: bool, near: int = 0, host: int = 0) -> Policy:
-    """``near`` pages beside the compute unit, ``host`` more in host memory across a link, the others on disk."""
+def small_policy(model: ModelProfile, *, discrete: bool, resident: int = 0, host: int = 0) -> Policy:
+    """``resident`` pages beside the compute unit, ``host`` more in host memory across a link, the others on disk."""
     total = len(pages(model))
     if discrete:
-        shares = Shares(device=near / total, host=host / total, disk=(total - near - host) / total)
+        shares = Shares(device=resident / total, host=host / total, disk=(total - resident - host) / total)
     else:
-        shares = Shares(host=near / total, disk=(total - near) / total)
+        shares = Shares(host=resident / total, disk=(total - resident) / total)
     return Policy(
         model="small",
         batch_size=8,
@@ -74,7 +74,7 @@ def small_layout(
     *,
     experts: int = 4,
     discrete: bool = True,
-    near: int = 0,
+    resident: int = 0,
     host: int = 0,
     in_parts: bool = False,
     **changes: Any,
@@ -82,11 +82,11 @@ def small_layout(
     """The pipeline of such a model and policy; ``changes`` are further fields of the policy.
 
     ``in_parts``: a page crosses in three parts.
-    With ``ffn_device="cpu"`` beside a GPU the experts are near the CPU, so ``near`` pages are in host memory.
+    With ``ffn_device="cpu"`` beside a GPU the experts are near the CPU, so ``resident`` pages are in host memory.
     """
     model = small_model(moe_layers, experts=experts, width=PARTS_OF_4_KIB if in_parts else 12)
     beside = discrete and changes.get("ffn_device", "gpu") != "cpu"
-    policy = replace(small_policy(model, discrete=beside, near=near, host=host), **changes)
+    policy = replace(small_policy(model, discrete=beside, resident=resident, host=host), **changes)
     return layout_of(model, policy, FLOAT32, discrete=discrete, part_bytes=PAGE_ALIGNMENT)
 
 
@@ -103,9 +103,9 @@ def placed(draw: st.DrawFn) -> tuple[ModelProfile, Policy]:
     """A model and a policy that gives each of its pages any home."""
     model = draw(models())
     total, discrete = len(pages(model)), draw(st.booleans())
-    near = draw(st.integers(0, total))
-    host = draw(st.integers(0, total - near)) if discrete else 0
-    return model, small_policy(model, discrete=discrete, near=near, host=host)
+    resident = draw(st.integers(0, total))
+    host = draw(st.integers(0, total - resident)) if discrete else 0
+    return model, small_policy(model, discrete=discrete, resident=resident, host=host)
 
 
 @st.composite
@@ -123,10 +123,10 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
         if misfit(schedule, discrete=discrete, attention=attention, experts=named[ffn]) is None
     ]
     attention, ffn, discrete = draw(st.sampled_from(fitting))
-    near = draw(st.integers(0, total))
-    host = draw(st.integers(0, total - near)) if ffn != "cpu" else 0
+    resident = draw(st.integers(0, total))
+    host = draw(st.integers(0, total - resident)) if ffn != "cpu" else 0
     policy = replace(
-        small_policy(model, discrete=ffn != "cpu", near=near, host=host),
+        small_policy(model, discrete=ffn != "cpu", resident=resident, host=host),
         attention_device=attention,
         ffn_device=ffn,
         cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
@@ -148,7 +148,7 @@ def micro_batches(layout: Layout) -> st.SearchStrategy[tuple[MicroBatchShape, ..
     one = st.builds(
         MicroBatchShape,
         tokens=st.integers(1, 40),
-        fresh=st.booleans() if layout.discrete else st.just(False),
+        prefill_only=st.booleans() if layout.discrete else st.just(False),
         samples=st.booleans(),
         context=st.integers(0, 90) if crosses else st.just(0),
         continues=st.booleans() if crosses else st.just(False),

@@ -39,19 +39,19 @@ class PassState:
 
 
 class VirtualMachine:
-    """Runs passes one after another, as the executor does: carried pages stay on their way between two passes."""
+    """Runs passes one after another, as the executor does: prefetched pages stay on their way between two passes."""
 
     def __init__(self, layout: Layout, random: Random) -> None:
         self._layout, self._random = layout, random
         self._lanes: dict[Lane, deque[Errand]] = {lane: deque() for lane in Lane}
         self._slots: dict[tuple[str, int], Page] = {}
-        self._carried: dict[Page, Errand] = {}
+        self._prefetched: dict[Page, Errand] = {}
         self._position = 0
         self.moved: dict[Lane, int] = {}
 
     @property
-    def carried(self) -> int:
-        return len(self._carried)
+    def prefetched(self) -> int:
+        return len(self._prefetched)
 
     def run(self, schedule: Schedule, shape: PassShape) -> None:
         """One pass in a random order of events; AssertionError where a task finds what it must not."""
@@ -59,13 +59,13 @@ class VirtualMachine:
         for task in schedule.tasks:
             if task.kind is TaskKind.PREFETCHED_PAGE:
                 assert task.page is not None
-                errands.append(self._carried[task.page])
+                errands.append(self._prefetched[task.page])
             else:
                 errand = Errand(task, self._position, [errands[dep] for dep in task.deps], state)
                 self._lanes[task.lane].append(errand)
                 errands.append(errand)
-        self._carried = {schedule.tasks[p].page: errands[p] for p in schedule.carried_out}  # type: ignore[misc]
-        ahead = set(schedule.carried_out)
+        self._prefetched = {schedule.tasks[p].page: errands[p] for p in schedule.prefetched_next}  # type: ignore[misc]
+        ahead = set(schedule.prefetched_next)
         waited_for = [errand for p, errand in enumerate(errands) if p not in ahead]
         while not all(errand.done for errand in waited_for):
             self._step()
@@ -149,7 +149,7 @@ class VirtualMachine:
     def _append(self, task: Task, state: PassState) -> None:
         """Keys and values enter the cache in order, after the context that the device attends over was brought up."""
         layer, j, mine = task.layer, task.micro_batch, state.shape.micro_batches[task.micro_batch]
-        if task.kind is TaskKind.ATTENTION and self._layout.context_crosses and not mine.fresh and mine.context:
+        if task.kind is TaskKind.ATTENTION and self._layout.context_crosses and not mine.prefill_only and mine.context:
             (buffer,) = (each for each in task.reads if each.space == "context")
             assert state.context[buffer] == (layer, j), f"{task.name} finds the context of {state.context[buffer]}"
         on_device = self._layout.attention == "gpu" and not self._layout.context_crosses

@@ -89,7 +89,7 @@ def by_default(routing: Routing, batch: int) -> tuple[float, float]:
             ahead = routing.ahead["before"][tokens, layer]
             likely = np.argsort(-ahead, axis=1)[:, :top_k]
             near.hint(layer + 1, likely, np.take_along_axis(ahead, likely, axis=1))
-            clock.fetch_ahead(near.guess(layer + 1).tolist(), routed)
+            clock.fetch_ahead(near.prediction(layer + 1).tolist(), routed)
     return clock.now, near.residency.cache.stats.hit_rate
 
 

@@ -83,7 +83,7 @@ def _engine(task: Task) -> Engine:
         hw="auto",
         host_memory=None if memory is None else parse_bytes(str(memory)),
         device_memory=None,
-        wishes=PlanConstraints(batch_size=options.get("batch_size")),
+        constraints=PlanConstraints(batch_size=options.get("batch_size")),
         workload=workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}

@@ -33,9 +33,13 @@ COMMANDS = {
         says="Serve OpenAI's Files and Batches on this machine, or watch a folder.",
     ),
     "optimize": CommandEntry(
-        module="optimize", attribute="optimize", says="Find the fastest policy that fits the memory, and say why."
+        module="optimize",
+        attribute="optimize_command",
+        says="Find the fastest policy that fits the memory, and say why.",
     ),
-    "simulate": CommandEntry(module="simulate", attribute="simulate", says="Run a policy's passes on a virtual clock."),
+    "simulate": CommandEntry(
+        module="simulate", attribute="simulate_command", says="Run a policy's passes on a virtual clock."
+    ),
     "roofline": CommandEntry(
         module="roofline", attribute="roofline", says="Show roofs, turning points, and what binds a policy."
     ),

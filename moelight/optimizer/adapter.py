@@ -182,7 +182,7 @@ class Adapter:
         """The best policy within a few changes in one respect each, and its gain."""
         best, gain = now, 0.0
         for _ in range(_STEPS):
-            near = self.allocation.near(best, most_running=rest.most_running)
+            near = self.allocation.neighbours(best, most_running=rest.most_running)
             near = [row for row in near if row == now or _direction(now, row) not in self._refused]
             seconds = self._token_s([now, *near], rest)
             at = int(np.argmin(seconds[1:]))

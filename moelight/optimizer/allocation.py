@@ -108,7 +108,7 @@ class Allocation:
         if same != self.policy or not bool(self.holds(policy)):
             raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
 
-    def near(self, values: Values, *, most_running: int) -> list[Values]:
+    def neighbours(self, values: Values, *, most_running: int) -> list[Values]:
         """Policies that differ from the one of ``values`` in one respect each, and fit; it comes first."""
         found = {values: None}
         for each in self._lines(values, most_running):

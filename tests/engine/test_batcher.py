@@ -135,8 +135,8 @@ class Run:
             generated = [piece.decodes for piece in load.pieces]
             assert generated == sorted(generated, reverse=True), "generated tokens come first"
             assert all(piece.count == 1 for piece in load.pieces if piece.decodes)
-            assert load.fresh == (self.discrete and all(piece.start == 0 for piece in load.pieces))
-            if policy.attention_device == "gpu" and not load.fresh:
+            assert load.prefill_only == (self.discrete and all(piece.start == 0 for piece in load.pieces))
+            if policy.attention_device == "gpu" and not load.prefill_only:
                 assert sum(self.seen(piece) for piece in load.pieces) <= kv_buffer_tokens(policy)
 
     def seen(self, piece: SequenceChunk) -> int:
@@ -307,10 +307,11 @@ def test_beside_a_link_fresh_prompts_have_micro_batches_of_their_own() -> None:
     """They attend on the device; whoever needs the cache attends on the host."""
     batcher = small(discrete=True)
     batcher.add([generation(0, 2, 5), generation(1, 3, 5)])
-    assert all(load.fresh for load in launch(batcher))
+    assert all(load.prefill_only for load in launch(batcher))
     batcher.add([generation(2, 12, 5), generation(3, 1, 5)])
     kinds = [
-        (load.fresh, sorted(piece.generation.request.index for piece in load.pieces)) for load in batcher.next_pass()
+        (load.prefill_only, sorted(piece.generation.request.index for piece in load.pieces))
+        for load in batcher.next_pass()
     ]
     assert kinds == [(True, [2]), (True, [3]), (False, [0, 1, 2])]
 

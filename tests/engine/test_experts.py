@@ -116,7 +116,7 @@ def opened(policy: Policy, asked: ExpertPolicy, *, lanes: str = "inline", **opti
 
 def held(engine: Engine) -> int:
     assert engine._experts is not None
-    return len(engine._experts.near.residency.cache._leases)
+    return len(engine._experts.residency.residency.cache._leases)
 
 
 @pytest.mark.parametrize("eviction", [*((each,) for each in EVICTIONS), FALLBACK, ("slru", "score")], ids="|".join)
@@ -125,9 +125,9 @@ def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
     model = tiny("mixtral", **MODELS["mixtral"])
     asked = experts(cache={"eviction": eviction, "freq_threshold": 0.0})
     with opened(here(model), asked) as engine:
-        before = engine._experts.near.pages()  # type: ignore[union-attr]
+        before = engine._experts.resident.pages()  # type: ignore[union-attr]
         assert tokens_of(engine) == truth(model)
-        assert engine._experts.near.pages() != before  # type: ignore[union-attr]
+        assert engine._experts.resident.pages() != before  # type: ignore[union-attr]
         assert held(engine) <= 8
         found = engine.expert_stats
     assert found is not None
@@ -284,7 +284,7 @@ def test_a_policy_has_the_room_that_its_cache_has(
     """Under ``per_layer`` a capacity is each layer's, unless a budget is named."""
     model = small_model((True, False, True, True), experts=8)
     asked = ExpertPolicy(name="mine", cache=CacheRules(capacity=capacity), per_layer=per_layer)
-    found = with_room(small_policy(model, discrete=False, near=1), asked, model, FLOAT32)
+    found = with_room(small_policy(model, discrete=False, resident=1), asked, model, FLOAT32)
     assert found.weights.host == pytest.approx(share)
     assert len(place(model, found).resident) == round(24 * share)
 
@@ -304,13 +304,13 @@ def test_a_profile_changes_who_is_near_first_and_no_token(traced: tuple[Path, Pa
     counts = json.loads(saved.read_text())
     assert counts
     with opened(here(model), experts(strategy="affinity"), profile=saved) as engine:
-        first = engine._experts.near.pages()  # type: ignore[union-attr]
+        first = engine._experts.resident.pages()  # type: ignore[union-attr]
         assert tokens_of(engine) == truth(model)
     with opened(here(model), experts(strategy="affinity")) as engine:
-        assert engine._experts.near.pages() != first  # type: ignore[union-attr]
+        assert engine._experts.resident.pages() != first  # type: ignore[union-attr]
     in_policy = experts(cache={"profile": str(saved)})
     with opened(here(model), in_policy) as engine:
-        assert engine._experts.near.pages() == first  # type: ignore[union-attr]
+        assert engine._experts.resident.pages() == first  # type: ignore[union-attr]
 
 
 def test_a_profile_of_another_model_is_refused(traced: tuple[Path, Path], tiny: Tiny) -> None:
@@ -329,7 +329,7 @@ def test_stats_count_every_choice_and_say_which_layers_had_none(tiny: Tiny, lear
         assert [each["layer"] for each in before["layers"]] == [1, 3]
         assert all(each["accesses"] == 0 and each["hit_rate"] is None for each in before["layers"])
         assert tokens_of(engine) == truth(model)
-        after, counted = engine.expert_stats, engine._experts.near.profile()  # type: ignore[union-attr]
+        after, counted = engine.expert_stats, engine._experts.resident.profile()  # type: ignore[union-attr]
         assert engine.policy.residents == ("learned" if learn else "static")
     assert after is not None
     json.dumps(after)
@@ -343,7 +343,7 @@ def test_a_routing_trace_has_every_choice_and_changes_no_token(tiny: Tiny, devic
     model, path = tiny("qwen3_moe", **MODELS["qwen3_moe"]), tmp_path / "trace.jsonl"
     with opened(here(model, devices), experts(), record=True, trace=path) as engine:
         assert tokens_of(engine) == truth(model)
-        counts = engine._experts.near.profile().counts  # type: ignore[union-attr]
+        counts = engine._experts.resident.profile().counts  # type: ignore[union-attr]
     found = {1: [0] * 8, 3: [0] * 8}
     for row in read_rows(path):
         for expert in row.ids.tolist():

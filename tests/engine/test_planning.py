@@ -25,8 +25,8 @@ def resolved(policy: Policy, *, wanted: bool = False, model: ModelProfile = MODE
     return resolve_residents(policy, model, FLOAT32, limits, wanted=wanted)
 
 
-def here(near: int, **changes: object) -> Policy:
-    return replace(small_policy(MODEL, discrete=False, near=near), **changes)  # type: ignore[arg-type]
+def here(resident: int, **changes: object) -> Policy:
+    return replace(small_policy(MODEL, discrete=False, resident=resident), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
 
 
 def test_copies_of_what_is_near_a_device_need_room_in_host_memory() -> None:
-    policy = small_policy(MODEL, discrete=True, near=6, host=10)
+    policy = small_policy(MODEL, discrete=True, resident=6, host=10)
     need = footprint(MODEL, replace(policy, residents="learned"), dtype=FLOAT32, kv_dtype=FLOAT32).total("host")
     assert resolved(policy, host=need)[0].residents == "learned"
     found, said = resolved(policy, host=need - 1)
@@ -63,7 +63,7 @@ def test_copies_of_what_is_near_a_device_need_room_in_host_memory() -> None:
 
 @examples(100)
 @given(
-    near=st.integers(0, 16),
+    resident=st.integers(0, 16),
     host=st.integers(0, 16),
     discrete=st.booleans(),
     schedule=st.sampled_from(SCHEDULES.names()),
@@ -71,10 +71,10 @@ def test_copies_of_what_is_near_a_device_need_room_in_host_memory() -> None:
     n=st.sampled_from([1, 8]),
 )
 def test_it_takes_no_more_memory_than_was_planned(
-    near: int, host: int, discrete: bool, schedule: str, wanted: bool, n: int
+    resident: int, host: int, discrete: bool, schedule: str, wanted: bool, n: int
 ) -> None:
     """Beside the experts in any case; elsewhere within the limits, which here are what the plan takes."""
-    policy = small_policy(MODEL, discrete=discrete, near=near, host=min(host, 16 - near))
+    policy = small_policy(MODEL, discrete=discrete, resident=resident, host=min(host, 16 - resident))
     policy = replace(policy, schedule=schedule, batch_size=n, micro_batch_size=min(4, n))
     before = footprint(MODEL, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
     found, _ = resolved(policy, wanted=wanted, host=before.total("host"), device=before.total("device"))
@@ -85,7 +85,7 @@ def test_it_takes_no_more_memory_than_was_planned(
     if found.residents == "learned":
         placement = place(MODEL, found)
         assert schedule in ROUTED_ORDERS
-        assert 0 < len(placement.resident) <= near
+        assert 0 < len(placement.resident) <= resident
         assert ring_slots(placement) >= 8
     else:
         assert found.weights == policy.weights

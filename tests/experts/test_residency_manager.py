@@ -94,7 +94,7 @@ def test_a_profile_says_who_is_near_first() -> None:
 def test_guesses_and_hints_name_layers_of_the_model() -> None:
     """Routers that chose as clearly before and were right are believed; who is near already is not fetched."""
     found = near(prefetch=PrefetchRules(strategy="next_router", budget=2))
-    assert (found.ahead, found.foresees) == (True, True)
+    assert (found.ahead, found.predicts_experts) == (True, True)
     weights = np.array([[0.8, 0.2]])
     for _ in range(7):
         found.hint(4, np.array([[0, 1]]), weights)

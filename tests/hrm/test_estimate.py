@@ -56,14 +56,14 @@ SETTINGS = [
 def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> None:
     """Halfway between two homes each term is halfway: what the integer programme relies on."""
     cost_model, kind = cost_model_of(MIXTRAL, given_policy, T4), decode_pass(WORK, 512)
-    near, far = (
+    resident, far = (
         PlacementCounts(from_host=10.0, from_disk=3.0, computed=5.0, device_kv=0.1),
         PlacementCounts(from_host=90.0, from_disk=41.0, computed=61.0, device_kv=0.9),
     )
     middle = PlacementCounts(from_host=50.0, from_disk=22.0, computed=33.0, device_kv=0.5)
     terms = [
         np.array([float(t) for t in ORDERS[order](cost_of(cost_model, WORK, kind, h, given_policy, order))])
-        for h in (near, middle, far)
+        for h in (resident, middle, far)
     ]
     assert terms[1] == pytest.approx((terms[0] + terms[2]) / 2, rel=1e-9)
 
@@ -77,9 +77,9 @@ def test_the_links_carry_the_schedules_own_bytes(given_policy: Policy) -> None:
     context = round(64 * (WORK.prompt_len + WORK.gen_len / 2)) if layout.context_crosses else 0
     there = {"device_tokens": layout.device_tokens(64), "device_context": layout.device_tokens(context)}
     batches = (MicroBatchShape(tokens=64, context=context, **there),) * 8
-    schedule = SCHEDULES.get("cgopipe")(layout, PassShape(micro_batches=batches, wraps=True, carried=0))
+    schedule = SCHEDULES.get("cgopipe")(layout, PassShape(micro_batches=batches, wraps=True, prefetched=0))
     again = SCHEDULES.get("cgopipe")(
-        layout, PassShape(micro_batches=batches, wraps=True, carried=len(schedule.carried_out))
+        layout, PassShape(micro_batches=batches, wraps=True, prefetched=len(schedule.prefetched_next))
     )
     crossed = again.lane_bytes()
     rates = {Lane.H2D: speeds.h2d, Lane.STAGE: speeds.stage, Lane.DISK: speeds.disk, Lane.D2H: speeds.d2h}

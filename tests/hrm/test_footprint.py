@@ -57,9 +57,9 @@ def test_a_page_that_stays_trades_its_ring_slots_for_a_home(discrete: bool) -> N
     """With everything resident there is no ring, and one page away from that there are two slots of it."""
     model = small_model((True, True, True), experts=4)
     slot = costs.page_slot_bytes(model, FLOAT32)
-    sizes = [of(model, small_policy(model, discrete=discrete, near=near)) for near in range(13)]
+    sizes = [of(model, small_policy(model, discrete=discrete, resident=resident)) for resident in range(13)]
     rings = [taken.bytes_of("ring") // slot for taken in sizes]
-    assert rings == [2 * -(-(12 - near) // 3) for near in range(13)]
+    assert rings == [2 * -(-(12 - resident) // 3) for resident in range(13)]
     assert [taken.bytes_of("experts") // slot for taken in sizes] == list(range(13))
 
 

@@ -83,7 +83,7 @@ def test_halves_of_an_odd_number_of_pages(experts: int) -> None:
 
 def test_the_first_experts_of_every_layer_stay() -> None:
     model = small_model((True, False, True), experts=3)
-    placement = place(model, small_policy(model, discrete=True, near=3, host=2))
+    placement = place(model, small_policy(model, discrete=True, resident=3, host=2))
     placed = {(page.layer, page.expert): home for page, home in placement.tiers.items()}
     assert placed == {
         (0, 0): "device",
@@ -109,14 +109,14 @@ def test_others_that_are_near_change_places_with_those_that_were(
     model, policy = case
     learned = replace(policy, residents="learned")
     before = place(model, learned)
-    near = drawn_near(before, data.draw(st.permutations(range(len(before.tiers)))))
-    after = moved(before, near)
-    assert set(after.resident) == near
+    resident = drawn_near(before, data.draw(st.permutations(range(len(before.tiers)))))
+    after = moved(before, resident)
+    assert set(after.resident) == resident
     assert list(after.tiers) == list(before.tiers)
     assert sorted((*after.resident, *after.streamed, *after.computed)) == list(after.tiers)
-    assert after.computed == tuple(page for page in before.computed if page not in near)
+    assert after.computed == tuple(page for page in before.computed if page not in resident)
     for page, home in after.tiers.items():
-        if page not in near:
+        if page not in resident:
             was = before.tiers[page]
             assert home == (was if was != before.fast_tier else "host" if before.host_copies else "disk")
             assert home != "host" or page in offloaded_pages(before)  # it has bytes there
@@ -145,7 +145,7 @@ def test_the_ring_and_pinned_memory_hold_any_layer_of_any_residents(
 def test_copies_are_kept_of_what_is_near_a_device_where_others_are_in_host_memory() -> None:
     model = small_model((True, True), experts=4)
     for host, copies in ((3, True), (0, False)):
-        policy = replace(small_policy(model, discrete=True, near=2, host=host), residents="learned")
+        policy = replace(small_policy(model, discrete=True, resident=2, host=host), residents="learned")
         placement = place(model, policy)
         assert placement.host_copies == copies
         assert set(offloaded_pages(placement)) == {*placement.on("host"), *(placement.resident if copies else ())}
@@ -172,7 +172,7 @@ def test_a_share_near_leaves_the_others_where_they_stream_from(case: tuple[Model
 
 def test_the_table_of_places_counts_residents_in_order() -> None:
     model = small_model((True, False, True), experts=3)
-    placement = place(model, small_policy(model, discrete=False, near=4))
+    placement = place(model, small_policy(model, discrete=False, resident=4))
     table = slot_table(placement, model)
     assert (table[1] == -1).all()
     assert [int(table[page.layer, page.expert]) for page in placement.resident] == [0, 1, 2, 3]

@@ -92,11 +92,11 @@ def test_static_weights_raise_the_intensity_at_the_farther_level() -> None:
 
 
 @examples(80)
-@given(near=st.floats(0.01, 1e5), far=st.floats(0.01, 1e5))
-def test_the_least_roof_is_attained(near: float, far: float) -> None:
-    roofs = (compute_roof(GPU), memory_roof(GPU, near), link_roof(16e9, far))
-    assert attainable_from(GPU, 16e9, near, far) == min(roofs)
-    assert attainable(GPU, near) == min(roofs[:2])
+@given(resident=st.floats(0.01, 1e5), far=st.floats(0.01, 1e5))
+def test_the_least_roof_is_attained(resident: float, far: float) -> None:
+    roofs = (compute_roof(GPU), memory_roof(GPU, resident), link_roof(16e9, far))
+    assert attainable_from(GPU, 16e9, resident, far) == min(roofs)
+    assert attainable(GPU, resident) == min(roofs[:2])
 
 
 @examples(80)

@@ -62,10 +62,10 @@ def test_all_experts_at_once_wait_for_the_last_page() -> None:
     assert float(pass_s("module", cost)) == pytest.approx(float(cost.lanes["cpu"] + cost.lanes["disk"]))
 
 
-@pytest.mark.parametrize("near", [0.25, 0.5, 0.75])
-def test_the_virtual_clock_lets_them_run_too(near: float) -> None:
+@pytest.mark.parametrize("resident", [0.25, 0.5, 0.75])
+def test_the_virtual_clock_lets_them_run_too(resident: float) -> None:
     """Within the sum of the steps of each layer that no lane can share."""
-    stage = SimulationSetup(policy(weights=Shares(host=near, disk=1.0 - near)), MIXTRAL, MACHINE, WORK)
+    stage = SimulationSetup(policy(weights=Shares(host=resident, disk=1.0 - resident)), MIXTRAL, MACHINE, WORK)
     assert stage.simulated_run("cgopipe").steady.seconds == pytest.approx(stage.estimate.pass_s, rel=0.05)
 
 

@@ -43,7 +43,7 @@ def open_store(
     store = PageStore(
         arenas,
         slot_table(placement, model),
-        near=placement.fast_tier,
+        fast_tier=placement.fast_tier,
         far=offloaded_pages(placement) if placement.fast_tier == "device" else (),
         parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
         slot_bytes=costs.page_slot_bytes(model, FLOAT32),
@@ -115,7 +115,7 @@ def test_a_part_of_a_page_at_home_is_found_where_the_page_has_it() -> None:
 @pytest.mark.parametrize("discrete", [True, False])
 def test_slots_are_pages_long_and_named_relative_to_the_position(discrete: bool) -> None:
     model = small_model((True, True), experts=3)
-    store, _, arenas = open_store(model, small_policy(model, discrete=discrete, near=2))
+    store, _, arenas = open_store(model, small_policy(model, discrete=discrete, resident=2))
     spaces = {"ring": "ring", "pinned": "pinned_ring"} if discrete else {"ring": "ring"}
     stride = costs.page_slot_bytes(model, FLOAT32)
     for space, purpose in spaces.items():
@@ -129,7 +129,7 @@ def test_slots_are_pages_long_and_named_relative_to_the_position(discrete: bool)
 
 def test_equal_phases_find_the_same_pages_in_the_same_slots() -> None:
     model = small_model((True, True, True), experts=3)
-    store, _, _ = open_store(model, small_policy(model, discrete=True, near=2))
+    store, _, _ = open_store(model, small_policy(model, discrete=True, resident=2))
     positions = range(0, 70, 7)
     by_phase: dict[int, list[int]] = {}
     for position in positions:
@@ -140,7 +140,7 @@ def test_equal_phases_find_the_same_pages_in_the_same_slots() -> None:
 
 def test_nothing_streams_where_everything_stays() -> None:
     model = small_model()
-    store, placement, arenas = open_store(model, small_policy(model, discrete=False, near=8))
+    store, placement, arenas = open_store(model, small_policy(model, discrete=False, resident=8))
     assert arenas["ring"].numel() == 0
     assert store.phase(12345) == 0
     assert not placement.streamed
@@ -149,7 +149,7 @@ def test_nothing_streams_where_everything_stays() -> None:
 def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
     """Files are read into host memory; what lives on another device is copied there."""
     model = small_model()
-    policy = small_policy(model, discrete=True, near=5, host=3)
+    policy = small_policy(model, discrete=True, resident=5, host=3)
     placement = place(model, policy)
     size, slot = costs.page_bytes(model, FLOAT32), costs.page_slot_bytes(model, FLOAT32)
     arenas = {
@@ -161,7 +161,7 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
     store = PageStore(
         arenas,
         slot_table(placement, model),
-        near="device",
+        fast_tier="device",
         far=offloaded_pages(placement),
         parts=[range(size)],
         slot_bytes=slot,
@@ -194,20 +194,22 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     of any sizes."""
     model, policy = case
     store, before = learned_store(model, policy)
-    experts, near = model.experts.num_experts, set(before.resident)
+    experts, resident = model.experts.num_experts, set(before.resident)
     for _ in range(data.draw(st.integers(0, 6)) if before.streamed else 0):
-        far = [page for page in before.tiers if page not in near]
-        gone, come = (data.draw(st.sampled_from(each)) for each in (sorted(near), far)) if near else (None, None)
+        far = [page for page in before.tiers if page not in resident]
+        gone, come = (
+            (data.draw(st.sampled_from(each)) for each in (sorted(resident), far)) if resident else (None, None)
+        )
         if gone is None:
             break
         slot, ring = int(store.table[gone.layer, gone.expert]), data.draw(st.integers(0, len(store.ring_pages) - 1))
         fill(come, store.ring_pages[ring])
         store.swap(slot, ring)
         store.table[come.layer, come.expert], store.table[gone.layer, gone.expert] = slot, -1
-        near = near - {gone} | {come}
+        resident = resident - {gone} | {come}
         assert store.ring_pages[ring].view(torch.float32).eq(mark(gone)).all()
         assert store.ring_views[ring][0][0, 0] == mark(gone)
-    after = moved(before, near)
+    after = moved(before, resident)
     store.follow(after.streamed, after.computed)
     position = data.draw(st.integers(0, 9)) * len(after.streamed)
     for k, page in enumerate(after.streamed):
@@ -227,9 +229,9 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
 
 def test_exchanged_pages_take_their_parts_along() -> None:
     model = small_model((True, True), experts=3, width=PARTS_OF_4_KIB)
-    store, _, _ = open_store(model, small_policy(model, discrete=True, near=2, host=4), part_bytes=4096)
-    near, ring = store.resident_pages[1], store.ring_pages[2]
+    store, _, _ = open_store(model, small_policy(model, discrete=True, resident=2, host=4), part_bytes=4096)
+    resident, ring = store.resident_pages[1], store.ring_pages[2]
     store.swap(1, 2)
-    assert (store.resident_pages[1], store.ring_pages[2]) == (ring, near)
-    starts = [store.slot(Buffer(space="ring", index=6 + part), 0).data_ptr() - near.data_ptr() for part in range(3)]
+    assert (store.resident_pages[1], store.ring_pages[2]) == (ring, resident)
+    starts = [store.slot(Buffer(space="ring", index=6 + part), 0).data_ptr() - resident.data_ptr() for part in range(3)]
     assert starts == [0, 4096, 8192]

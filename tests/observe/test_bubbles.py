@@ -121,15 +121,17 @@ def test_a_page_may_wait_for_room(waiting: TaskKind, last: TaskKind, cause: str)
 def runs(draw: st.DrawFn) -> list[Timeline]:
     """Passes of any order of work on the virtual clock, its pages carried, its tasks of random length, the host slow
     now and then."""
-    layout = small_layout((True, True, True), experts=3, near=1, host=4)
+    layout = small_layout((True, True, True), experts=3, resident=1, host=4)
     builder = draw(st.sampled_from(["cgopipe", "serial", "fastdecode", "flexgen-c", "module"]))
     batches = (MicroBatchShape(tokens=4),) * draw(st.integers(1, 3))
     costs = draw(st.lists(st.integers(0, 9), min_size=len(TaskKind), max_size=len(TaskKind)))
     weight = dict(zip(TaskKind, costs, strict=True))
     steps, carried = [], 0
     for _ in range(draw(st.integers(1, 4))):
-        built: Schedule = SCHEDULES.get(builder)(layout, PassShape(micro_batches=batches, carried=carried, wraps=True))
-        carried = len(built.carried_out)
+        built: Schedule = SCHEDULES.get(builder)(
+            layout, PassShape(micro_batches=batches, prefetched=carried, wraps=True)
+        )
+        carried = len(built.prefetched_next)
         steps.append((built, lambda task: TaskCost(seconds=weight[task.kind] / 8)))
     return list(simulate_passes(steps, launcher=draw(st.booleans())))
 

@@ -83,12 +83,12 @@ def test_the_rest_of_the_binding_lane_by_cause(tmp_path: Path) -> None:
 
 
 def test_the_causes_of_a_simulated_run_survive_the_file(tmp_path: Path) -> None:
-    layout, costs = small_layout((True, True, True), experts=3, near=1, host=4), {TaskKind.SEND_PAGE: 1.0}
+    layout, costs = small_layout((True, True, True), experts=3, resident=1, host=4), {TaskKind.SEND_PAGE: 1.0}
     steps, carried = [], 0
     for _ in range(3):
-        shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 2, carried=carried, wraps=True)
+        shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 2, prefetched=carried, wraps=True)
         built = SCHEDULES.get("cgopipe")(layout, shape)
-        carried = len(built.carried_out)
+        carried = len(built.prefetched_next)
         steps.append((built, lambda task: TaskCost(seconds=costs.get(task.kind, 0.375))))
     timelines = simulate_passes(steps, launcher=True)
     direct = Bubbles()

@@ -62,7 +62,7 @@ class Played:
             parts = [_priced(load) for load in loads]
             shape = PassShape(
                 micro_batches=tuple(
-                    MicroBatchShape(tokens=load.tokens, fresh=load.fresh, samples=True) for load in loads
+                    MicroBatchShape(tokens=load.tokens, prefill_only=load.prefill_only, samples=True) for load in loads
                 ),
                 prefetched=prefetched,
                 wraps=True,
@@ -76,9 +76,9 @@ class Played:
             self.seconds += took
             busy = {str(lane): seconds * self._noisy(random) for lane, seconds in timeline.busy_s().items()}
             batcher.launched(loads)
-            fresh = sum(piece.completes for load in loads for piece in load.pieces)
+            prefill_only = sum(piece.completes for load in loads for piece in load.pieces)
             self.ends_s.append(self.seconds)
-            self.tokens.append(fresh)
+            self.tokens.append(prefill_only)
             if self.adapter is not None:
                 self._adapt(self.adapter, batcher, pool, number, loads, took, busy)
         return self

@@ -177,11 +177,11 @@ def test_candidates_need_no_more_memory_in_any_region(
         ffn_device=devices[1],
     )
     allocation = Allocation(MIXTRAL, policy, BFLOAT16)
-    near = allocation.near(values_of(policy), most_running=running)
-    assert near[0] == values_of(policy)
-    assert len(set(near)) == len(near)
+    resident = allocation.neighbours(values_of(policy), most_running=running)
+    assert resident[0] == values_of(policy)
+    assert len(set(resident)) == len(resident)
     allotted = _regions(policy)
-    for values in near:
+    for values in resident:
         other = with_values(policy, values)
         allocation.check(other)
         for purpose, size in _regions(other).items():

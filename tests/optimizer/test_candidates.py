@@ -93,9 +93,9 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
     for setting in variants(problem):
         look = first_look(problem, setting)
         one = look.at(len(look.wanted.computed) // 2)
-        near = around(problem, one, step=0.0)
+        resident = around(problem, one, step=0.0)
         n, mu = int(one.cells.batch_size), int(one.cells.micro_batch_size)
-        found = set(zip(near.cells.batch_size.tolist(), near.cells.micro_batch_size.tolist(), strict=True))
+        found = set(zip(resident.cells.batch_size.tolist(), resident.cells.micro_batch_size.tolist(), strict=True))
         b = -(-n // mu)
         for other in (n - 1, n, n + 1):
             if 1 <= other <= 100:
@@ -106,8 +106,8 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         waves = -(-100 // n)
         for more in (waves - 1, waves + 1):
             if more >= 1:
-                assert -(-100 // more) in near.cells.batch_size
+                assert -(-100 // more) in resident.cells.batch_size
         if setting.ffn_device == "split":
             pages = int(one.wanted.computed)
             resident_pages = {pages - 1, pages, pages + 1} & set(range(problem.pages + 1))
-            assert resident_pages <= set(near.wanted.computed.astype(int).tolist())
+            assert resident_pages <= set(resident.wanted.computed.astype(int).tolist())

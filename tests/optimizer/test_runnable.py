@@ -147,7 +147,7 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
             hw=hw,
             host_memory=2 << 30,
             device_memory=1 << 30,
-            wishes=PlanConstraints(),
+            constraints=PlanConstraints(),
             workload=WORK,
         )
         assert plan.runs and plan.policy.gpus == 1

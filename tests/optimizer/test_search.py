@@ -145,9 +145,9 @@ def test_eight_cards_that_hold_all_experts_are_planned_as_fast_as_any_order_is()
 def test_samples_are_policies_that_fit_and_are_priced_as_such(names: tuple[str, str, str]) -> None:
     """The arrays say of each what the footprint and the estimate of one policy say."""
     problem, rng = problem_of(*names), np.random.default_rng(1)
-    near = Policy(model="m", batch_size=512, micro_batch_size=64, kv_tokens=1)
+    resident = Policy(model="m", batch_size=512, micro_batch_size=64, kv_tokens=1)
     for cost_model, schedule in every_setting(problem):
-        for around in (None, near):
+        for around in (None, resident):
             some = drawn(problem, rng, 200, cost_model, schedule, around)
             seconds = some.seconds(problem) if len(some) else ()
             for index in range(min(3, len(some))):

@@ -19,8 +19,8 @@ from moelight.scheduler.layout import MicroBatchShape, PassShape
 from tests.shapes import small_layout
 
 PATIENCE_S = 10.0
-LAYOUT = small_layout((True, True, True), experts=3, near=1, host=4)
-DEVICE_ATTENDS = small_layout((True, True, True), experts=3, near=1, host=4, attention_device="gpu")
+LAYOUT = small_layout((True, True, True), experts=3, resident=1, host=4)
+DEVICE_ATTENDS = small_layout((True, True, True), experts=3, resident=1, host=4, attention_device="gpu")
 MIXED = (MicroBatchShape(tokens=4), MicroBatchShape(tokens=3, prefill_only=True), MicroBatchShape(tokens=1))
 
 
@@ -98,7 +98,7 @@ def test_carried_pages_are_fetched_once_and_counted_where_they_are_used(executor
         assert {task.page for task in sends} == set(LAYOUT.streamed), f"pass {number}"
     assert sent == [len(LAYOUT.streamed)] * 3
     assert performed.count("send_page(0:e1)") == 3
-    assert not any(name.startswith("carried") for name in performed)
+    assert not any(name.startswith("prefetched") for name in performed)
 
 
 def test_every_span_says_what_it_waited_for_last(executor: Executor) -> None:

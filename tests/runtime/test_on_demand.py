@@ -64,22 +64,22 @@ class World:
     """A pager over ``ring`` pages of ring, a disk that counts, and guesses that are dictated."""
 
     ring: int = EXPERTS
-    near: int = NEAR
+    fast_tier: int = NEAR
     reads: list[Read] = field(default_factory=list)
     prediction: list[int] = field(default_factory=list)
     torn: set[Page] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         facts = ModelFacts(moe_layers=(True,) * LAYERS, num_experts=EXPERTS, top_k=1, page_bytes=SIZE, facts={})
-        policy = ExpertPolicy(name="mine", cache=CacheRules(capacity=Capacity(value=self.near)))
+        policy = ExpertPolicy(name="mine", cache=CacheRules(capacity=Capacity(value=self.fast_tier)))
         self.experts = ResidencyManager(
-            policy, facts, resident=EVERYONE[:: -(-len(EVERYONE) // self.near)][: self.near]
+            policy, facts, resident=EVERYONE[:: -(-len(EVERYONE) // self.fast_tier)][: self.fast_tier]
         )
-        arenas = {"experts": self.near, "ring": self.ring}
+        arenas = {"experts": self.fast_tier, "ring": self.ring}
         self.store = PageStore(
             {name: torch.zeros(count * SIZE, dtype=torch.uint8) for name, count in arenas.items()},
             self.experts.table,
-            near="host",
+            fast_tier="host",
             far=(),
             parts=[range(SIZE)],
             slot_bytes=SIZE,
@@ -145,8 +145,8 @@ def test_only_what_is_missing_is_read_and_once() -> None:
     world = World()
     small = world.begin(left={})
     one, other = far(world, 0)[:2]
-    near = next(iter(set(range(EXPERTS)) - set(far(world, 0))))
-    outcome = world.choose(small, 0, one, near, one, other)
+    fast_tier = next(iter(set(range(EXPERTS)) - set(far(world, 0))))
+    outcome = world.choose(small, 0, one, fast_tier, one, other)
     assert (outcome.bytes, len(world.reads)) == (2 * SIZE, 2)
     assert small.choice(0) is small.choice(0)
     assert world.choose(world.begin(), 0, one, other) is SKIPPED
@@ -250,13 +250,13 @@ def test_a_pass_may_begin_while_the_one_before_chooses() -> None:
 def _no_place_is_lost(world: World) -> None:
     pager = world.pager
     used = [
-        *pager.spare._pages,
+        *pager.free_slots._pages,
         *(ring for ring, _ in pager._passing),
         *(prediction.ring for prediction in pager.predictions),
     ]
     assert sorted((*used, *pager.prefetched.values())) == list(range(world.ring))
     memory = [page.data_ptr() for page in (*world.store.resident_pages, *world.store.ring_pages)]
-    assert len(set(memory)) == len(memory) == world.near + world.ring
+    assert len(set(memory)) == len(memory) == world.fast_tier + world.ring
 
 
 @st.composite
@@ -267,12 +267,12 @@ def steps(draw: st.DrawFn) -> list[tuple[str, int, list[int]]]:
 
 
 @examples(120)
-@given(plan=steps(), ring=st.integers(EXPERTS, 2 * EXPERTS + 1), near=st.integers(1, 9), data=st.data())
+@given(plan=steps(), ring=st.integers(EXPERTS, 2 * EXPERTS + 1), fast_tier=st.integers(1, 9), data=st.data())
 def test_whatever_is_chosen_every_expert_finds_its_page(
-    plan: list[tuple[str, int, list[int]]], ring: int, near: int, data: st.DataObject
+    plan: list[tuple[str, int, list[int]]], ring: int, fast_tier: int, data: st.DataObject
 ) -> None:
     """Guesses right, wrong and torn, passes of whole layers between; no page of the ring is ever two pages' place."""
-    world, left = World(ring=ring, near=near), dict[Page, int]()
+    world, left = World(ring=ring, fast_tier=fast_tier), dict[Page, int]()
     some = st.lists(st.integers(0, EXPERTS - 1), max_size=EXPERTS, unique=True)
     prefetched = dict[Page, int]()
     after_whole = True

@@ -88,7 +88,7 @@ def test_nothing_is_overwritten_while_an_earlier_pass_needs_it(schedule: str, da
 
 def test_a_pass_is_launched_while_the_one_before_is_at_work() -> None:
     """And the compute lane does not wait for anybody in between."""
-    layout = small_layout(near=8)
+    layout = small_layout(resident=8)
     executor = Executor(open_lanes(find_machine("twin"), "threads"))
     schedule = SCHEDULES.get("cgopipe")(layout, PassShape(micro_batches=(MicroBatchShape(tokens=4),)))
 

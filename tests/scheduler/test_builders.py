@@ -184,10 +184,10 @@ def uneven(draw: st.DrawFn, builder: str) -> Layout:
         if misfit(builder, discrete=discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None
     ]
     attention, ffn, discrete = draw(st.sampled_from(fitting))
-    near = draw(st.integers(1, total))
-    host = draw(st.integers(0, total - near)) if discrete else 0
+    resident = draw(st.integers(1, total))
+    host = draw(st.integers(0, total - resident)) if discrete else 0
     policy = replace(
-        small_policy(model, discrete=discrete, near=near, host=host),
+        small_policy(model, discrete=discrete, resident=resident, host=host),
         attention_device=attention,
         ffn_device=ffn,
         cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
@@ -200,7 +200,7 @@ def uneven(draw: st.DrawFn, builder: str) -> Layout:
     part_bytes = draw(st.sampled_from((1, 2))) * PAGE_ALIGNMENT
     how: dict[str, Any] = {"discrete": discrete, "part_bytes": part_bytes}
     fixed = layout_of(model, policy, FLOAT32, **how)
-    after = layout_of(model, policy, FLOAT32, placement=moved(before, frozenset(order[:near])), **how)
+    after = layout_of(model, policy, FLOAT32, placement=moved(before, frozenset(order[:resident])), **how)
     return replace(after, ring_slots=fixed.ring_slots, pinned_slots=fixed.pinned_slots)
 
 

@@ -86,7 +86,7 @@ def test_attention_is_launched_two_micro_batches_ahead(n: int) -> None:
 
 
 def test_without_a_link_pages_are_read_straight_into_the_ring() -> None:
-    schedule = build(small_layout(discrete=False, near=2), 2)
+    schedule = build(small_layout(discrete=False, resident=2), 2)
     assert set(schedule.lanes()) == {Lane.DISK, Lane.CPU}
     reads = [task for task in schedule.tasks if task.lane is Lane.DISK]
     assert {task.kind for task in reads} == {TaskKind.READ_PAGE}

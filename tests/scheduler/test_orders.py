@@ -216,8 +216,8 @@ def test_the_cpus_experts_work_beside_the_device(ffn: str) -> None:
     host = {"split": LAYERS * PAGES, "cpu": 0}[ffn]
     changes = {"ffn_device": ffn, "attention_device": "gpu", "kv": Shares(device=1.0)}
     changes |= {"cpu_experts": 0.5} if ffn == "split" else {}
-    near = LAYERS * PAGES if ffn == "cpu" else 0
-    layout = small_layout((True,) * LAYERS, experts=PAGES, near=near, host=host, **changes)
+    resident = LAYERS * PAGES if ffn == "cpu" else 0
+    layout = small_layout((True,) * LAYERS, experts=PAGES, resident=resident, host=host, **changes)
     shape = replace(steady_shape(layout), prefetched=len(layout.layer_pages[0]))
     schedule = SCHEDULES.get("cgopipe")(layout, shape)
     seconds = {"cpu_experts": 1.0, "experts": 0.5, "route": 0.1, "pre_attention": 0.1, "attention": 0.2}

@@ -23,15 +23,15 @@ from tests.virtual import VirtualMachine
 CONTEXT = MicroBatchShape(tokens=3)
 FRESH = MicroBatchShape(tokens=5, prefill_only=True)
 LAYOUTS = {
-    "link": small_layout(experts=5, near=2, host=4),
-    "parts": small_layout(experts=3, near=1, host=3, in_parts=True),
-    "no link": small_layout(discrete=False, near=2),
-    "nothing streamed": small_layout(near=8),
-    "device attends": small_layout(experts=3, near=1, host=3, attention_device="gpu"),
-    "pinned homes": small_layout(experts=5, near=2, host=5, host_pages="pinned"),
+    "link": small_layout(experts=5, resident=2, host=4),
+    "parts": small_layout(experts=3, resident=1, host=3, in_parts=True),
+    "no link": small_layout(discrete=False, resident=2),
+    "nothing streamed": small_layout(resident=8),
+    "device attends": small_layout(experts=3, resident=1, host=3, attention_device="gpu"),
+    "pinned homes": small_layout(experts=5, resident=2, host=5, host_pages="pinned"),
     "device attends at home": small_layout(host=5, attention_device="gpu", kv=Shares(device=1.0)),
-    "split": small_layout(experts=5, near=2, host=6, ffn_device="split", cpu_experts=0.3),
-    "experts on the CPU": small_layout((True, False, True), experts=3, near=3, ffn_device="cpu"),
+    "split": small_layout(experts=5, resident=2, host=6, ffn_device="split", cpu_experts=0.3),
+    "experts on the CPU": small_layout((True, False, True), experts=3, resident=3, ffn_device="cpu"),
 }
 PAIRS = [
     (kind, builder)
@@ -106,7 +106,7 @@ def reaches(schedule: Schedule, first: int, last: int) -> bool:
 
 def test_a_page_whose_home_is_pinned_makes_no_stop() -> None:
     """Where all homes are in host memory there is no staging, no pinned ring, and no schedule that uses them passes."""
-    layout = small_layout(experts=5, near=2, host=8, host_pages="pinned")
+    layout = small_layout(experts=5, resident=2, host=8, host_pages="pinned")
     assert layout.pinned_slots == 0
     schedule = build(layout)
     assert Lane.STAGE not in schedule.lanes()
