@@ -56,17 +56,17 @@ format: $(STAMP)  ## put Python and C++ into the common form
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
 
-FLOORS := 8:cli,integrations,serve 7:engine,batch 6:runtime 5:models 4:kernels,memory,weights \
+LAYERS := 8:cli,integrations,serve 7:engine,batch 6:runtime 5:models 4:kernels,memory,weights \
 	3:optimizer,scheduler,lang,experts,observe 2:hrm 1:profiles 0:core
 
-size:  ## count lines, floor by floor
-	@for floor in $(FLOORS); do \
-	  for room in $$(echo $${floor#*:} | tr ',' ' '); do \
-	    test -d moelight/$$room || continue; \
-	    printf '%s  %-14s %6d\n' $${floor%%:*} $$room $$(find moelight/$$room -name '*.py' -exec cat {} + | wc -l); \
+size:  ## count lines and files of each package, layer by layer
+	@for layer in $(LAYERS); do \
+	  for package in $$(echo $${layer#*:} | tr ',' ' '); do \
+	    printf '%s  %-14s %6d lines %4d files\n' $${layer%%:*} $$package \
+	      $$(find moelight/$$package -name '*.py' -exec cat {} + | wc -l) $$(find moelight/$$package -name '*.py' | wc -l); \
 	  done; done
-	@for room in csrc tests benchmarks; do \
-	  printf '   %-14s %6d\n' $$room $$(find $$room \( -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.inl' \) -exec cat {} + | wc -l); \
+	@for part in csrc tests benchmarks; do \
+	  printf '   %-14s %6d lines\n' $$part $$(find $$part \( -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.inl' \) -exec cat {} + | wc -l); \
 	done
 
 clean:  ## remove the environment and everything built

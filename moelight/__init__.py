@@ -1,6 +1,6 @@
 """moelight: offline batch generation with Mixture-of-Experts models that are bigger than the machine.
 
-Importing this package does nothing and never imports torch; the public names load on first use.
+Importing the package does not import torch; the public names are loaded on first use.
 """
 
 from __future__ import annotations

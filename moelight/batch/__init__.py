@@ -1,1 +1,1 @@
-"""Floor 7: files of prompts become files of completions, line by line. Refuses to know models, tiers and lanes."""
+"""Batch jobs: files of prompts in, files of completions out. Does not depend on models, tiers or lanes."""

@@ -1,6 +1,6 @@
-"""Files that only grow: bytes at known offsets, checksums of what was added, gzip where it is asked for.
+"""Append-only files: bytes at known offsets, checksums of the appended ranges, optional gzip.
 
-Knows descriptors and bytes. Refuses to know what a row is, or which of the bytes count.
+Depends only on file descriptors and bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from moelight.batch import faults
 
-_AT_ONCE_BYTES = 1 << 20  # enough that system calls cost nothing, little enough that memory stays flat
-_GZIP = zlib.MAX_WBITS | 16  # with gzip's header; zlib leaves time and name out of it
+_AT_ONCE_BYTES = 1 << 20  # large enough to amortize system calls, small enough to bound memory
+_GZIP = zlib.MAX_WBITS | 16  # with a gzip header; zlib writes no time and no name into it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +27,10 @@ class ByteRange:
 
 
 class AppendFile:
-    """A file that grows behind ``end``; whatever lies there already is cut off.
+    """A file that grows from offset ``end``; bytes already behind ``end`` are truncated.
 
-    ``end`` is the offset behind all bytes that were handed to the system. What is appended waits in memory until there
-    is enough of it, or until ``seal``.
+    ``end`` is the offset behind all bytes handed to the system. Appended bytes are buffered in memory until the buffer
+    is full or ``seal`` is called.
     """
 
     def __init__(self, fd: int, path: Path, *, end: int = 0, gzip: bool = False) -> None:
@@ -46,22 +46,22 @@ class AppendFile:
 
     @property
     def held(self) -> int:
-        """Bytes that are still in memory, as they were appended."""
+        """Bytes buffered in memory, before compression."""
         return len(self._held)
 
     @property
     def unsealed(self) -> bool:
-        """There is something to seal."""
+        """True if `seal` has something to write or to close."""
         return bool(self._held) or self._member is not None or self.end > self._sealed
 
     def append(self, data: bytes) -> None:
-        """``data`` comes next. Raises OSError if the system refuses what had to be written."""
+        """Append ``data``. Raises OSError if the system refuses a write."""
         self._held += data
         if len(self._held) >= _AT_ONCE_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything to the system, but for what the compressor still keeps."""
+        """Hand the buffer to the system, except the bytes that the compressor still holds."""
         if not self._held:
             return
         held = bytes(self._held)
@@ -73,7 +73,7 @@ class AppendFile:
         self._write(held)
 
     def seal(self) -> ByteRange:
-        """Hand everything to the system, close the gzip member: the bytes since the last call of this."""
+        """Flush, close the gzip member, and return the range of bytes written since the last call."""
         self.flush()
         if self._member is not None:
             self._write(self._member.flush())
@@ -83,29 +83,29 @@ class AppendFile:
         return extent
 
     def make_valid(self) -> None:
-        """An empty file is no gzip file: give it one empty member."""
+        """Begin an empty gzip member if the file is empty: an empty file is not valid gzip."""
         if self._gzip and self.end == 0 and not self._held and self._member is None:
             self._member = zlib.compressobj(wbits=_GZIP)
 
     def read(self, offset: int, size: int) -> bytes:
-        """``size`` bytes that were handed to the system, from ``offset``. Raises OSError if they are not there."""
+        """Return ``size`` bytes at ``offset``, from those handed to the system. Raises OSError if some are missing."""
         data = os.pread(self._fd, size, offset)
         if len(data) != size:
             raise OSError(errno.EIO, f"{size} bytes at {offset} are gone")
         return data
 
     def sync(self) -> None:
-        """Everything that was handed to the system is on the disk, or OSError: then it may be lost."""
+        """Fsync the file. After an OSError, bytes handed to the system may be lost."""
         faults.reach("before_fsync_rows")
         os.fsync(self._fd)
 
     def cut(self, end: int) -> None:
-        """Forget what lies behind ``end``."""
+        """Truncate the file to ``end``."""
         os.ftruncate(self._fd, end)
         self.end = self._sealed = end
 
     def close(self) -> None:
-        """Bytes that were not handed to the system are gone."""
+        """Close the file. Bytes that were not handed to the system are lost."""
         os.close(self._fd)
 
     def _write(self, data: bytes) -> None:
@@ -120,7 +120,7 @@ class AppendFile:
 
 
 def write_at(fd: int, data: bytes, offset: int) -> None:
-    """All of ``data``, however little the system takes at a time."""
+    """Write all of ``data`` at ``offset``, in several system calls if needed."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)
@@ -128,13 +128,13 @@ def write_at(fd: int, data: bytes, offset: int) -> None:
 
 
 def open_private(path: Path, *, create: bool = True) -> int:
-    """A descriptor to read and write ``path``, which children do not inherit and which follows no link."""
+    """Open ``path`` for reading and writing; the descriptor is not inherited and follows no symlink."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     return os.open(path, flags, 0o666)
 
 
 def sync_directory(path: Path) -> None:
-    """Names made, removed or changed in the directory ``path`` are on the disk."""
+    """Fsync the directory ``path``: names created, removed or changed in it become durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

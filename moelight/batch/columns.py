@@ -1,7 +1,7 @@
-"""Tables as rows: CSV with a header, and Parquet. One record is one prompt or conversation.
+"""Rows of tables: CSV with a header, and Parquet. One record is one prompt or conversation.
 
-Knows pyarrow (which is optional) and which columns are read: the prompt, the messages, the id and
-sampling fields by their names; other columns are left alone. Refuses to know what the values may be.
+Reads the prompt, the messages, the id and the sampling fields from the columns of those names, and ignores other
+columns. pyarrow is optional. Values are checked elsewhere (`read_values`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
 
 
 class _TableColumns:
-    """Which column of a table is which field of a row."""
+    """The mapping from columns of a table to fields of a row."""
 
     def __init__(self, names: Sequence[str], reading: RowContext, name: str) -> None:
         self._name = name
@@ -55,7 +55,7 @@ class _TableColumns:
 
     @property
     def told(self) -> str:
-        """What is read, and what is not."""
+        """The columns that are read and those that are not, for the user."""
         left = [each for each in self._names if each not in self.fields.values()]
         told = f"; columns {', '.join(self.fields.values())}"
         return f"{told}; not read: {_some(left)}" if left else told
@@ -72,7 +72,7 @@ class _TableColumns:
 
 
 class CsvReader:
-    """Rows out of the records of a CSV or TSV file."""
+    """Reads rows from the records of a CSV or TSV file."""
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
@@ -113,7 +113,7 @@ class CsvReader:
 
 
 class ParquetReader:
-    """Rows out of a Parquet table, read in batches of some records."""
+    """Reads rows from a Parquet table, in batches of `_RECORDS_AT_ONCE` records."""
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="parquet", token_ids=reading.token_ids, numbered=reading.numbered)
@@ -152,12 +152,12 @@ class ParquetReader:
                 raise _damaged(source.name, error) from None
 
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
-        """The row of ``values``, pyarrow's scalars by field."""
+        """Return the row of ``values``, which maps fields to pyarrow scalars."""
         line = number + 1
         given: dict[str, Any] = {}
         custom_id = None
         try:
-            # The id first, so that a row that cannot be served has it.
+            # The id is read first, so that an error row has it.
             for name in sorted(values, key=lambda each: each != "custom_id"):
                 value = _plain(name, values[name])
                 if name == "custom_id":
@@ -182,12 +182,12 @@ def _open_parquet(file: io.BufferedReader, name: str) -> Any:
         ) from None
     try:
         return ParquetFile(file)
-    except (ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
+    except (ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: from a column's name
         raise _damaged(name, error) from None
 
 
 def _plain(name: str, scalar: Any) -> Any:
-    """The value of a field as Python has it. Arrow checks neither that texts are UTF-8 nor that dates are any."""
+    """Return ``scalar`` as a Python value. Arrow validates neither the UTF-8 of texts nor the range of dates."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -201,7 +201,7 @@ def _damaged(name: str, error: Exception) -> InputError:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of a field that a table holds as text: prompts, ids and plain stop texts as they stand, else JSON."""
+    """Parse the ``text`` of a field: prompts, ids and plain stop texts are kept verbatim, other fields are JSON."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

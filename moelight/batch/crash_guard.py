@@ -1,12 +1,12 @@
-"""The row that is being prepared, on record: one at which the process died twice is refused at the next start.
+"""Records the row that is being prepared; a row at which the process died twice is refused at the next start.
 
-Preparing a row (encoding its text, compiling its grammar) runs libraries that can end the process. Its number stands in
-a page of a small file meanwhile: that outlives the process without a write or an fsync; a power cut may lose it, and
-then the row is tried once more. Knows row numbers. Refuses to know what is done with a row.
+Preparing a row (encoding its text, compiling its grammar) runs libraries that can end the process. Meanwhile the row's
+number is stored in a memory-mapped page of a small file, which outlives the process without a write or an fsync. A
+power cut may lose the number; the row is then tried once more.
 
 ::
 
-    8 bytes   number + 1 of the row that is being prepared, 0: none; in the machine's own order
+    8 bytes   number + 1 of the row that is being prepared, 0: none; native byte order
     JSON      {"number": times, ...} of the rows at which a process died
 """
 
@@ -28,14 +28,14 @@ _HEAD_BYTES = 8
 
 
 class CrashGuard:
-    """The deaths of one job, and the row at which it would die now: a context around its preparation (`at`).
+    """Counts the deaths of one job by row. `at` returns the context in which a row is prepared.
 
-    ``struck`` are the rows that are not tried any more. Nothing is written before the first row is prepared; where the
-    file cannot be made, the job does without.
+    ``struck`` are the rows that are not tried any more. Nothing is written before the first row is prepared; if the
+    file cannot be created, the job runs without it.
     """
 
     def __init__(self, path: Path, *, forget: bool = False) -> None:
-        """``forget`` what is there: rows of that job were others."""
+        """With ``forget``, ignore the counts in ``path``: they belong to rows of another job."""
         self._path = path
         self._counts = {} if forget else _read(path)
         self.struck = frozenset(number for number, count in self._counts.items() if count >= MOST_DEATHS)
@@ -45,10 +45,10 @@ class CrashGuard:
         self._number = -1
 
     def at(self, number: int) -> CrashGuard:
-        """A context in which row ``number`` is prepared.
+        """Return a context in which row ``number`` is prepared.
 
         Raises:
-            InputError: it is struck.
+            InputError: the row is struck.
         """
         if number in self.struck:
             raise struck_row_error()
@@ -69,7 +69,7 @@ class CrashGuard:
             self._place[0] = 0
 
     def close(self, *, done: bool) -> None:
-        """Let go of the file. It stays where a row has died and the job is not ``done``."""
+        """Close the file. Remove it if the job is ``done`` or no row has died."""
         if self._place is not None and self._page is not None:
             self._place.release()
             self._page.close()
@@ -87,7 +87,7 @@ class CrashGuard:
 
 
 def struck_row_error() -> InputError:
-    """What becomes of a row that is struck."""
+    """Return the error of a row that is struck."""
     return InputError(
         f"the process died {MOST_DEATHS} times while this row was prepared (its text encoded, its grammar compiled); "
         "it is not tried again",
@@ -96,7 +96,7 @@ def struck_row_error() -> InputError:
 
 
 def _read(path: Path) -> dict[int, int]:
-    """How often a process died at which row; none where the file is not there or not as it was written."""
+    """Return deaths by row number; empty if the file is missing or damaged."""
     try:
         data = path.read_bytes()
         counts = {int(number): int(times) for number, times in json.loads(data[_HEAD_BYTES:]).items()}

@@ -1,8 +1,8 @@
-"""Records of a CSV file: one damaged quote costs the record it stands in, and nothing behind that record's first line.
+"""Records of a CSV file, with recovery: a damaged quote costs one record, and none of the lines behind its first.
 
-Knows the csv module and how far one record may reach. Refuses to know columns and what values mean. A record that takes
-more lines than `MOST_LINES`, more bytes than `LONGEST_LINE`, or the rest of the file, and one over several lines whose
-quotes are out of place, is an error; the lines behind its first are then read again, as records of their own.
+A record is an error if it takes more lines than `MOST_LINES`, more bytes than `LONGEST_LINE`, or the rest of the file,
+or if it spans several lines and its quotes are misplaced; the lines behind its first are then read again, as records of
+their own. Does not depend on columns or on the meaning of values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from moelight.batch.source import LONGEST_LINE, InputSource
 
-MOST_LINES = 100_000  # of one record: no context holds as many
+MOST_LINES = 100_000  # of one record: no model context holds as many
 
 
 class Record(NamedTuple):
-    """``values`` of a record whose first line is ``line``, from 1; with an ``error`` those that stand before it."""
+    """The ``values`` of a record whose first line is ``line``, from 1; with ``error``, the values before the error."""
 
     line: int
     values: list[str]
@@ -26,11 +26,11 @@ class Record(NamedTuple):
 
 
 class CsvRecords:
-    """The records that are not blank. Holds the lines of one; however quotes are strewn, a line is parsed three times
-    at most."""
+    """Iterates over the records that are not blank. Holds the lines of one record; a line is parsed at most three
+    times, however the quotes are placed."""
 
     def __init__(self, source: InputSource, delimiter: str) -> None:
-        # The module's own limit of a field, 128 KiB, is one for the whole process.
+        # The csv module's limit of a field, 128 KiB by default, is global to the process.
         csv.field_size_limit(LONGEST_LINE)
         self._delimiter = delimiter
         self._lines = _Lines(source)
@@ -53,7 +53,7 @@ class CsvRecords:
                 yield Record(lines.first, values)
 
     def _mended(self, why: str) -> Record:
-        """The first line of a record that cannot be read, alone: text behind a closing quote then belongs to the value,
+        """Parse the first line of an unreadable record alone: text behind a closing quote then belongs to the value,
         but no quote may stay open."""
         lines = self._lines
         first, text = lines.first, lines.first_text
@@ -74,7 +74,8 @@ def _filled(values: list[str]) -> bool:
 
 
 class _Alone:
-    """One line, and whether its reader wanted another: it ends within quotes."""
+    """Iterates over one line. ``left_open`` is true if the parser requested another line: the line ends within
+    quotes."""
 
     def __init__(self, text: str) -> None:
         self.left_open = False
@@ -92,9 +93,9 @@ class _Alone:
 
 
 class _Lines:
-    """The lines of a CSV file as text, of which those of the record under way can be given back.
+    """The lines of a CSV file as text; the lines of the current record can be returned to the input.
 
-    What is not UTF-8 becomes half surrogates, which only it can.
+    Bytes that are not UTF-8 become lone surrogates, which no valid UTF-8 decodes to.
     """
 
     def __init__(self, source: InputSource) -> None:
@@ -102,32 +103,32 @@ class _Lines:
         self._again: deque[tuple[int, str | None]] = deque()
         self._record: list[tuple[int, str | None]] = []
         self._bytes = 0
-        # A record that was given up was within quotes at the end of every line before this one. Whichever begins among
-        # them and is within quotes at the end of its first line would go on the same way: it is given up at once.
+        # An abandoned record was within quotes at the end of every line before this one. A record that begins among
+        # these lines and is within quotes at the end of its first line would fail the same way: abandon it at once.
         self._lost_before = 0
 
     def begin(self) -> None:
-        """A record begins with the next line."""
+        """Begin a record with the next line."""
         self._record.clear()
         self._bytes = 0
 
     @property
     def taken(self) -> int:
-        """How many lines the record has taken."""
+        """Number of lines that the record has taken."""
         return len(self._record)
 
     @property
     def first(self) -> int:
-        """The place of its first line."""
+        """Number of the record's first line."""
         return self._record[0][0]
 
     @property
     def first_text(self) -> str | None:
-        """Its first line; None if that is too long to be held."""
+        """Text of the record's first line; None if the line is too long to be held."""
         return self._record[0][1]
 
     def give_back(self) -> None:
-        """The lines behind the record's first come again."""
+        """Return the lines behind the record's first to the input."""
         self._lost_before = self._record[-1][0]
         self._again.extendleft(reversed(self._record[1:]))
 

@@ -1,4 +1,4 @@
-"""What a job consists of, and how two jobs differ. Knows JSON values; refuses to know what they stand for."""
+"""Differences between the facts of two jobs. Works on JSON values of any meaning."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NOTHING = (_ABSENT, None)
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, informative: Iterable[str] = ()) -> list[str]:
-    """A line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``.
+    """Return a line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``.
 
-    Nested objects are compared key by key; an absent value and null are the same. ``informative`` names dotted keys, or
-    whole objects, that do not count.
+    Nested objects are compared key by key; an absent value and null are equal. ``informative`` names dotted keys, or
+    whole objects, that are not compared.
     """
     silent = tuple(informative)
     old, new = dict(_flat(was)), dict(_flat(now))
@@ -39,7 +39,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _shown(*values: object) -> list[str]:
-    """Both values as text, long ones from shortly before where they part."""
+    """Return both values as text; long texts begin shortly before their first difference."""
     texts = ["absent" if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in values]
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
     start = max(0, same - 10) if max(map(len, texts)) > _SHOWN else 0

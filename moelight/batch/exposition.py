@@ -1,7 +1,6 @@
-"""Prometheus' text format, as much of it as a file for node_exporter's textfile collector needs.
+"""The subset of Prometheus' text format that a file for node_exporter's textfile collector needs.
 
-Knows counters, gauges and histograms with labels. Refuses to know what is counted. Source: the exposition format's
-description, version 0.0.4.
+Counters, gauges and histograms with labels. Source: the exposition format's description, version 0.0.4.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ Labels = Mapping[str, str]
 
 
 class Histogram:
-    """Counts of values up to each of ``bounds``, their number and sum."""
+    """Counts of values up to each of ``bounds``, the number of values and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -22,12 +21,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """One more value."""
+        """Add ``value``."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
-        """Suffix, labels and value of each line; buckets hold all that is not above their bound."""
+        """Yield the suffix, labels and value of each line; buckets are cumulative and include their bound."""
         so_far = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             so_far += count
@@ -38,8 +37,8 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One metric: its name, ``kind`` (``counter``, ``gauge`` or ``histogram``), what it says, and its samples as
-    (suffix, labels, value). A counter's name ends in ``_total``."""
+    """One metric: name, ``kind`` (``counter``, ``gauge`` or ``histogram``), help text, and samples as (suffix, labels,
+    value). A counter's name ends in ``_total``."""
 
     name: str
     kind: str
@@ -48,7 +47,7 @@ class Metric:
 
 
 def exposition(families: Sequence[Metric], *, labels: Labels) -> str:
-    """``families`` as text; ``labels`` are on every sample, and a family without samples is left out."""
+    """Return ``families`` as text. ``labels`` are added to every sample; a family without samples is omitted."""
     lines: list[str] = []
     for family in families:
         if not family.samples:
@@ -62,7 +61,7 @@ def exposition(families: Sequence[Metric], *, labels: Labels) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number as Prometheus reads it."""
+    """Return ``value`` in the number syntax of Prometheus."""
     if value == float("inf"):
         return "+Inf"
     return str(int(value)) if isinstance(value, int) else repr(float(value))

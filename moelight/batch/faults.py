@@ -1,9 +1,9 @@
-"""Points where a test kills this process or makes its disk fail. Nothing happens unless ``MOELIGHT_FAULT`` is set.
+"""Fault injection for tests: kill this process or fail its disk at a point. Inactive unless ``MOELIGHT_FAULT`` is set.
 
 ``MOELIGHT_FAULT=POINT:COUNT:ACTION`` acts when ``POINT`` (``*``: any point) is reached for the ``COUNT``-th time, from
-1. ``kill`` is SIGKILL to the process itself; any other action is the name of an error number (``ENOSPC``, ``EIO``) that
-the system is made to answer with. At points named ``mid_...`` half of the bytes are written first: a torn line.
-``row_N``, which is none of the journal's, is reached when row N, from 0, is prepared.
+1. ``kill`` sends SIGKILL to the process; any other action is the name of an error number (``ENOSPC``, ``EIO``) that is
+raised as an OSError. At points named ``mid_...`` half of the bytes are written first: a torn line. ``row_N``, which is
+not a point of the journal, is reached when row N, from 0, is prepared.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _FAULT = _asked()
 
 
 def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:
-    """``point`` is reached, at ``mid_...`` with ``data`` about to be written at ``offset`` of ``fd``."""
+    """Mark ``point`` as reached; at ``mid_...``, ``data`` is about to be written at ``offset`` of ``fd``."""
     if _FAULT is not None:
         _FAULT.reach(point, fd, data, offset)
 
 
 def reach_row(number: int) -> None:
-    """Row ``number`` is about to be prepared."""
+    """Mark row ``number`` as about to be prepared."""
     if _FAULT is not None:
         _FAULT.reach(f"row_{number}", -1, b"", 0)

@@ -1,6 +1,6 @@
-"""What readers of rows share: one line of JSON as an object, sampling fields, and the name of the field at fault.
+"""Shared parts of the row readers: one line of JSON as an object, sampling fields, and the name of the invalid field.
 
-Knows JSON and SamplingParams. Refuses to know files and formats.
+Does not depend on files or on a single format.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import SamplingParams
 
 Skip: TypeAlias = Callable[[int], bool]
-# Of sampling fields that rows share: so many, none longer than that (a schema may be).
+# Bounds of the cache of shared sampling fields: entries, and characters of one key (a schema may be long).
 _MOST_KEPT, _LONGEST_KEPT = 1024, 4096
-# Far more than any schema has, and so little that whatever walks the values later needs no guard of its own.
+# Far deeper than any schema, and shallow enough that later recursion over the values needs no guard.
 _DEEPEST = 100
 _LONGEST_NAME = 64
 
 
 class RowTokenizer(Protocol):
-    """What a format asks of the model's tokenizer."""
+    """The part of the model's tokenizer that a row format uses."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with the special tokens around it."""
+        """Return the token ids of a prompt, special tokens included."""
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; a character may be cut between two."""
+        """Return the bytes of a token; a character may be split between two tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowContext:
-    """How rows are to be read and answered, whatever their format.
+    """Options of reading and answering rows, for every format.
 
-    ``defaults`` hold where a row is silent. ``prompt_column`` and ``id_column`` name columns of a table. With
-    ``token_ids``, answers of the simple format hold the generated ids, with ``numbered`` the line that they answer.
+    ``defaults`` apply where a row sets no value. ``prompt_column`` and ``id_column`` name columns of a table. With
+    ``token_ids``, answers of the simple format hold the generated ids; with ``numbered``, the line of their prompt.
     """
 
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -52,17 +52,17 @@ class RowContext:
 
 
 class Reader(Protocol):
-    """The rows of one kind of file. ``told`` is what a person should know of how the file was understood, or empty."""
+    """The rows of one kind of file. ``told`` describes to the user how the file was understood, or is empty."""
 
     format: RowFormat
     told: str
 
     def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        """Every row but those whose number ``skip`` is true for."""
+        """Iterate over every row, except those for whose number ``skip`` returns True."""
 
 
 class FieldError(InputError):
-    """A row cannot be served because of ``param``."""
+    """A row cannot be served because of the field ``param``."""
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
         super().__init__(message, code=code)
@@ -70,20 +70,20 @@ class FieldError(InputError):
 
 
 def unknown_field(name: str, known: Iterable[str]) -> FieldError:
-    """The refusal of a field that is not ``known``; names the nearest."""
+    """Return the error for a field that is not ``known``; the message suggests the most similar known name."""
     near = did_you_mean(name, known) if len(name) <= _LONGEST_NAME else ""
     return FieldError(f"unknown field {name!r}{near}", param=name, code="unknown_field")
 
 
 class Samplings:
-    """SamplingParams over one base; what many rows ask for alike is made once."""
+    """Creates SamplingParams over one base; rows with equal fields share one object."""
 
     def __init__(self, base: SamplingParams) -> None:
         self._base = base
         self._made: dict[str, SamplingParams] = {}
 
     def make(self, given: dict[str, Any]) -> SamplingParams:
-        """The base changed by ``given``.
+        """Return the base changed by ``given``.
 
         Raises:
             FieldError: a value is wrong or out of range.
@@ -107,7 +107,7 @@ class Samplings:
             raise FieldError(str(error), code=error.code, param=self._at_fault(given, str(error))) from None
 
     def _at_fault(self, given: dict[str, Any], message: str) -> str | None:
-        """The field that alone leads to the same refusal; None where several do together."""
+        """Return the field that alone causes the same error; None if several fields cause it together."""
         for name, value in given.items():
             try:
                 SamplingParams.from_dict({name: value}, base=self._base)
@@ -120,7 +120,7 @@ class Samplings:
 def line_rows(
     source: InputSource, skip: Skip | None, read: Callable[[bytes, int, int], Row | BadRow]
 ) -> Iterator[Row | BadRow]:
-    """``read(line, number, place)`` of every line that is not blank."""
+    """Iterate over ``read(line, row number, line number)`` of every line that is not blank."""
     number = -1
     for line, raw in source.lines():
         if raw is not None and (not raw or raw.isspace()):
@@ -136,17 +136,17 @@ def line_rows(
 
 
 def refused(number: int, line: int, custom_id: str | None, error: Exception, *, kind: str = "") -> BadRow:
-    """What became of a row at ``error``: an InputError, or the RecursionError of JSON that is nested too deeply."""
+    """Return the error row for ``error``: an InputError, or the RecursionError of JSON that is nested too deeply."""
     if isinstance(error, InputError):
         return bad_row(number, line, custom_id, error, kind=kind, param=getattr(error, "param", None))
     return bad_row(number, line, custom_id, InputError("nested too deeply", code="invalid_json"), kind=kind)
 
 
 def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
-    """The JSON object in ``raw``, which should be one ``holding`` what is said there.
+    """Return the JSON object in ``raw``; ``holding`` names its expected fields in the error message.
 
     Raises:
-        InputError: it is not UTF-8, not JSON, no object, or names a key twice.
+        InputError: ``raw`` is not UTF-8, not JSON, not an object, or has a key twice.
     """
     try:
         values = _DECODER.decode(raw.decode("utf-8"))
@@ -164,10 +164,10 @@ def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
 
 
 def read_custom_id(values: Mapping[str, Any]) -> str | None:
-    """The ``custom_id`` of a row.
+    """Return the ``custom_id`` of a row.
 
     Raises:
-        FieldError: it is no string.
+        FieldError: the ``custom_id`` is not a string.
     """
     given = values.get("custom_id")
     if given is not None and not isinstance(given, str):
@@ -194,7 +194,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two values was meant cannot be told."""
+    """Return ``pairs`` as a dict; refuse a key that is given twice, since either value may be meant."""
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]

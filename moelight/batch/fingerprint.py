@@ -1,7 +1,7 @@
-"""What decides the rows of a job: its input, its model, and how tokens are chosen. Two runs with equal facts give equal
-rows, so the second may go on where the first ended.
+"""The facts that determine the rows of a job: its input, its model, and its sampling. Two runs with equal facts produce
+equal rows, so the second run may resume the first.
 
-Knows which settings change tokens. Refuses to know how the facts are kept and compared (``journal``).
+`journal` stores and compares the facts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 
 def model_facts(directory: Path) -> dict[str, str]:
-    """Digests of the model's config, of what turns text into tokens, and of its weights, of which a sample is read:
-    64 KiB at 32 places of each file. Training that leaves most tensors as they were may go unseen.
+    """Return digests of the model's config, of its tokenizer files, and of a sample of its weights: 64 KiB at 32 places
+    of each file. Training that changes only a few tensors may go undetected.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -48,19 +48,19 @@ def model_facts(directory: Path) -> dict[str, str]:
 
 
 def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
-    """Every default of the job's sampling."""
+    """Return every default of the job's sampling."""
     return {each.name: _plain(getattr(sampling, each.name)) for each in fields(sampling)}
 
 
 def number_facts(policy: Policy | None) -> dict[str, str]:
-    """The number formats in which a policy computes: of all that it says, only these change tokens."""
+    """Return the number formats of a policy: the only values of a policy that change tokens."""
     if policy is None:
         return {"weight_dtype": "auto", "kv_dtype": "auto"}
     return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
 
 
 def digest_of_file(path: Path | None) -> str | None:
-    """The digest of a small file; None for none."""
+    """Return the digest of a small file; None if ``path`` is None."""
     if path is None:
         return None
     return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
@@ -90,7 +90,7 @@ def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> st
 
 
 def _plain(value: object) -> Any:
-    """``value`` as JSON knows it."""
+    """Return ``value`` as a JSON value."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, Mapping):

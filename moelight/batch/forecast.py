@@ -1,6 +1,6 @@
-"""What a job would be: its input, how the model would be run, and how long that would take.
+"""The forecast of a job that is not run: its input, its plan, and the predicted time.
 
-Knows a scan's summary and a plan. Refuses to read input, to plan and to print.
+Holds a scan's summary and a plan; neither reads input nor plans nor prints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moelight.optimizer.plan import Plan, plan_as_dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseForecast:
-    """Passes of one kind in a row: how many, seconds of all of them, and the lane that is busiest in them."""
+    """Consecutive passes of one kind: their number, their total seconds, and their busiest lane."""
 
     name: str
     passes: float
@@ -24,11 +24,11 @@ class PhaseForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """A job that was not run.
+    """The forecast of a job.
 
     Attributes:
-        input: what a person calls the input; ``detected`` its format, and from what that was told.
-        plan: None where no row can be served, or a policy was given.
+        input: display name of the input; ``detected`` is its format and the evidence for it.
+        plan: None if no row can be served, or a policy was given.
     """
 
     input: str
@@ -39,17 +39,17 @@ class Forecast:
 
     @property
     def phases(self) -> tuple[PhaseForecast, ...]:
-        """The kinds of passes in their order: those that bring prompts, those that only generate."""
+        """The kinds of passes in their order: those with prompt tokens, then those that only decode."""
         return () if self.plan is None else phases_of(self.plan)
 
     @property
     def predicted_s(self) -> float | None:
-        """Seconds of all passes if every answer is as long as it may be; None without a plan."""
+        """Seconds of all passes if every answer has its maximum length; None without a plan."""
         return None if self.plan is None else predicted_s(self.plan)
 
     @property
     def given(self) -> str:
-        """What the plan was not free to choose, and who is; nothing without a plan."""
+        """The values that the planner did not search, and the command that does; empty without a plan."""
         if self.plan is None:
             return ""
         policy = self.plan.policy
@@ -60,7 +60,7 @@ class Forecast:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for ``--json``: bytes, seconds and tokens, unrounded."""
+        """Return plain values for ``--json``: bytes, seconds and tokens, unrounded."""
         return {
             "input": self.input,
             "detected": self.detected,
@@ -77,18 +77,19 @@ class Forecast:
 
 
 def predicted_s(plan: Plan) -> float:
-    """Seconds that ``plan`` promises for its whole workload."""
+    """Return the predicted seconds of ``plan`` for its whole workload."""
     return sum(phase.passes * phase.seconds for phase in plan.estimate.phases)
 
 
 def predicted_prompt_s(plan: Plan) -> float:
-    """Of them, what the prompts cost: passes that bring them, less what these would take if they only generated."""
+    """Return the predicted seconds due to prompts: those of passes with prompt tokens, less those of as many decode
+    passes."""
     alone = plan.estimate.pass_s
     return sum(phase.passes * max(0.0, phase.seconds - alone) for phase in plan.estimate.phases if phase.prompt_tokens)
 
 
 def phases_of(plan: Plan) -> tuple[PhaseForecast, ...]:
-    """The kinds of passes of ``plan`` that there are at all."""
+    """Return the kinds of passes of ``plan`` that occur at least once."""
     return tuple(
         PhaseForecast(
             name=phase.name,

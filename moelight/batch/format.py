@@ -1,4 +1,4 @@
-"""The formats that rows are read from and answered in, by name, and one output row as a line."""
+"""Registry of the row formats by name, and the encoding of an output row as a line."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
 
 
 def to_json_line(row: dict[str, Any]) -> bytes:
-    r"""``row`` as one line of UTF-8. Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
+    r"""Return ``row`` as one line of UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"

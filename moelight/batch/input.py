@@ -1,6 +1,6 @@
-"""One input of a job: what kind of file it is, and its rows, as often as they are wanted.
+"""One input of a job: its format, detected or given, and its rows, iterated any number of times.
 
-Knows how to tell the formats apart. Refuses to know what a row may ask for.
+Does not depend on the fields of a row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARQUET = b"PAR1"
 _BY_SUFFIX = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _TEXT_SUFFIXES = (".txt", ".text")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
-# The first line may be the one that is damaged: the first of so many that is an object decides.
+# The first line may be damaged: the first of these lines that is an object decides.
 _LINES_TRIED = 100
 _OPENAI_KEYS = ("method", "url", "body")
 _ALL_KEYS = ("custom_id", *_OPENAI_KEYS)
@@ -40,12 +40,12 @@ _TABLES = ("csv", "parquet")
 
 
 class Input:
-    """Rows of one file, pipe or standard input. A context manager: it holds a descriptor.
+    """The rows of one file, pipe or standard input. A context manager: it holds a descriptor.
 
     Attributes:
-        name: what a person calls the file.
-        format: how its rows are answered.
-        why: one line on what it was taken for, and from what.
+        name: display name of the file.
+        format: writes the answers to its rows.
+        why: one line: the detected format and the evidence for it.
     """
 
     def __init__(self, source: InputSource, reader: Reader, why: str) -> None:
@@ -56,22 +56,22 @@ class Input:
 
     @property
     def format(self) -> RowFormat:
-        """How the rows are answered."""
+        """The format in which the rows are answered."""
         return self._reader.format
 
     @property
     def size_bytes(self) -> int:
-        """Of the file as it stands, packed or not."""
+        """Size of the file as stored, compressed or not."""
         return self._source.size_bytes
 
     @property
     def read_bytes(self) -> int:
-        """How far the latest reading has come, of ``size_bytes``."""
+        """Bytes that the latest iteration has read, of ``size_bytes``."""
         return self._source.read_bytes
 
     def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
-        """Every row in order, from the start at each call; those whose number ``skip`` is true for are passed over,
-        and their lines not looked into.
+        """Iterate over every row in order, from the start at each call. Rows for whose number ``skip`` returns True are
+        omitted, and their lines not parsed.
 
         Raises:
             InputError: the file cannot be read to its end; the rows before were yielded.
@@ -79,11 +79,11 @@ class Input:
         return self._reader.rows(self._source, skip=skip)
 
     def digest(self) -> str:
-        """BLAKE2b of the file's bytes: whether it is still the same. Reads all of it."""
+        """Return BLAKE2b of the file's bytes, to detect a changed file. Reads the whole file."""
         return self._source.digest()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._source.close()
 
     def __enter__(self) -> Input:
@@ -107,7 +107,7 @@ def open_input(
     token_ids: bool = False,
     numbered: bool = False,
 ) -> Input:
-    """The rows of ``path`` (``-`` is standard input), read as ``format`` says or as its name and start show.
+    """Open ``path`` (``-`` is standard input) in ``format``, or in the format detected from its name and first lines.
 
     Raises:
         ConfigError: no such format.
@@ -141,7 +141,7 @@ def open_input(
 
 
 def _detect(source: InputSource, path: Path) -> tuple[str, str]:
-    """``(format, why)``."""
+    """Return ``(format, why)``."""
     if source.start(len(_PARQUET)) == _PARQUET:
         return "parquet", "it begins as Parquet does"
     suffix = _suffix(path)
@@ -179,7 +179,7 @@ def _suffix(path: PurePath) -> str:
 
 
 def _filled(source: InputSource) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank and not too long."""
+    """Iterate over the lines that are neither blank nor too long."""
     return ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
 
 

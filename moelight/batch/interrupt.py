@@ -1,8 +1,5 @@
-"""Ctrl-C while passes run: the first asks the job to end after the pass that is running, the second ends it at once.
-SIGTERM is as good as Ctrl-C, at any time.
-
-Knows signals. Refuses to know what ends.
-"""
+"""Ctrl-C while passes run: the first ends the job after the running pass, the second ends it at once. SIGTERM equals
+Ctrl-C, at any time."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While this context is entered, ``asked`` tells whether somebody wants the job to end. ``on_first`` is called
-    once, in the signal's handler. Outside the main thread, where Python delivers no signals, nothing is ever asked; nor
-    by a signal that this process was started to ignore, as a script's jobs in the background are."""
+    """While this context is entered, ``asked`` is True once SIGINT or SIGTERM has arrived. ``on_first`` is called once,
+    in the signal's handler. Outside the main thread, where Python delivers no signals, ``asked`` stays False. Signals
+    that this process was started to ignore, as a script's background jobs are, stay ignored."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.asked = False
@@ -46,7 +43,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """In this block SIGTERM is a KeyboardInterrupt, so that what is open is closed and whoever watches is told."""
+    """Raise KeyboardInterrupt on SIGTERM in this block, so that open files are closed and watchers notified."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not ours:
         yield

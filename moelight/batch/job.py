@@ -1,7 +1,7 @@
-"""One job: a file of prompts in, a file of completions out; what is done is never lost and never done again.
+"""One job: a file of prompts in, a file of completions out. Finished rows survive a crash and are not computed again.
 
-Everything that can be refused is refused before the model is loaded; a row that cannot be served becomes an error row.
-Knows the order input, plan, engine, journal. Refuses to know how completions are made and how rows are kept.
+All checks run before the model is loaded; a row that cannot be served becomes an error row. A job runs in the order
+input, plan, engine, journal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NOWHERE = Path(os.devnull)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What a job works with before its model is loaded. ``context`` is the model's, in tokens."""
+    """The inputs of a job before its model is loaded. ``context`` is the model's context length in tokens."""
 
     source: Input
     tokenizer: Tokenizer
@@ -61,11 +61,11 @@ class Prepared:
 
     @property
     def job(self) -> str:
-        """What answers call the job (`Served`)."""
+        """The identity of the job in its answers (`AnswerHeader`)."""
         return str(self.facts["prompts"]["digest"])
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
-        """The token ids of each prompt of ``row``.
+        """Return the token ids of each prompt of ``row``.
 
         Raises:
             InputError: a prompt has no token, or the chat template refuses the conversation.
@@ -81,16 +81,14 @@ class Prepared:
 
 
 class _LazyTokenizer:
-    """The tokenizer, which is there only after the prompts were opened: a model may first have to be fetched."""
+    """A tokenizer that is set after the prompts were opened: the model may have to be downloaded first."""
 
     tokenizer: Tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with the special tokens around it."""
         return self.tokenizer.encode(text)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
         return self.tokenizer.token_bytes(token)
 
 
@@ -98,11 +96,11 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeL
     """Answer every row of the prompts that no earlier run has answered. Torch is not loaded before the job is checked.
 
     Args:
-        progress: whom to tell; ``eta`` is told first, for those who show the time that is left.
+        progress: receives the events, after ``eta``, from which it may read the time left.
 
     Raises:
-        UserError: before any work: no such file or model, a path that cannot be written, an output that is not this
-            job's. During work: the disk is full or fails; what was done is kept then.
+        UserError: before any work: no such file or model, a path that cannot be written, an output of another job.
+            During work: the disk is full or fails; finished rows are kept.
     """
     left = eta or TimeLeft()
     with terminable(), prepare(options) as prepared:
@@ -115,7 +113,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeL
 def _run_on(
     options: JobOptions, prepared: Prepared, ledger: Ledger, left: TimeLeft, progress: Progress | None
 ) -> JobResult:
-    # Only now: whoever has no right to the output has none to the files that tell of it.
+    # After the ledger: a run that may not write the output may not write its status files either.
     files = file_watchers(options, left)
     told = ProgressGroup([left, *([progress] if progress is not None else []), *files])
     end: State = "failed"
@@ -135,10 +133,10 @@ def _run_on(
 
 
 def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
-    """What the job would be: everything is read and planned, and nothing is loaded or written.
+    """Read the input and plan the job; nothing is loaded or written.
 
     Raises:
-        UserError: as `run_job` does before any work; outputs are not looked at.
+        UserError: as `run_job` does before any work; output files are not checked.
     """
     with prepare(options) as prepared:
         found = scan(prepared.source, prepared.encode, progress or Progress(), context=prepared.context)
@@ -172,7 +170,7 @@ def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress
 
 
 def _simulated(options: JobOptions, prepared: Prepared, told: Progress) -> None:
-    """What --restart throws away is thrown away for a job that can be run, or not at all."""
+    """Plan the job before --restart discards its output: a job that cannot run leaves the output untouched."""
     workload = scan(prepared.source, prepared.encode, told, context=prepared.context).summary.workload()
     if workload is not None:
         plan_job(options, workload)
@@ -186,8 +184,8 @@ def _done_before(ledger: Ledger, told: Progress) -> JobResult:
 
 @contextlib.contextmanager
 def prepare(options: JobOptions) -> Iterator[Prepared]:
-    """Check the paths, open the prompts, find the model. A missing or empty file of prompts shows before a model is
-    fetched from the hub."""
+    """Check the paths, open the prompts, find the model. A missing or empty file of prompts is reported before a model
+    is downloaded from the hub."""
     _check_paths(options)
     vocabulary = _LazyTokenizer()
     with open_input(
@@ -227,7 +225,7 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
 
 
 def _check_defaults(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """What the job asks of every row can be served; else each of a million would become an error row."""
+    """Refuse job-wide sampling that cannot be served; otherwise every row would become an error row."""
     for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
         if token >= vocab_size:
             raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
@@ -237,7 +235,7 @@ def _check_defaults(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: 
 
 
 def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
-    """What the prompts ask for in all, from the ledger where an earlier run has read the same ones."""
+    """Return the scan of the prompts, from the ledger if an earlier run has read the same prompts."""
     if ledger.scan is not None:
         return Scan.from_dict(ledger.scan)
     found = scan(prepared.source, prepared.encode, told, context=prepared.context, preparing=ledger.preparing)
@@ -247,7 +245,7 @@ def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ran:
-    """How the rows of this run ended."""
+    """The result of answering the rows of this run."""
 
     state: str
     answering: RowProcessor
@@ -263,7 +261,7 @@ def _answer(
     told: Progress,
     trace: RunTrace | None,
 ) -> _Ran:
-    """Put every row that is not done into ``ledger``, as soon as it is answered."""
+    """Put every row that is not done into ``ledger`` when its last completion is finished."""
     summary, workload = found.summary, found.summary.workload()
     answering = RowProcessor(
         ledger,
@@ -306,7 +304,7 @@ def _answer(
 
 
 def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger: Ledger, job: PlannedJob) -> JobStart:
-    """What is known before the model is loaded. Predicted seconds are those of the tokens that are left."""
+    """Return the facts known before the model is loaded. Predicted seconds are those of the remaining tokens."""
     source, done = prepared.source, ledger.totals.get("room", 0)
     share = 1.0 - done / max(1, summary.generated_tokens)
     return JobStart(
@@ -327,12 +325,12 @@ def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger
 
 
 def _detected(prepared: Prepared) -> str:
-    """What the prompts were taken for, without their name."""
+    """Return the detected format and its evidence, without the input's name."""
     return prepared.source.why.removeprefix(f"{prepared.source.name}: ")
 
 
 def _write_figures(options: JobOptions, ran: _Ran, trace: RunTrace | None) -> None:
-    """The files that hold the figures of this run."""
+    """Write the stats and finish the trace of this run."""
     if options.stats is not None:
         figures = ran.stats.as_dict()
         with whole_file(options.stats, what="stats") as write:
@@ -342,7 +340,7 @@ def _write_figures(options: JobOptions, ran: _Ran, trace: RunTrace | None) -> No
 
 
 def _write_experts(engine: Engine, options: JobOptions) -> None:
-    """What was learned of the experts."""
+    """Write the routing trace, the expert stats and the expert profile."""
     if options.experts.trace is not None:
         engine.end_routing_trace()
     if options.expert_stats is not None:
@@ -353,7 +351,7 @@ def _write_experts(engine: Engine, options: JobOptions) -> None:
 
 
 def _open_ledger(options: JobOptions, prepared: Prepared) -> Ledger:
-    """Where the rows go."""
+    """Open the output files of the job."""
     how = options.durability
     outputs = Outputs(
         rows=options.output or _NOWHERE,
@@ -386,7 +384,7 @@ def _check_paths(options: JobOptions) -> None:
 
 
 def _counts_of(ledger: Ledger, total: int) -> JobCounts:
-    """After the last row."""
+    """Return the counts after the last row."""
     return JobCounts(total=total, completed=ledger.completed, failed=ledger.failed, state="finalizing")
 
 

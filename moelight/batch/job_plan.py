@@ -1,6 +1,6 @@
-"""How a job will be run: a plan for what its prompts ask for, or the policy that was given; and the engine for it.
+"""Plans a job: a plan for the workload of its prompts, or the given policy; and the engine for it.
 
-Torch is imported here, when a job is planned, and not before, so that refusals come at once.
+Torch is imported when a job is planned, and not before, so that errors in the input are reported at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.workload import Workload
 
-# What is alive when a job is killed is computed again, and costs some kilobytes of Python each: more than this many
-# sequences at a time are planned only where they make the job faster by more than predictions err.
+# Sequences that are running when a job is killed are computed again, and each costs some kilobytes of Python objects:
+# plan more than this many at a time only if they make the job faster by more than the error of predictions.
 _MANY, _AS_FAST = 4096, 0.85
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedJob:
-    """An audited checkpoint and how it will be run. ``plan`` is None where the user's own policy is run."""
+    """An audited checkpoint and its policy. ``plan`` is None if the policy was given by the user."""
 
     source: OpenCheckpoint
     policy: Policy
@@ -36,7 +36,7 @@ class PlannedJob:
 
     @property
     def why(self) -> str:
-        """One line."""
+        """One line on how the model will be run."""
         if self.plan is not None:
             return self.plan.why
         policy = self.policy
@@ -46,7 +46,7 @@ class PlannedJob:
         )
 
     def load(self, options: JobOptions) -> Engine:
-        """The engine; a context manager."""
+        """Return the engine; a context manager."""
         from moelight.engine.engine import Engine
 
         record = options.expert_stats is not None or options.save_expert_profile is not None
@@ -60,10 +60,10 @@ class PlannedJob:
 
 
 def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
-    """The fastest policy for ``workload`` within the limits, unless a policy was given.
+    """Return the fastest policy for ``workload`` within the limits, or the given policy.
 
     Raises:
-        CheckpointError, ConfigError, BudgetError: the model, the limits or the memory will not do.
+        CheckpointError, ConfigError, BudgetError: the model, the limits or the memory are insufficient.
     """
     from moelight.engine.checkpoint import open_checkpoint
     from moelight.engine.planning import PlanConstraints, plan_for
@@ -102,7 +102,7 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
 
 
 def predicted(engine: Engine, hw: str, workload: Workload) -> About:
-    """What the ledger says of the engine's policy, on the machine that was planned for."""
+    """Return the cost model's prediction for the engine's policy, on the machine that was planned for."""
     from moelight.engine.planning import hardware_for
 
     hardware = hardware_for(hw, discrete=engine.policy.discrete)

@@ -1,9 +1,9 @@
-"""The durable output of a job: every finished row is on the disk once, whatever happens to the process.
+"""The durable output of a job: every finished row is on the disk exactly once, also after a crash.
 
-Knows row numbers, bytes and the order of writes. Refuses to know what is in a row, or who makes it.
+Depends on row numbers, bytes and the order of writes, not on the contents of rows.
 
-A commit is: the rows since the last one are written and fsynced; then one record of the journal, which says how long
-the files are now, is written and fsynced. What the files hold behind the ends of the last record does not exist.
+A commit has two steps. First the rows since the last commit are written and fsynced; then one journal record, which
+holds the current lengths of the files, is written and fsynced. Bytes behind the ends of the last record are ignored.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from moelight.batch.row_set import row_ranges
 from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]
-_HELD_BYTES = 16 << 20  # of waiting rows in memory before they are put down
-_MOVED_BYTES = 16 << 20  # the file of waiting rows grows to this before it is written anew without the gaps
+_HELD_BYTES = 16 << 20  # of waiting rows in memory before they are committed
+_MOVED_BYTES = 16 << 20  # the file of waiting rows grows to this before it is compacted
 
 
 class Journal:
-    """The rows of one job on the disk. Not for several threads; close it, or use it as a context.
+    """The rows of one job on the disk. Not thread-safe; close it, or use it as a context.
 
-    ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` has the differences that ``allow_changed`` accepted;
-    ``completed`` and ``failed`` count rows, ``totals`` has the sums of what ``put`` was given. All of these speak of
-    rows that were put; of those, what was not committed is lost if the process is killed.
+    ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` lists the differences that ``allow_changed``
+    accepted; ``completed`` and ``failed`` count rows; ``totals`` sums the ``totals`` of all ``put`` calls. All of these
+    include rows that were put and not yet committed; such rows are lost if the process is killed.
     """
 
     def __init__(self, outputs: Outputs, opened: Opened) -> None:
@@ -53,16 +53,16 @@ class Journal:
         self._done = past.done
         self._fresh: list[int] = []
         self._next = past.next
-        # A file of waiting rows that nobody waits for is not gone on with.
+        # A file without waiting rows is not reused.
         self._generation = past.generation if past.waiting else past.generation + 1
         places = [(number, *place) for number, place in past.waiting.items()]
         self._waiting = ReorderBuffer(places=places)
-        self._ends = dict(past.ends)  # of files, by the last record
+        self._ends = dict(past.ends)  # of files, as of the last record
         self._files: dict[str, AppendFile] = {}
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._counted = self._counts()
-        # The first rows are put down at the first look, so that whoever waits sees the job move.
+        # The first tick commits, so that a reader of the output sees progress early.
         self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
         self._torn = False
@@ -81,17 +81,17 @@ class Journal:
         restart: bool = False,
         allow_changed: bool = False,
     ) -> Journal:
-        """Begin the job, or go on with it.
+        """Begin the job, or resume it.
 
         Args:
-            facts: what the rows depend on, as JSON values; compared with those of the job's first start, key by key.
-            informative: dotted keys of ``facts`` that are kept and not compared.
-            restart: forget what was done; earlier files go (``atomic``: when the new ones take their names).
-            allow_changed: go on with other facts. The scan of the input is forgotten.
+            facts: JSON values that determine the rows; compared with those of the job's first start, key by key.
+            informative: dotted keys of ``facts`` that are stored and not compared.
+            restart: discard finished rows; earlier files are removed (``atomic``: when the new ones are renamed).
+            allow_changed: resume with other facts. The scan of the input is discarded.
 
         Raises:
             InputError: ``job_running``: another process writes this output. ``job_changed``: facts differ. ``journal``:
-                an output without its journal, a journal without its output, or one that does not fit the other.
+                an output without its journal, a journal without its output, or one that does not match the other.
                 ``output_path``: the files cannot be written.
         """
         opened = open_job(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
@@ -110,35 +110,35 @@ class Journal:
         if error is None:
             self.close()
             return
-        # What ended the block is what is to be reported.
+        # The error that ended the block is the one to report.
         with contextlib.suppress(InputError, OSError):
             self.close(forget=isinstance(error, UserError))
 
     def done(self, number: int) -> bool:
-        """Row ``number`` needs no work: it was put, by this process or an earlier one."""
+        """True if row ``number`` was put, by this process or an earlier one."""
         return number in self._done
 
     @property
     def struck(self) -> frozenset[int]:
-        """Rows that are refused because the process died at them."""
+        """Rows that are refused because the process died while it prepared them."""
         return self._deaths.struck
 
     def preparing(self, number: int) -> AbstractContextManager[None]:
-        """Around whatever is done with row ``number`` before it is served. Raises InputError: the row is `struck`."""
+        """Return a context in which row ``number`` is prepared. Raises InputError if the row is `struck`."""
         return self._deaths.at(number)
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
-        """Keep what was found out by reading the input once."""
+        """Store the result of scanning the input."""
         self._ready()
         self._settle()
         self.scan = dict(scan)
         self._record({"kind": "scan", "scan": self.scan})
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
-        """Row ``number``, from 0, is ``data``, its line end included. ``totals`` is added to the job's.
+        """Append ``data``, line end included, as row ``number``, from 0. ``totals`` is added to the job's totals.
 
         Raises:
-            InputError: the disk refuses; every later call says so again, and what was committed is kept.
+            InputError: the disk refuses; every later call raises it again, and committed rows are kept.
         """
         self._ready()
         if number in self._done:
@@ -160,20 +160,20 @@ class Journal:
             self.commit()
 
     def tick(self) -> None:
-        """Begin a commit if it is time for one; does not wait for the disk."""
+        """Begin a commit if ``sync_s`` seconds have passed since the last; does not wait for the disk."""
         self._ready()
         if self._pending is None and time.monotonic() - self._last >= self._outputs.sync_s:
             self._begin()
 
     def commit(self) -> None:
-        """Everything that was put is on the disk when this returns."""
+        """Make every row that was put durable; returns when all are on the disk."""
         self._ready()
         self._settle()
         self._begin()
         self._settle()
 
     def finish(self, total: int) -> None:
-        """All rows from 0 to ``total`` - 1 were put: complete the files.
+        """Complete the files; all rows from 0 to ``total`` - 1 were put.
 
         Raises:
             MoelightError: a row is missing.
@@ -197,12 +197,12 @@ class Journal:
         self.state = "complete"
 
     def close(self, *, forget: bool = False) -> None:
-        """Commit what was put, and let go of the files. After a failure, what was not committed is cut off.
+        """Commit the rows that were put, and close the files. After a failure, uncommitted bytes are truncated.
 
-        With ``forget``, a job of which no row was put leaves none of the files that it has made.
+        With ``forget``, a job without rows removes the files that it created.
 
         Raises:
-            InputError: the last commit failed, and no call has said so before.
+            InputError: the last commit failed, and no earlier call has raised the error.
         """
         if self._opened.fd < 0:
             return
@@ -215,7 +215,7 @@ class Journal:
                 self._deaths.close(done=self.state == "complete")
             try:
                 if self.state != "complete" and (self._failure is not None or self._torn):
-                    # The next start does the same; this only spares readers of the file the torn end.
+                    # The next start truncates too; doing it here hides the torn end from readers of the file.
                     with contextlib.suppress(OSError):
                         self._cut_back()
             finally:
@@ -287,7 +287,7 @@ class Journal:
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the commit that is under way."""
+        """Wait for the running commit."""
         if self._pending is None:
             return
         try:
@@ -297,7 +297,7 @@ class Journal:
         self._pending = None
 
     def _begin(self) -> None:
-        """Begin a commit, if there is something to commit. None is under way."""
+        """Begin a commit, if there is something to commit. No commit is running."""
         self._last = time.monotonic()
         if self._counts() == self._counted and not any(file.unsealed for file in self._files.values()):
             return
@@ -312,7 +312,8 @@ class Journal:
         self._torn = False
 
     def _seal(self) -> tuple[Record, AppendFile | None]:
-        """The record of a commit, its bytes being with the system; and a file of waiting rows it makes superfluous."""
+        """Return the record of a commit, whose bytes are with the system, and the file of waiting rows that the commit
+        makes obsolete, if any."""
         record: Record = {"kind": "rows", "completed": self.completed, "failed": self.failed}
         record["totals"] = dict(self.totals)
         spent = None
@@ -333,7 +334,7 @@ class Journal:
         return record, spent
 
     def _spill(self) -> tuple[list[tuple[int, int, int, bool]], AppendFile | None]:
-        """Waiting rows out of memory: where they now are, and a file of them that nobody needs any more."""
+        """Move waiting rows out of memory; return their places, and an obsolete file of waiting rows, if any."""
         file = self._files.get("waiting")
         if file is None:
             if not self._waiting:
@@ -354,7 +355,7 @@ class Journal:
     def _make_durable(
         self, files: list[AppendFile], record: Record, ends: dict[str, int], spent: AppendFile | None
     ) -> None:
-        """The rest of a commit, beside the job. Raises OSError."""
+        """Finish a commit, in the worker thread. Raises OSError."""
         try:
             for file in files:
                 file.sync()
@@ -376,12 +377,13 @@ class Journal:
             self._fail(error)
 
     def _fail(self, error: OSError) -> NoReturn:
-        """Nothing more is written: after a refused write or fsync nobody knows what of it is there."""
+        """Raise the failure. Nothing more is written: after a failed write or fsync the file contents are unknown."""
         self._failure = failed(error, self._opened.places.output)
         raise self._failure from None
 
     def _cut_back(self) -> None:
-        """Files end where the last record says. A failed record goes first: none may name bytes that are gone."""
+        """Truncate the files to the ends of the last record. A failed record is removed first: no record may refer to
+        removed bytes."""
         assert self._opened.journal is not None
         self._opened.journal.take_back()
         for name in self._opened.places.files:

@@ -1,6 +1,6 @@
-"""The journal on disk: one record a line, each with its own checksum, each on the disk before the next is written.
+"""The journal on disk: one record a line, each with its checksum, each fsynced before the next is written.
 
-Knows lines of JSON and how they tear. Refuses to know what the records mean.
+Depends on lines of JSON, not on the meaning of records.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _HEAD = b'{"crc":"%08x","record":'
 
 
 def to_line(record: Record) -> bytes:
-    """``record`` as a line: ``{"crc":"…","record":{…}}``, the crc32 being that of the inner object's bytes."""
+    """Return ``record`` as a line: ``{"crc":"…","record":{…}}``, with the crc32 of the inner object's bytes."""
     body = json.dumps(record, separators=(",", ":")).encode()
     return _HEAD % zlib.crc32(body) + body + b"}\n"
 
 
 def from_line(line: bytes) -> Record | None:
-    """The record of a line, or None if it is not as it was written."""
+    """Return the record of a line, or None if the line is damaged."""
     body = line[len(_HEAD % 0) : -2]
     if not line.endswith(b"}\n") or line != _HEAD % zlib.crc32(body) + body + b"}\n":
         return None
@@ -36,7 +36,7 @@ def from_line(line: bytes) -> Record | None:
 
 
 def read_records(fd: int, *, shown: Path) -> Iterator[tuple[Record, int]]:
-    """Every whole record of the journal behind ``fd``, and the offset behind its line. A torn last line is left out.
+    """Yield every whole record of the journal ``fd``, and the offset behind its line. A torn last line is omitted.
 
     Raises:
         InputError: a line in the middle is damaged.
@@ -58,7 +58,7 @@ def read_records(fd: int, *, shown: Path) -> Iterator[tuple[Record, int]]:
 
 
 class JournalFile:
-    """The journal open for writing behind ``end``, the last whole line; a torn one is cut off. Owns ``fd``."""
+    """The journal open for writing at ``end``, behind the last whole line; a torn line is truncated. Owns ``fd``."""
 
     def __init__(self, fd: int, *, end: int = 0) -> None:
         self._fd = fd
@@ -66,7 +66,7 @@ class JournalFile:
         os.ftruncate(fd, end)
 
     def write(self, record: Record) -> None:
-        """``record`` is on the disk; or OSError: then it may be or not."""
+        """Write and fsync ``record``. After an OSError the record may or may not be on the disk."""
         line = to_line(record)
         faults.reach("before_journal_write")
         faults.reach("mid_journal_write", self._fd, line, self._end)
@@ -77,6 +77,6 @@ class JournalFile:
         self._end += len(line)
 
     def take_back(self) -> None:
-        """Whatever of a failed ``write`` reached the file is gone from it, or OSError."""
+        """Remove the bytes of a failed ``write`` from the file. Raises OSError."""
         os.ftruncate(self._fd, self._end)
         os.fsync(self._fd)

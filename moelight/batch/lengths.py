@@ -1,8 +1,8 @@
-"""How long answers turn out to be, learned while most of them are still being written.
+"""Online estimate of answer lengths, while most answers are unfinished.
 
-Answers that end early are the first to be known, so their mean is far too low for long. The estimate of Kaplan and
-Meier (1958) counts the others too: an unfinished answer says that it is at least as long as it is now. How long each
-unfinished one is, nobody tells; it follows from when places were taken, one token a pass.
+Short answers finish first, so the mean of the finished ones is biased low for a long time. The estimator of Kaplan and
+Meier (1958) counts unfinished answers too, as censored at their current length. The current lengths are not reported
+per answer; they follow from the pass in which each answer began, at one token a pass.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _MOST_LENGTHS = 128
 
 
 class Survival:
-    """The share of answers longer than so many tokens. ``shares[i]`` holds from ``steps[i]`` to the next step; past the
-    last one each token ends the share ``tail`` of those that are left."""
+    """The share of answers longer than a number of tokens. ``shares[i]`` holds from ``steps[i]`` to the next step; past
+    the last step each token ends the share ``tail`` of the remaining answers."""
 
     def __init__(self, steps: Sequence[int], shares: Sequence[float], tail: float) -> None:
         self._steps, self._shares, self._tail = steps, shares, tail
-        self._tokens = [0.0]  # of an answer up to each step, on average
+        self._tokens = [0.0]  # mean tokens of an answer up to each step
         for (start, end), share in zip(pairwise(steps), shares, strict=False):
             self._tokens.append(self._tokens[-1] + (end - start) * share)
 
     def share(self, length: float) -> float:
-        """The share of answers longer than ``length``."""
+        """Return the share of answers longer than ``length``."""
         at = bisect_right(self._steps, length) - 1
         past = length - self._steps[at] if at == len(self._steps) - 1 else 0.0
         return float(self._shares[at] * (1 - self._tail) ** past)
@@ -40,14 +40,15 @@ class Survival:
         return self._tokens[at] + self._shares[at] * past
 
     def rest(self, age: float, room: float) -> float:
-        """Tokens that an answer of ``age`` tokens still gets, on average, if ``room`` is the most it can have."""
+        """Return the mean number of tokens to come of an answer of ``age`` tokens, limited to ``room`` tokens in
+        all."""
         alive = self.share(age)
         if room <= age or alive <= 0:
             return 0.0
         return (self._upto(room) - self._upto(age)) / alive
 
     def last_of(self, answers: Sequence[tuple[float, float]], room: float) -> float:
-        """Tokens until the last of ``answers`` ends, each an age and how many have it."""
+        """Return the tokens until the last of ``answers``, pairs of an age and a count, ends."""
         alive = [(age, count / share) for age, count in answers if (share := self.share(age)) > 0]
         low, high = 0.0, max((room - age for age, _ in alive), default=0.0)
         while high - low > 1:
@@ -58,22 +59,22 @@ class Survival:
 
 
 class Lengths:
-    """The answers of a run by their tokens, and the unfinished ones by the pass that began them.
+    """The finished answers of a run by length, and the unfinished ones by the pass in which they began.
 
-    Both are kept coarse, so that asking takes a millisecond whatever the job is.
+    Both are binned coarsely, so that a query takes about a millisecond for any size of job.
     """
 
     def __init__(self) -> None:
-        self.tokens = 0  # of the finished ones
-        self._ended: Counter[int] = Counter()  # of their own accord
-        self._cut: Counter[int] = Counter()  # at the most that they could have
-        self._width = 1  # lengths that share a count
+        self.tokens = 0  # of the finished answers
+        self._ended: Counter[int] = Counter()  # by length, ended before their limit
+        self._cut: Counter[int] = Counter()  # by length, ended at their limit
+        self._width = 1  # lengths per bin
         self._pass = 0
-        self._begun: list[int] = []  # passes, rising
-        self._running: list[int] = []  # how many unfinished ones each began
+        self._begun: list[int] = []  # passes, ascending
+        self._running: list[int] = []  # unfinished answers that began in each
 
     def add(self, tokens: int, *, cut: bool) -> None:
-        """An answer of ``tokens`` has ended; ``cut`` at its limit."""
+        """Count a finished answer of ``tokens``; ``cut``: at its limit."""
         (self._cut if cut else self._ended)[self._middle(tokens)] += 1
         self.tokens += tokens
         if len(self._ended) + len(self._cut) > _MOST_LENGTHS:
@@ -94,7 +95,7 @@ class Lengths:
         return tokens // self._width * self._width + self._width // 2
 
     def running(self, count: int, passes: int) -> None:
-        """``count`` are unfinished after ``passes``: whoever is new has begun since this was last told."""
+        """Note ``count`` unfinished answers after ``passes``; additional answers began since the last call."""
         new = count - sum(self._running)
         if new > 0:
             self._begun.append((self._pass + passes) // 2)
@@ -114,7 +115,7 @@ class Lengths:
         return taken
 
     def ages(self, tokens: float) -> list[tuple[float, float]]:
-        """The unfinished answers: tokens so far, and how many have them; ``tokens`` is the sum over all."""
+        """Return pairs of tokens so far and count of the unfinished answers; ``tokens`` is the sum over all of them."""
         ages = [
             (float(self._pass - begun), float(count)) for begun, count in zip(self._begun, self._running, strict=True)
         ]
@@ -124,7 +125,7 @@ class Lengths:
         return [(age * tokens / total, count) for age, count in ages]
 
     def survival(self, ages: Sequence[tuple[float, float]]) -> Survival:
-        """What is known now, the unfinished answers having ``ages``."""
+        """Return the current estimate; ``ages`` are those of the unfinished answers."""
         events: list[tuple[float, int, float]] = [
             (float(length), ended, self._cut[length]) for length, ended in self._ended.items()
         ]
@@ -142,7 +143,7 @@ class Lengths:
         if oldest > steps[-1]:
             steps.append(int(oldest))
             shares.append(alive)
-        # Past what anyone has seen, answers end as often as they did in the later half of what was seen.
+        # Past the longest observed length, answers end at the mean rate of the upper half of observed lengths.
         late = [(length - oldest / 2, ended, ended + left) for length, ended, left in events if length > oldest / 2]
         lived = sum(past * count for past, _, count in late)
         return Survival(steps, shares, min(1.0, sum(ended for _, ended, _ in late) / lived) if lived else 0.0)

@@ -1,7 +1,6 @@
-"""A small file that is renewed while a job runs, for whoever watches: whole at any moment, at most once a second.
+"""A small file that is renewed while a job runs: complete at any moment, written at most once a second.
 
-Knows paths, renaming and a clock. Refuses to know what the text says. A watcher's file never ends a job: what cannot
-be written later on is left, and said once at the end.
+A live file never ends a job: a failed renewal is kept as ``trouble`` and reported once at the end.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ _EVERY_S = 1.0
 
 
 class LiveFile:
-    """The file at ``path``. Readers see the text before or the text after, since a finished sibling takes its place.
+    """The file at ``path``, replaced atomically by a finished sibling: readers see the old text or the new text.
 
-    There is no fsync: after a power cut the file may be old or empty, and the job writes it anew.
+    There is no fsync: after a power cut the file may be old or empty, and the job writes it again.
     """
 
     def __init__(self, path: Path, *, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.trouble = ""
         self._path, self._what, self._clock = path, what, clock
-        # Behind a link the link stays one. A pipe or a device cannot be replaced.
+        # A symlink is kept and its target replaced. A pipe or a device cannot be replaced.
         self._target = Path(os.path.realpath(path))
         self._partial = self._target.with_name(f".{self._target.name[:50]}.{os.getpid()}.partial")
         self._due_s = -1.0
 
     def begin(self, text: str) -> None:
-        """Write it for the first time.
+        """Write ``text`` for the first time.
 
         Raises:
-            InputError: it cannot be written: a directory is missing or is in the way, permission is denied.
+            InputError: the file cannot be written: no such directory, a directory of that name, or no permission.
         """
         try:
             if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
@@ -47,7 +46,7 @@ class LiveFile:
             raise refused_write(error, f"{self._what} {self._path}") from None
 
     def renew(self, text: Callable[[], str], *, now: bool = False) -> None:
-        """Write ``text()`` if the last writing is a second ago, or ``now``. A failure is kept as ``trouble``."""
+        """Write ``text()`` if the last write is a second ago, or if ``now``. A failure is kept as ``trouble``."""
         if not now and self._clock() < self._due_s:
             return
         try:

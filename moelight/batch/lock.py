@@ -1,4 +1,4 @@
-"""One writer at a time. Knows descriptors and processes; refuses to know what is written."""
+"""Exclusive file locks: one writer at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HOLDER = re.compile(rb'"pid":(\d+)')
 
 
 def open_locked(path: Path, *, shown: Path) -> int:
-    """A descriptor of ``path``, made if it is missing, that nobody else holds until it is closed.
+    """Open ``path``, created if missing, with an exclusive lock that is held until the descriptor is closed.
 
-    Read-only where the file or its file system is.
+    Opens read-only if the file or its file system is read-only.
 
     Raises:
-        InputError: another process holds it, named where the file says which: it keeps ``"pid":N`` of whom opens it.
-        OSError: it cannot be opened.
+        InputError: another process holds the lock; named by the last ``"pid":N`` in the file, if any.
+        OSError: the file cannot be opened.
     """
     while True:
         try:
@@ -32,7 +32,7 @@ def open_locked(path: Path, *, shown: Path) -> int:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             hold(fd, path, shown=shown)
-            # Whoever held it may have removed it in between: then the lock is on a file without a name.
+            # The previous holder may have removed the file in between: then the lock is on an unlinked file.
             if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
         except BaseException:
@@ -42,10 +42,10 @@ def open_locked(path: Path, *, shown: Path) -> int:
 
 
 def hold(fd: int, path: Path, *, shown: Path) -> None:
-    """Lock what ``fd`` stands for until it is closed.
+    """Lock the file of ``fd`` until the descriptor is closed.
 
     Raises:
-        InputError: another process holds it.
+        InputError: another process holds the lock.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,6 @@
 """``--metrics``: a job's figures for Prometheus, in a file that node_exporter's textfile collector reads.
 
-vLLM's names where vLLM has the figure, so that its dashboards work; ``moelight_`` for the rest. Knows the events of a
-job. Refuses to know the job.
+Metrics that vLLM has carry vLLM's names, so that its dashboards work; others begin with ``moelight_``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _REASONS = ("stop", "length")
 
 
 class MetricsFile(Progress):
-    """Keeps the file at ``path`` in step with the job. Counters are of this run.
+    """Keeps the file at ``path`` up to date with the job. Counters cover this run only.
 
     Raises:
         InputError: the file cannot be written at the start.
@@ -46,11 +45,11 @@ class MetricsFile(Progress):
 
     @property
     def trouble(self) -> str:
-        """Why the file is not up to date; empty if it is."""
+        """The reason why the file is not up to date; empty if it is."""
         return self._file.trouble
 
     def started(self, start: JobStart) -> None:
-        """Rows are known."""
+        """Set the row counts."""
         self._counts = JobCounts(
             total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
         )
@@ -69,21 +68,21 @@ class MetricsFile(Progress):
             self._latency.observe(latency_s)
 
     def counts(self, counts: JobCounts) -> None:
-        """At most once a second."""
+        """Renew the file, at most once a second."""
         self._counts = counts
         self._file.renew(self.text)
 
     def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
-        """Written with the next counts."""
+        """Keep the figures for the next renewal."""
         self._stats = stats
         self._experts = (experts or {}).get("overall", {})
 
     def ended(self, state: State) -> None:  # noqa: ARG002
-        """The last figures."""
+        """Write the final figures."""
         self._file.renew(self.text, now=True)
 
     def text(self) -> str:
-        """What the file says now."""
+        """Return the current contents of the file."""
         return exposition([*self._vllm(), *self._job(), *self._lanes()], labels=self._labels)
 
     def _vllm(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The names by which the rows of a job may call the model that answers them."""
+"""The names by which rows of a job may refer to its model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _CACHED = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelNames:
-    """``names`` of the loaded model; with ``ignore``, any other is taken for it as well."""
+    """``names`` of the loaded model; with ``ignore``, any other name is accepted too."""
 
     names: frozenset[str] = frozenset()
     ignore: bool = False
 
     @classmethod
     def of(cls, *given: str | Path, ignore: bool = False) -> ModelNames:
-        """All names of the model that was ``given`` as a path, a hub id or both: each as it stands, as an absolute
-        path, its last component, and the hub id whose cached copy a path is."""
+        """Return all names of the model ``given`` as a path, a hub id or both: each verbatim, as an absolute path, its
+        last component, and the hub id if the path is a cached copy."""
         names: set[str] = set()
         for each in given:
             text = str(each).rstrip("/")
@@ -35,7 +35,7 @@ class ModelNames:
         return cls(names=frozenset(names - {"", "/"}), ignore=ignore)
 
     def check(self, name: str) -> None:
-        """Raises InputError (``model_not_found``) where a row asks for another model."""
+        """Raise InputError (``model_not_found``) if ``name`` is another model."""
         if not self.ignore and name not in self.names:
             known = min(self.names, key=lambda each: (len(each), each), default="none")
             raise InputError(

@@ -1,8 +1,7 @@
-"""OpenAI batch lines: what may stand in them, and the rows they become.
+"""OpenAI batch lines: their valid fields, and the rows read from them.
 
-Knows the fields of ``/v1/chat/completions`` and ``/v1/completions``, and those that vLLM adds. Where a body is silent
-the job's defaults hold, not OpenAI's (whose temperature is 1). Nothing that a line points to is fetched or opened.
-Refuses to know files, tokens and the model.
+Reads the fields of ``/v1/chat/completions`` and ``/v1/completions``, and those that vLLM adds. Fields that a body omits
+take the job's defaults, not OpenAI's (whose temperature is 1). URLs and paths in a line are neither fetched nor opened.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ HOLDING = "custom_id, method, url and body"
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 _MOST_LOGPROBS = 20
 
-# Fields that go to SamplingParams as they stand.
+# Fields that are passed to SamplingParams unchanged.
 _SAMPLING = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs",
     "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
-# Constraints by their older names, and what each is in StructuredOutputs.
+# Older names of constraints, and the StructuredOutputs field of each.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-# What a service needs and a job does not: any value is accepted, none has an effect.
+# Fields for a service that do not apply to a job: any value is accepted and ignored.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend", "include_reasoning",
     "cache_salt", "length_penalty", "spaces_between_special_tokens",
 })  # fmt: skip
-# Known fields that would change the answer and are not served: they may stand there switched off.
+# Known fields that would change the answer and are not served: accepted only with a false value.
 _REFUSED = {
     "stream": "a batch is not streamed",
     "stream_options": "a batch is not streamed",
@@ -132,7 +131,7 @@ _B = TypeVar("_B", bound=_RequestBody)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ParsedBody:
-    """What a body asks for, before its sampling fields are judged."""
+    """The parsed request of a body; its sampling fields are not yet validated."""
 
     prompts: tuple[Prompt, ...] = ()
     conversation: Conversation | None = None
@@ -141,7 +140,7 @@ class _ParsedBody:
 
 
 class OpenAIReader:
-    """Rows out of OpenAI batch lines."""
+    """Reads rows from OpenAI batch lines."""
 
     told = ""
 
@@ -155,7 +154,7 @@ class OpenAIReader:
         return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """The row in one line."""
+        """Return the row of one line."""
         custom_id: str | None = None
         kind = ""
         try:
@@ -223,7 +222,7 @@ class OpenAIReader:
         if body.echo:
             if self._vocabulary is None and (body.logprobs is not None or not isinstance(prompts[0], str)):
                 raise FieldError("echo needs the model's tokenizer", param="echo", code="unsupported_parameter")
-            # Echoed tokens have log-probabilities too, and a prompt that is only scored must ask for some.
+            # Echoed tokens have log-probabilities too, and a prompt that is only scored must request some.
             if not shown and (body.logprobs is not None or body.max_tokens == 0):
                 sampling["prompt_logprobs"] = body.logprobs or 0
         answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
@@ -257,7 +256,7 @@ def _body(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(values: dict[str, Any], url: str) -> None:
-    """Refuse what is unknown, or known and not served."""
+    """Refuse fields that are unknown, or known and not served."""
     fields = _FIELDS[url]
     for name in values.keys() - fields - _IGNORED:
         if name not in _REFUSED:
@@ -270,7 +269,7 @@ def _convert(values: dict[str, Any], body: type[_B]) -> _B:
     try:
         return msgspec.convert(values, body)
     except msgspec.ValidationError as error:
-        # msgspec says what it expected, what it got, and after this mark where.
+        # msgspec reports the expected type, the actual type, and after this mark the path.
         said, _, path = str(error).partition(" - at `$.")
         path = path.removesuffix("`")
         said = said.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
@@ -334,7 +333,7 @@ def _conversation(body: _ChatBody) -> Conversation:
 
 
 def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:
-    """Put what the answer must match into ``sampling``, by whichever name it was asked for."""
+    """Set ``sampling``'s structured_outputs from whichever field of ``body`` gives a constraint."""
     found: dict[str, dict[str, Any]] = {}
     if body.response_format is not None:
         constraint = _response_format(body.response_format)
@@ -375,7 +374,7 @@ def _check_logprobs(name: str, value: int) -> None:
 
 
 def _prompts(given: object) -> tuple[Prompt, ...]:
-    """One text, several, one list of token ids, or several."""
+    """Return the prompts of ``given``: a text, a list of texts, a list of token ids, or a list of such lists."""
     if given is None:
         raise FieldError("prompt is missing", param="prompt", code="missing_required_parameter")
     if isinstance(given, str):

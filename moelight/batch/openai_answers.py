@@ -1,8 +1,7 @@
-"""OpenAI batch answers: the bodies ``chat.completion`` and ``text_completion`` around completions, and refusals.
+"""OpenAI batch answers: the bodies ``chat.completion`` and ``text_completion`` around completions, and error lines.
 
-Knows the exact shapes. What has no place in JSON is bent as vLLM does: a log-probability of minus infinity is written
-as -9999. Ids are made of the input and the row, so that a job that is resumed writes the same. Refuses to know requests
-and files.
+As in vLLM, a log-probability of minus infinity, which JSON cannot hold, is written as -9999. Ids are derived from the
+input and the row, so that a resumed job writes the same ids.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ _IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenAIFormat:
-    """Answers as OpenAI's batches write them. Without ``vocabulary`` the bytes of a token are those of its text."""
+    """Answers in the format of OpenAI batches. Without ``vocabulary`` the bytes of a token are those of its text."""
 
     vocabulary: RowTokenizer | None = None
     name: str = "openai"
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
-        """The output line of ``row``: its ``completions`` in the order of prompts, each prompt's samples in order."""
+        """Return the output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
         body = (self._chat if row.kind == CHAT else self._completions)(row, completions, served)
         return _line(served, row.number, row.custom_id, status=_OK, body=body, error=None)
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
-        """The output line of a row that was not served; one without custom_id carries its line number."""
+        """Return the output line of a row that was not served; a row without custom_id has its line number."""
         message = bad.message if bad.custom_id is not None else f"line {bad.line}: {bad.message}"
         told = {"message": message, "type": "invalid_request_error", "param": bad.param, "code": bad.code}
         error = {"code": bad.code, "message": message}
@@ -96,7 +95,7 @@ class OpenAIFormat:
         return choice
 
     def _content(self, completion: Completion, most: int) -> list[dict[str, Any]]:
-        """Chat's log-probabilities: each token, and at most ``most`` of the likeliest in its place."""
+        """Return chat log-probabilities: each token, and at most ``most`` of the likeliest at its position."""
         return [
             {
                 **self._token(token, likely[token]),
@@ -109,8 +108,8 @@ class OpenAIFormat:
         return {"token": of.decoded_token, "logprob": _finite(of.logprob), "bytes": list(self._bytes(token, of))}
 
     def _lists(self, completion: Completion, prompt: str | tuple[int, ...] | None) -> dict[str, Any]:
-        """The log-probabilities of completions: parallel lists, the echoed ``prompt`` first. The first token of a
-        prompt has none."""
+        """Return the log-probabilities of a completion as parallel lists, the echoed ``prompt`` first. The first token
+        of a prompt has none."""
         places: list[tuple[int, Mapping[int, Logprob] | None]] = []
         if prompt is not None:
             ids = self._ids(prompt)
@@ -128,8 +127,8 @@ class OpenAIFormat:
         }
 
     def _top(self, text: str, own: Logprob, likely: Mapping[int, Logprob]) -> dict[str, float]:
-        """Log-probabilities by text, the likeliest first; of two tokens with one text the likelier, but for the token
-        itself, whose ``text`` has its ``own``."""
+        """Return log-probabilities by text, the likeliest first. Of two tokens with equal text the likelier is kept,
+        except that ``text``, the text of the token itself, keeps ``own``."""
         top: dict[str, float] = {}
         for other in _by_rank(likely):
             top.setdefault(self._text(other, likely[other]), _finite(likely[other].logprob))
@@ -153,7 +152,7 @@ class OpenAIFormat:
         return of.decoded_token.encode("utf-8", "replace")
 
     def _text(self, token: int, of: Logprob | None) -> str:
-        """A token's text; one that is no whole characters is shown by its bytes, so that two stay apart."""
+        """Return the text of a token; partial characters are shown as bytes, so that such tokens differ."""
         if of is not None and _REPLACEMENT not in of.decoded_token:
             return of.decoded_token
         if self.vocabulary is None:
@@ -166,12 +165,12 @@ class OpenAIFormat:
 
 
 def prompt_logprobs_row(completion: Completion) -> list[dict[str, Any] | None]:
-    """vLLM's shape: for each prompt token its likeliest ones by id, null where none were asked for."""
+    """Return vLLM's shape: for each prompt token its likeliest tokens by id, or null if none were requested."""
     return [None if likely is None else logprobs_row(likely) for likely in completion.prompt_logprobs or ()]
 
 
 def logprobs_row(likely: Mapping[int, Logprob]) -> dict[str, Any]:
-    """The tokens of one place by their id, the likeliest first."""
+    """Return the tokens of one position by id, the likeliest first."""
     return {
         str(token): {
             "logprob": _finite(likely[token].logprob),
@@ -198,7 +197,7 @@ def _id(served: AnswerHeader, number: int, what: str) -> str:
 
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens of each prompt once, of all its samples."""
+    """Return token counts: prompt tokens once per prompt, completion tokens of all samples."""
     prompts = [each for each in completions if each.sample == 0]
     prompt_tokens = sum(each.prompt_tokens for each in prompts)
     completion_tokens = sum(each.completion_tokens for each in completions)

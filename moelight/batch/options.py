@@ -1,4 +1,4 @@
-"""What a job is asked to do, and how it ended."""
+"""The options of a job, and its result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DONE, INTERRUPTED, DONE_BEFORE = "done", "interrupted", "done before"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durability:
-    """How the output is kept. ``order`` is ``input`` or ``completion``; with ``atomic`` the output appears whole at the
-    end; rows are synchronised to the disk every ``sync_s`` seconds. ``restart`` forgets what is done, ``allow_changed``
-    goes on with other settings than it was done with."""
+    """How the output is written. ``order`` is ``input`` or ``completion``; with ``atomic`` the output appears complete
+    at the end; rows are fsynced every ``sync_s`` seconds. ``restart`` discards finished rows; ``allow_changed`` resumes
+    with settings other than those of the finished rows."""
 
     order: Literal["input", "completion"] = "input"
     atomic: bool = False
@@ -30,11 +30,11 @@ class Durability:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What a job is asked to do. None leaves the choice to the planner; a path of None is not written.
+    """The options of a job. None leaves a choice to the planner; a file whose path is None is not written.
 
-    A ``policy`` is run as it stands, on ``model``; otherwise the planner chooses one for the machine ``hw``. Memory is
-    in bytes. ``sampling`` holds where a row does not say otherwise. ``format`` and the columns say how ``prompts`` is
-    read; with ``ignore_model`` rows may name any model.
+    A ``policy`` is run unchanged, on ``model``; otherwise the planner chooses one for the machine ``hw``. Memory is in
+    bytes. ``sampling`` applies where a row sets no value. ``format`` and the columns determine how ``prompts`` is read;
+    with ``ignore_model`` rows may name any model.
     """
 
     prompts: Path
@@ -68,7 +68,7 @@ class JobOptions:
 
     @property
     def written(self) -> dict[str, Path | None]:
-        """Every file that the job writes, by what is in it."""
+        """Every file that the job writes, by its description."""
         return {
             "output": self.output,
             "error file": self.error_file,
@@ -84,10 +84,11 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """How a job ended: ``done``, ``interrupted`` (running it again goes on) or ``done before`` (nothing was to do).
+    """The result of a job: ``done``, ``interrupted`` (running the job again resumes it) or ``done before`` (nothing was
+    left).
 
-    Rows count over all runs of the job. ``first_error`` is the first row of this run that was not served, if any;
-    ``troubles`` say which files that tell of the job could not be kept.
+    Row counts cover all runs of the job. ``first_error`` is the first row of this run that was not served, if any;
+    ``troubles`` name the status or metrics files that could not be kept up to date.
     """
 
     state: str

@@ -1,7 +1,4 @@
-"""Files a job writes: refused before any work if they cannot be written, and whole or untouched afterwards.
-
-Knows paths, temporary siblings and standard output. Refuses to know what the bytes mean.
-"""
+"""Files that a job writes: checked to be writable before any work, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 
 
 def writes_directly(path: Path) -> bool:
-    """True for standard output, pipes and devices: what cannot be replaced by a finished file."""
+    """True for standard output, pipes and devices, which a finished file cannot replace."""
     if path == STANDARD_OUTPUT or str(path).startswith(_STREAMS):
         return True
     mode = mode_of(path)
@@ -31,7 +28,7 @@ def writes_directly(path: Path) -> bool:
 
 
 def mode_of(path: Path) -> int | None:
-    """The mode of the file behind ``path``; None where there is none, or none can have that name."""
+    """Return the mode of the file at ``path``, links followed; None if there is none or the name is invalid."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -39,10 +36,10 @@ def mode_of(path: Path) -> int | None:
 
 
 def check_writable(path: Path, *, what: str) -> None:
-    """Refuse a path that no file can be written to; leaves nothing behind.
+    """Refuse a path that cannot be written; leaves no file behind.
 
     Raises:
-        InputError: it is a directory, its directory is missing or is none, or permission is denied.
+        InputError: the path is a directory, its directory is missing or not a directory, or permission is denied.
     """
     with clear(path, what):
         with contextlib.suppress(FileNotFoundError):
@@ -60,13 +57,14 @@ def check_writable(path: Path, *, what: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
-    """A function that appends bytes to what ``path`` will be once the block ends well.
+    """Yield a function that appends bytes to the new contents of ``path``, which appear once the block ends without
+    error.
 
-    The bytes go to a sibling that then takes the place of ``path``. Pipes and devices, and ``-`` for standard output,
-    are written as they are.
+    The bytes are written to a sibling that then replaces ``path``. Pipes, devices and ``-`` (standard output) are
+    written directly.
 
     Raises:
-        InputError: the bytes cannot be written (disk full, directory gone); an earlier file is as it was.
+        InputError: the bytes cannot be written (disk full, directory removed); an earlier file is unchanged.
     """
     direct = writes_directly(path)
     partial = _partial(path)
@@ -87,7 +85,7 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
                 _replace(partial, path, file)
     finally:
         if path != STANDARD_OUTPUT:
-            # After a failed write, closing fails once more, and the first failure is the one to report.
+            # After a failed write, closing fails again, and the first failure is the one to report.
             with contextlib.suppress(OSError):
                 file.close()
         if not direct:
@@ -106,7 +104,7 @@ def _open_stream(path: Path) -> BinaryIO:
 
 
 def target(path: Path) -> Path:
-    """Where the bytes end up: behind a link, so that the link stays one."""
+    """Return ``path`` with links resolved, so that a replaced file keeps the links to it."""
     return Path(os.path.realpath(path))
 
 
@@ -121,7 +119,7 @@ def _create(partial: Path) -> int:
 
 @contextlib.contextmanager
 def clear(path: Path, what: str) -> Iterator[None]:
-    """Every fault of the file system as one line. A closed pipe passes: nobody is left to read the line."""
+    """Raise file system errors as one-line InputErrors. A BrokenPipeError passes: nothing reads the output any more."""
     try:
         yield
     except BrokenPipeError:
@@ -139,8 +137,8 @@ def clear(path: Path, what: str) -> Iterator[None]:
 
 
 def refused_write(error: OSError | ValueError, what: str, *, kept: str = "") -> InputError:
-    """The one line on a write to ``what`` that the system refused, with what is ``kept``; a `StorageError` where the
-    disk is full or fails."""
+    """Return the error of a write to ``what`` that the system refused; ``kept`` ends the message. A `StorageError` if
+    the disk is full or fails."""
     number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
     kind = StorageError if number in _OF_THE_DISK else InputError
     return kind(f"{what}: cannot be written ({(reason or str(error)).lower()}){kept}", code="output_path")

@@ -1,7 +1,4 @@
-"""Where a job's rows go, by name: the output, the error file, and what lies beside them while the job is not done.
-
-Knows paths. Refuses to know what is in the files.
-"""
+"""Paths of the files of a job: the output, the error file, and the files beside them while the job is unfinished."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ WHAT = {"output": "output", "errors": "error file"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """Where rows go, and how.
+    """Destinations of rows.
 
-    ``rows`` gets every row, or, where there is a file of ``errors``, those that did not fail. A name that ends in
-    ``.gz`` asks for gzip. In order ``input`` a row waits for all rows before it; in order ``completion`` it does not.
-    With ``atomic`` the files take their names when all rows are there. What is finished is put on the disk about every
-    ``sync_s`` seconds.
+    ``rows`` receives every row, or, if there is a file of ``errors``, the rows that did not fail. A name that ends in
+    ``.gz`` selects gzip. In order ``input`` a row is written after all rows before it; in order ``completion`` when it
+    is finished. With ``atomic`` the files are renamed to their final names when all rows are written. Finished rows are
+    fsynced about every ``sync_s`` seconds.
     """
 
     rows: Path
@@ -38,7 +35,8 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputPath:
-    """A file of rows: ``shown`` as the user calls it, ``final`` behind links, ``written`` until the job is done."""
+    """A file of rows: ``shown`` as given by the user, ``final`` with links resolved, ``written`` until the job is
+    done."""
 
     what: str
     shown: Path
@@ -50,11 +48,11 @@ class OutputPath:
 
     @property
     def gzip(self) -> bool:
-        """Rows are packed."""
+        """True if rows are compressed."""
         return self.shown.suffix == ".gz"
 
     def refuse_found(self, journal: Path) -> None:
-        """Without a journal nobody knows what is in a file that is here already."""
+        """Refuse an existing file: without its ``journal`` the rows in it are unknown."""
         for path in dict.fromkeys((self.final, self.written)):
             if path.exists() and path.stat().st_size:
                 name = self if path == self.final else f"{self.what} {path}"
@@ -65,7 +63,7 @@ class OutputPath:
                 )
 
     def take_name(self) -> None:
-        """The finished file gets its name, and the mode of the one it replaces. Does nothing the second time."""
+        """Rename the finished file to its final name, with the mode of the file it replaces. Idempotent."""
         if self.written == self.final or not self.written.exists():
             return
         if self.final.exists():
@@ -77,14 +75,14 @@ class OutputPath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPaths:
-    """All files of a job. ``files`` has one or two, by ``output`` and ``errors``."""
+    """All files of a job. ``files`` has one or two entries, ``output`` and ``errors``."""
 
     files: dict[str, OutputPath]
     journal: Path
 
     @classmethod
     def of(cls, outputs: Outputs) -> JobPaths:
-        """Names only; nothing is looked at but links."""
+        """Return the paths of ``outputs``; resolves links and reads nothing else."""
         named = {"output": outputs.rows, "errors": outputs.errors}
         files = {
             name: _place(WHAT[name], path, atomic=outputs.atomic) for name, path in named.items() if path is not None
@@ -93,26 +91,26 @@ class JobPaths:
 
     @property
     def output(self) -> OutputPath:
-        """The file of all rows that have no other."""
+        """The file of all rows that are not written to the error file."""
         return self.files["output"]
 
     def waiting(self, generation: int) -> Path:
-        """The file of rows whose turn has not come; the next generation has another name, the one after it the same."""
+        """Return the path of the ``generation``-th file of waiting rows; two names alternate."""
         final = self.output.final
         return final.with_name(f"{final.name}.waiting{generation % 2}")
 
     @property
     def deaths(self) -> Path:
-        """Of rows at which the process died (`deaths`)."""
+        """The file of rows at which the process died (`CrashGuard`)."""
         final = self.output.final
         return final.with_name(f"{final.name}.deaths")
 
     def directories(self) -> set[Path]:
-        """Where files are made."""
+        """Return the directories of the output files."""
         return {place.final.parent for place in self.files.values()}
 
     def clear(self, *, keep_finals: bool) -> None:
-        """Remove what an earlier job left, but for its journal; ``keep_finals``: and for the files it finished."""
+        """Remove the files of an earlier job, except its journal and, with ``keep_finals``, the files it finished."""
         for place in self.files.values():
             for path in {place.final, place.written, _hidden(place.final)}:
                 if not (keep_finals and path == place.final):
@@ -126,7 +124,7 @@ class JobPaths:
 
 
 def journal_of(output: Path) -> Path:
-    """Where the journal of ``output`` lies: beside what a link leads to."""
+    """Return the path of the journal of ``output``: beside the file that a link points to."""
     final = target(output)
     return final.with_name(f"{final.name}.journal")
 
@@ -142,7 +140,7 @@ def _hidden(final: Path) -> Path:
 
 @contextlib.contextmanager
 def told(place: OutputPath) -> Iterator[None]:
-    """Faults of the file system as one line on ``place``."""
+    """Raise file system errors as one-line InputErrors about ``place``."""
     try:
         yield
     except OSError as error:
@@ -150,6 +148,6 @@ def told(place: OutputPath) -> Iterator[None]:
 
 
 def failed(error: OSError, place: OutputPath) -> InputError:
-    """The one line on a write that the system refused."""
+    """Return the one-line error of a write to ``place`` that the system refused."""
     kept = "; every row that was on the disk is kept: mend that, and the same command goes on from there"
     return refused_write(error, str(place), kept=kept)

@@ -1,6 +1,6 @@
-"""What a journal says of the job so far, and whether the files beside it still agree.
+"""Reads the state of a job from its journal, and verifies the files beside it.
 
-Knows records and the bytes they speak of. Changes nothing.
+Read-only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from moelight.batch.row_set import RowSet
 from moelight.core.errors import InputError
 
 VERSION = 1
-_READ_BACK_BYTES = 1 << 30  # a second or so; of older bytes the length is enough
+_READ_BACK_BYTES = 1 << 30  # takes about a second; of older bytes only the length is checked
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True, slots=True)
 class RecoveredJob:
-    """A job as its journal tells it. ``end`` is the offset behind the journal's last whole line.
+    """The state of a job according to its journal. ``end`` is the offset behind the journal's last whole line.
 
-    ``ends`` and ``extents`` are by file: ``output``, ``errors``, ``waiting``. ``waiting`` has the places of rows
-    whose turn has not come, by number, in the ``generation``-th file of them.
+    ``ends`` and ``extents`` are by file: ``output``, ``errors``, ``waiting``. ``waiting`` maps the numbers of waiting
+    rows to their places in the ``generation``-th file of waiting rows.
     """
 
     header: Record
@@ -47,16 +47,16 @@ class RecoveredJob:
 
     @property
     def ends(self) -> dict[str, int]:
-        """Where each file ends."""
+        """The end offset of each file."""
         return {name: extents[-1].end for name, extents in self.extents.items() if extents}
 
     @property
     def empty(self) -> bool:
-        """No row was ever done."""
+        """True if no row was ever done."""
         return self.stage == "running" and not self.completed + self.failed
 
     def follow(self, record: Record) -> None:
-        """The next record."""
+        """Apply the next ``record``."""
         match record["kind"]:
             case "rows":
                 self._rows(record)
@@ -68,7 +68,7 @@ class RecoveredJob:
                 self.stage, self.total = stage, record["total"]
 
     def finish(self) -> None:
-        """All records are read."""
+        """Complete ``done`` after the last record."""
         if self.next:
             self.done.add_range(0, self.next - 1)
         self._forget_written()
@@ -99,10 +99,10 @@ class RecoveredJob:
 
 
 def read_journal(path: Path) -> RecoveredJob | None:
-    """The job of the journal at ``path`` as it stands, whoever writes it; None as for `read_past`.
+    """Return the job of the journal at ``path``, also while another process writes it; None as for `read_past`.
 
     Raises:
-        OSError: there is none, or it cannot be read.
+        OSError: the journal is missing or cannot be read.
         InputError: as `read_past`.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -113,10 +113,10 @@ def read_journal(path: Path) -> RecoveredJob | None:
 
 
 def read_past(fd: int, *, shown: Path) -> RecoveredJob | None:
-    """The job of the journal behind ``fd``; None if not even its first record was finished.
+    """Return the job of the journal ``fd``; None if its first record is incomplete.
 
     Raises:
-        InputError: the journal is damaged, or of a version that is not known.
+        InputError: the journal is damaged, or of an unknown version.
     """
     past: RecoveredJob | None = None
     for record, end in read_records(fd, shown=shown):
@@ -143,20 +143,20 @@ def _begin(record: Record, end: int, shown: Path) -> RecoveredJob:
 
 
 def _refuse_strange(fd: int, shown: Path) -> None:
-    """A file of another kind by that name is not taken for a torn first line, and so not overwritten."""
+    """Refuse a file of another kind: it is not taken for a torn first line, and so not overwritten."""
     head = os.pread(fd, 8, 0).rstrip(b"\0")
     if not b'{"crc":"'.startswith(head):
         raise InputError(f"{shown}: is not a journal; move it away, or --restart starts anew", code="journal")
 
 
 def check_file(path: Path, extents: list[ByteRange], *, shown: str, journal: Path) -> None:
-    """Refuse a file that is shorter than the journal says, or other than it says.
+    """Refuse a file that is shorter than its journal records, or has other contents.
 
-    The last gigabyte is read back; of what lies before it the length is enough.
+    The last gigabyte is read back; of earlier bytes only the length is checked.
 
     Raises:
-        InputError: it names the file, what was expected and what was found.
-        OSError: it cannot be read.
+        InputError: names the file, the expected and the actual state.
+        OSError: the file cannot be read.
     """
     end = extents[-1].end if extents else 0
     if end == 0:

@@ -1,6 +1,6 @@
-"""Rows that are finished before their turn: in memory for a moment, then in a file of their own.
+"""Rows that are finished before their turn, in memory at first and then in a file.
 
-Knows numbers, bytes and offsets. Refuses to know when they are safe.
+Depends on numbers, bytes and offsets, not on durability.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Place = tuple[int, int, int, bool]
 
 
 class ReorderBuffer:
-    """Rows by number. ``held_bytes`` of them are in memory, the others at known places of ``file``."""
+    """Waiting rows by number. ``held_bytes`` of them are in memory, the others at recorded places of ``file``."""
 
     def __init__(self, file: AppendFile | None = None, places: list[Place] | None = None) -> None:
         self.file = file
@@ -25,16 +25,16 @@ class ReorderBuffer:
 
     @property
     def filed_bytes(self) -> int:
-        """Bytes of ``file`` that are still waited for."""
+        """Bytes of ``file`` that belong to waiting rows."""
         return sum(size for _, size, _ in self._places.values())
 
     def hold(self, number: int, data: bytes, *, failed: bool) -> None:
-        """Row ``number`` is finished."""
+        """Add the finished row ``number``."""
         self._held[number] = (data, failed)
         self.held_bytes += len(data)
 
     def take(self, number: int) -> tuple[bytes, bool] | None:
-        """Row ``number`` and whether it failed, if it is here: its turn has come."""
+        """Remove row ``number`` and return its bytes and whether it failed; None if it is not in the buffer."""
         held = self._held.pop(number, None)
         if held is not None:
             self.held_bytes -= len(held[0])
@@ -45,7 +45,7 @@ class ReorderBuffer:
         return self.file.read(place[0], place[1]), place[2]
 
     def spill(self, file: AppendFile) -> list[Place]:
-        """Move the rows in memory to ``file``; where they are now."""
+        """Move the rows in memory to ``file``; return their places."""
         self.file = file
         new: list[Place] = []
         for number, (data, failed) in self._held.items():
@@ -58,7 +58,7 @@ class ReorderBuffer:
         return new
 
     def move(self, file: AppendFile) -> list[Place]:
-        """Move all rows to ``file``, which is empty; where they are now. The old file is free."""
+        """Move all rows to ``file``, which is empty; return their places. The old file is no longer used."""
         moved: list[Place] = []
         for number, (offset, size, failed) in self._places.items():
             assert self.file is not None

@@ -1,6 +1,6 @@
-"""A job is opened: new, gone on with, or found complete; or refused, with the choices named.
+"""Opens a job: new, resumed or complete. A refusal names the user's options.
 
-Knows which files fit together, and what a crash may leave of them. Refuses to know what is written next.
+Depends on which files belong together, and on the states that a crash may leave, not on later writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moelight.core.errors import InputError
 
 @dataclass(kw_only=True, slots=True)
 class Opened:
-    """A job that may be written by nobody else until ``fd``, its journal, is closed. ``changed``: what now is other."""
+    """An open job, locked until ``fd``, its journal, is closed. ``changed`` lists the facts that differ."""
 
     places: JobPaths
     fd: int
@@ -36,14 +36,14 @@ class Opened:
 
     @property
     def complete(self) -> bool:
-        """All rows are there, and the files have their names."""
+        """True if all rows are written, and the files have their final names."""
         return self.past.stage == "complete"
 
 
 def open_job(
     outputs: Outputs, facts: Mapping[str, Any], *, informative: Iterable[str], restart: bool, allow_changed: bool
 ) -> Opened:
-    """Lock the job and find out how it stands. A refusal leaves all files as they were.
+    """Lock the job and read its state. A refusal leaves all files unchanged.
 
     Raises:
         InputError: see `Journal.open`.
@@ -71,7 +71,7 @@ def _begin(fd: int, places: JobPaths, outputs: Outputs, facts: Mapping[str, Any]
         check_writable(place.shown, what=place.what)
         if not restart:
             place.refuse_found(places.journal)
-    # The journal first: a crash in between leaves files without one, which are refused, and not a journal of others.
+    # The journal first: a crash in between leaves files without a journal, which are refused, not an outdated journal.
     journal = JournalFile(fd)
     os.fsync(fd)
     if restart:
@@ -115,7 +115,7 @@ def _go_on(
             take_names(places, journal, past.total)
             past.stage = "complete"
     else:
-        # A crash behind the final record leaves them; on a disk that is read-only by now they may stay.
+        # A crash after the final record leaves these files; on a disk that is now read-only they remain.
         with contextlib.suppress(OSError):
             places.clear_waiting()
     return Opened(places=places, fd=fd, past=past, journal=journal, changed=changed, new=False)
@@ -131,7 +131,7 @@ def _refuse_changed(
             "or --restart starts anew",
             code="job_changed",
         )
-    # A job that has no row yet binds nobody: it may have been refused, or mistaken.
+    # A job without rows may change freely: it may have been refused, or a mistake.
     if changed and not allow_changed and not past.empty:
         raise InputError(
             f"{places.output}: belongs to a job that was another ({'; '.join(changed)}); --allow-changed keeps its "
@@ -147,14 +147,14 @@ def _refuse_changed(
 
 
 def _began_otherwise(past: RecoveredJob, places: JobPaths, outputs: Outputs) -> bool:
-    """The layout is another, and what that would overwrite is this job's own: with ``atomic`` an earlier job's files
-    are still there."""
+    """True if the layout differs but ``atomic`` does not: a new start then overwrites only this job's files. If
+    ``atomic`` differs, an earlier job's files may still exist."""
     now = _layout(outputs, places)
     return past.header["layout"] != now and past.header["layout"]["atomic"] == now["atomic"]
 
 
 def _layout(outputs: Outputs, places: JobPaths) -> dict[str, Any]:
-    """What decides where bytes go: it holds as long as the job."""
+    """Return the options that decide where bytes are written; they are fixed for the whole job."""
     errors = places.files.get("errors")
     return {
         "order": outputs.order,
@@ -164,7 +164,7 @@ def _layout(outputs: Outputs, places: JobPaths) -> dict[str, Any]:
 
 
 def _check_files(past: RecoveredJob, places: JobPaths) -> None:
-    """The files are as the journal says, wherever a crash between two renames left them."""
+    """Verify the files against the journal, also after a crash between two renames."""
     for name, place in places.files.items():
         named = past.stage == "complete" or (past.stage == "renaming" and not place.written.exists())
         path = place.final if named else place.written
@@ -175,7 +175,7 @@ def _check_files(past: RecoveredJob, places: JobPaths) -> None:
 
 
 def take_names(places: JobPaths, journal: JournalFile, total: int) -> None:
-    """Files that have all their rows get their names, and the job is complete with ``total`` rows."""
+    """Rename the finished files to their final names, and record the job as complete with ``total`` rows."""
     for place in places.files.values():
         place.take_name()
     for directory in places.directories():

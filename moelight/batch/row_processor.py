@@ -1,7 +1,6 @@
-"""Rows become requests as the engine asks for them, and completions become output lines.
+"""Turns rows into requests on demand, and completions into output lines.
 
-Knows rows, requests, completions and the journal they end in. Refuses to know where rows come from and how completions
-are made. Every row that is read is open (some of its completions are still to come) or put into the journal.
+Every row that was read is either open (some of its completions are missing) or put into the journal.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ LONGEST_SHOWN = 400
 
 
 def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> None:
-    """Put the rows at which the process died before the others: so a job in which many are such gets on, however soon
-    it dies again."""
+    """Put the error rows of struck rows first, so that a job with many such rows makes progress even if the process
+    dies again soon."""
     left = {number for number in ledger.struck if not ledger.done(number)}
     if not left:
         return
@@ -38,15 +37,15 @@ def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> Non
 
 
 class Checks(Protocol):
-    """What is asked of an engine before a request is sent to it."""
+    """The part of the engine that checks a request before it is submitted."""
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served; raises InputError."""
+        """Refuse a request that can never be served; raises InputError."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
-    """A row on its way; ``missing`` completions are to come, of at most ``room`` tokens in all."""
+    """A row with ``missing`` completions to come, of at most ``room`` tokens in all."""
 
     row: Row
     missing: int
@@ -70,29 +69,30 @@ class RowProcessor:
         job: str,
         told: Progress,
     ) -> None:
-        """``context`` is the model's, in tokens; an earlier row has the custom_id of those that are ``repeated``;
-        ``model`` and ``job`` are what answers say of themselves (`AnswerHeader`)."""
+        """``context`` is the model's context length in tokens; ``repeated`` are rows whose custom_id an earlier row
+        has; ``model`` and ``job`` appear in answers (`AnswerHeader`)."""
         self._ledger, self._answers, self._encode, self._context = ledger, answers, encode, context
         self._repeated = frozenset(repeated)
         self._model, self._job, self._told = model, job, told
         self._open: dict[int, _Open] = {}
         self._next = self._taken = 0
-        self.asked = 0  # sequences
+        self.asked = 0  # sequences requested
         self.first_error: BadRow | None = None
-        self.spared = 0  # tokens that were expected and will not come: rows that ended early, or were refused
+        self.spared = 0  # expected tokens that will not be generated: rows ended early or refused
 
     @property
     def running(self) -> int:
-        """Sequences that were asked for and are not here."""
+        """Sequences that were requested and are unfinished."""
         return self.asked - self._taken
 
     def refuse_all(self, rows: Iterable[Row | BadRow]) -> None:
-        """Put every row of an input of which none can be served."""
+        """Put every row of an input of which no row can be served."""
         for _ in self.requests(rows, None):
             raise MoelightError("a row that the first reading refused can be served")
 
     def requests(self, rows: Iterable[Row | BadRow], engine: Checks | None) -> Iterator[Request]:
-        """The requests of ``rows``, made as they are asked for. What ``engine`` can never serve is refused here."""
+        """Yield the requests of ``rows``, created on demand. Requests that ``engine`` cannot serve become error
+        rows."""
         for row in rows:
             if isinstance(row, BadRow):
                 self._refuse(row)
@@ -126,7 +126,7 @@ class RowProcessor:
             yield from requests
 
     def take(self, completion: Completion) -> None:
-        """A completion arrived; the row whose last it was is written."""
+        """Add a completion; write its row if this was the last one missing."""
         opened = self._open[completion.index]
         opened.completions.append(completion)
         opened.missing -= 1
@@ -161,13 +161,13 @@ class RowProcessor:
         )
 
     def check_complete(self) -> None:
-        """Nothing is open, or the engine broke its promise."""
+        """Raise MoelightError if a row is still open."""
         if self._open:
             first = min(each.row.line for each in self._open.values())
             raise MoelightError(f"line {first} was never answered")
 
     def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
-        """``room`` is what was expected of the row, in tokens, when only its text was known."""
+        """Put an error row; ``room`` is the number of tokens that were expected of it."""
         self.first_error = self.first_error or bad
         line = to_json_line(self._answers.refuse(bad, self._served()))
         self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)

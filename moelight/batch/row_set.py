@@ -1,4 +1,4 @@
-"""Sets of row numbers, small enough for tens of millions. Knows nothing of rows."""
+"""Compact sets of row numbers, for tens of millions of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FULL = 0xFF
 
 
 class RowSet:
-    """A set of whole numbers from 0 as bits: ten million take 1.25 MB."""
+    """A set of integers from 0, stored as bits: ten million take 1.25 MB."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -18,11 +18,11 @@ class RowSet:
         return place < len(self._bits) and self._bits[place] >> (number & 7) & 1 == 1
 
     def add(self, number: int) -> None:
-        """``number`` belongs to the set."""
+        """Add ``number``."""
         self.add_range(number, number)
 
     def add_range(self, first: int, last: int) -> None:
-        """All of ``first`` to ``last`` belong to the set, both ends included."""
+        """Add ``first`` to ``last``, both included."""
         low, high = first >> 3, last >> 3
         if high >= len(self._bits):
             self._bits.extend(bytes(max(high + 1 - len(self._bits), len(self._bits))))
@@ -35,13 +35,13 @@ class RowSet:
         self._bits[high] |= to_last
 
     def missing(self, total: int) -> int | None:
-        """The least number below ``total`` that is not in the set."""
+        """Return the least number below ``total`` that is not in the set; None if all are."""
         full = len(self._bits) - len(self._bits.lstrip(b"\xff"))
         return next((number for number in range(full * 8, min(total, full * 8 + 8)) if number not in self), None)
 
 
 def row_ranges(numbers: Iterable[int]) -> list[int | list[int]]:
-    """``numbers`` in order, runs of them as ``[first, last]``: ``[[0, 3], 7]``."""
+    """Return ``numbers`` sorted, with runs as ``[first, last]``: ``[[0, 3], 7]``."""
     return [first if first == last else [first, last] for first, last in _runs(numbers)]
 
 

@@ -1,8 +1,7 @@
-"""The rows of a job: what a line asks for, or why it cannot be served, and the face of a format that reads and answers
-them.
+"""The rows of a job: the request of a line, or the reason why it cannot be served, and the interface of a row format.
 
-Knows no JSON, no files and no tokens. A line that cannot be served is a value (`BadRow`), never an exception, so that
-one bad row does not end a run.
+Does not depend on JSON, files or tokens. A line that cannot be served is a value (`BadRow`), never an exception, so
+that one bad row does not end a run.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ BAD_REQUEST, NOT_FOUND = 400, 404
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A line that asks for completions: of each of its ``prompts`` (texts or token ids), or of its ``conversation``.
+    """A line that requests completions of each of its ``prompts`` (texts or token ids), or of its ``conversation``.
 
     Attributes:
-        number: its place among the rows of the input, from 0: blank lines have none.
-        line: its place in the file, from 1.
-        kind: what a person counts rows by: an endpoint (``/v1/completions``), ``prompt`` or ``messages``.
-        answered: what the format needs of the request to write the answer, in its own words.
+        number: index among the rows of the input, from 0; blank lines are not rows.
+        line: line number in the file, from 1.
+        kind: category for row counts: an endpoint (``/v1/completions``), ``prompt`` or ``messages``.
+        answered: fields of the request that the format needs to write the answer; format-specific.
     """
 
     number: int
@@ -42,7 +41,7 @@ class Row:
 
     @property
     def shown(self) -> str:
-        """What a person would call the prompt: the text, or the last thing the user said."""
+        """A display form of the prompt: its text, or the last user message."""
         if self.conversation is not None:
             return self.conversation.shown
         first = self.prompts[0]
@@ -51,8 +50,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadRow:
-    """A line that cannot be served, and why: ``code`` and the HTTP ``status`` for programs, ``message`` for people,
-    ``param`` the field at fault, if one is. ``kind`` is empty where it could not be told."""
+    """A line that cannot be served, and the reason: ``code`` and the HTTP ``status`` for programs, ``message`` for
+    people, ``param`` the invalid field, if any. ``kind`` is empty if unknown."""
 
     number: int
     line: int
@@ -66,8 +65,8 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerHeader:
-    """What every answer of a job says beside its completions: the model's name as the user gave it, when the answer
-    was made (seconds since 1970), and a text that is the same for one input and differs between inputs."""
+    """The fields common to all answers of a job: the model's name as given by the user, the time of the answer (seconds
+    since 1970), and an identity of the input: equal for equal inputs, different otherwise."""
 
     model: str
     created: int
@@ -75,21 +74,21 @@ class AnswerHeader:
 
 
 class RowFormat(Protocol):
-    """How rows are written in one kind of file."""
+    """Writes rows in one format."""
 
     name: str
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
-        """The output line of ``row``: its ``completions`` in the order of prompts, each prompt's samples in order."""
+        """Return the output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
-        """The output line of a row that was not served."""
+        """Return the output line of a row that was not served."""
 
 
 def bad_row(
     number: int, line: int, custom_id: str | None, error: InputError, *, kind: str = "", param: str | None = None
 ) -> BadRow:
-    """``error`` as the fate of one row; a message that quotes a huge value is shortened."""
+    """Return ``error`` as the error of one row; a long message, which may quote a huge value, is shortened."""
     message = " ".join(str(error).split())
     if len(message) > _LONGEST_MESSAGE:
         message = message[: _LONGEST_MESSAGE - 1] + "…"

@@ -1,6 +1,6 @@
-"""The trace of a job while it runs: written pass by pass, in its place when the job is done.
+"""The trace of a running job: written pass by pass to a sibling, renamed when the job is done.
 
-Knows files and the trace's writer. Refuses to end a job because its trace cannot be written: that is said afterwards.
+A failed write of the trace does not end the job; `RunTrace.finish` raises it afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moelight.observe.trace import About, TraceWriter
 
 
 class RunTrace:
-    """Passes go to the file as they end. ``about``, once it is known, is what the trace says of the run."""
+    """Writes passes to the file as they end. ``about`` is the header of the trace, once it is known."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._writer = TraceWriter(write)
@@ -24,7 +24,7 @@ class RunTrace:
         self.about: About | None = None
 
     def add(self, timeline: Timeline) -> None:
-        """The next pass; nothing more is written once writing has failed."""
+        """Write a pass; does nothing after a failed write."""
         if self._fault is not None:
             return
         try:
@@ -33,7 +33,7 @@ class RunTrace:
             self._fault = fault
 
     def finish(self) -> None:
-        """No pass follows; raises what kept the trace from being written."""
+        """End the trace; raises the error of a failed write."""
         if self._fault is not None:
             raise self._fault
         self._writer.finish(self.about)
@@ -41,7 +41,7 @@ class RunTrace:
 
 @contextlib.contextmanager
 def open_trace(path: Path | None) -> Iterator[RunTrace | None]:
-    """The trace that ``path`` will hold once `RunTrace.finish` was called and the block ends well; None for none.
+    """Yield the trace that ``path`` holds once `RunTrace.finish` was called and the block ends without error, or None.
 
     Raises:
         InputError: ``path`` cannot be written.

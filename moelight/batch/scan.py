@@ -1,6 +1,6 @@
-"""The first reading of a job's input: what it asks for in all, and which rows repeat an earlier custom_id.
+"""The first reading of a job's input: its total work, and the rows that repeat an earlier custom_id.
 
-Knows rows and token counts. Memory: 24 bytes a row while it reads, and no more than the summary afterwards.
+Memory: 24 bytes a row during the scan, and only the summary afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moelight.batch.summary import ScanSummary, Summing
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
-_DIGEST_BYTES = 16  # of a custom_id: two that differ have the same once in 2**64 rows
+_DIGEST_BYTES = 16  # of a custom_id: a collision is expected once in 2**64 rows
 _TOLD_EVERY_S = 0.2
 
 Encode = Callable[[Row], list[tuple[int, ...]]]
@@ -35,24 +35,25 @@ def _unwatched(_: int) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """``summary`` of the rows, and the numbers of those that are ``repeated``: an earlier row has their custom_id."""
+    """The ``summary`` of the rows, and the numbers of ``repeated`` rows: an earlier row has their custom_id."""
 
     summary: ScanSummary
     repeated: frozenset[int] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {"summary": self.summary.as_dict(), "repeated": sorted(self.repeated)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scan:
-        """What `as_dict` wrote."""
+        """Return the scan that `as_dict` has written."""
         return cls(summary=ScanSummary.from_dict(given["summary"]), repeated=frozenset(given["repeated"]))
 
 
 def scan(source: Input, encode: Encode, told: Progress, *, context: int, preparing: Preparing = _unwatched) -> Scan:
-    """Read ``source`` once. ``encode`` gives the token ids of a row's prompts; ``context`` is the model's, in tokens;
-    ``preparing`` a context in which a row is encoded, by its number.
+    """Read ``source`` once, and repeated rows a second time. ``encode`` returns the token ids of a row's prompts;
+    ``context`` is the model's context length in tokens; ``preparing`` returns the context in which a row, by number, is
+    encoded.
 
     Raises:
         InputError: the input cannot be read, or holds no row.
@@ -72,24 +73,24 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int, prepari
             told.reading(rows, source.read_bytes, source.size_bytes)
     repeated = ids.repeated()
     if repeated:
-        # Known only when all ids are: what these rows ask for was counted, and is not served.
+        # Known only after all ids: these rows were counted as served, and are not.
         for row in source.rows(skip=lambda number: number not in repeated):
             _withdraw(found, row, asked(row))
     return Scan(summary=found.summary(), repeated=repeated)
 
 
 def duplicate(row: Row) -> BadRow:
-    """``row``, whose custom_id an earlier one has, as a row that is not served."""
+    """Return the error row of ``row``, whose custom_id an earlier row has."""
     error = InputError(f"custom_id {row.custom_id!r} was used by an earlier line", code="duplicate_custom_id")
     return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
 
 
 def check_length(tokens: int, context: int, *, generates: bool = True) -> None:
-    """Refuse a prompt that leaves no room in the model's context. The last token of one that only is scored
-    (``generates`` is false) needs no place there.
+    """Refuse a prompt that is too long for the model's context. The last token of a prompt that is only scored
+    (``generates`` is false) needs no position in the context.
 
     Raises:
-        InputError: says both lengths.
+        InputError: states both lengths.
     """
     if tokens > (context - 1 if generates else context + 1):
         raise InputError(
@@ -98,12 +99,12 @@ def check_length(tokens: int, context: int, *, generates: bool = True) -> None:
 
 
 def room(row: Row, tokens: int, context: int) -> int:
-    """The most tokens that may be generated for one sample of a prompt of ``row``."""
+    """Return the most tokens that may be generated for one sample of a prompt of ``row``."""
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
 def _asked(row: Row | BadRow, encode: Encode, context: int, preparing: Preparing) -> list[tuple[int, int]] | BadRow:
-    """``(tokens, room)`` of every prompt of ``row``, or why none is served."""
+    """Return ``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
     if isinstance(row, BadRow):
         return row
     try:
@@ -128,26 +129,26 @@ def _count(found: Summing, row: Row | BadRow, asked: list[tuple[int, int]] | Bad
 
 
 def _withdraw(found: Summing, row: Row | BadRow, asked: list[tuple[int, int]] | BadRow) -> None:
-    """``row`` repeats a custom_id: if it was counted as one that is served, it is that no longer."""
+    """Uncount a row that repeats a custom_id, if it was counted as served."""
     if isinstance(row, Row) and not isinstance(asked, BadRow):
         found.withdraw(duplicate(row), asked, samples=row.sampling.n)
 
 
 class _Keys:
-    """Numbers that equal sampling parameters share. Rows that follow each other mostly share the object too."""
+    """Numbers shared by equal sampling parameters. Consecutive rows mostly share the object, too."""
 
     def __init__(self) -> None:
         self._last: tuple[SamplingParams | None, int] = (None, 0)
 
     def of(self, sampling: SamplingParams) -> int:
-        """The number of ``sampling``."""
+        """Return the number of ``sampling``."""
         if sampling is not self._last[0]:
             self._last = sampling, hash(repr(sampling))
         return self._last[1]
 
 
 class _CustomIds:
-    """Which rows repeat an earlier custom_id: found by sorting digests, so that no id is kept."""
+    """Finds rows that repeat an earlier custom_id by sorting digests, so that no id is stored."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -158,7 +159,7 @@ class _CustomIds:
         self._numbers.append(number)
 
     def repeated(self) -> frozenset[int]:
-        """The numbers of the rows whose id an earlier row has."""
+        """Return the numbers of the rows whose custom_id an earlier row has."""
         if not self._numbers:
             return frozenset()
         halves = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)

@@ -1,6 +1,6 @@
-"""The simple format: one object a line with a prompt or messages, and plain text, one prompt a line.
+"""The simple format: one object a line with a prompt or messages; and plain text, one prompt a line.
 
-Knows the names of the fields, which are vLLM's, and the rows that answer them. Refuses to know files and tokens.
+Field names are vLLM's.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FIELDS = (*PROMPT_FIELDS, "custom_id", *SAMPLING_FIELDS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleFormat:
-    """Rows with ``text``, ``finish_reason`` and ``usage``; more where it was asked for.
+    """Answers with ``text``, ``finish_reason`` and ``usage``, and further fields on request.
 
-    With ``token_ids`` they hold the generated ids; with ``numbered`` the line they answer, which an input without
-    custom_ids needs where rows leave in another order.
+    With ``token_ids`` answers hold the generated ids; with ``numbered`` the line of their prompt, which identifies
+    answers to an input without custom_ids when rows are written in another order.
     """
 
     name: str = "simple"
@@ -45,7 +45,7 @@ class SimpleFormat:
     numbered: bool = False
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
-        """The output line of ``row``; of ``n`` samples, ``choices`` holds what else stands in the line itself."""
+        """Return the output line of ``row``; with ``n`` > 1 the fields of each sample are in ``choices``."""
         head: dict[str, Any] = {} if row.custom_id is None else {"custom_id": row.custom_id}
         if self.numbered:
             head["line"] = row.line
@@ -60,7 +60,7 @@ class SimpleFormat:
         return {**head, **self._said(row, only), "usage": usage, **self._more(row, only), **_of_prompt(row, only)}
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
-        """The output line of a row that was not served."""
+        """Return the output line of a row that was not served."""
         head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
         return {**head, "line": bad.line, "error": {"code": bad.code, "message": bad.message}}
 
@@ -79,7 +79,7 @@ class SimpleFormat:
 
 
 class SimpleReader:
-    """Rows out of lines that are objects with a prompt or messages."""
+    """Reads rows from lines that are objects with a prompt or messages."""
 
     told = ""
 
@@ -91,7 +91,7 @@ class SimpleReader:
         return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """The row in one line."""
+        """Return the row of one line."""
         try:
             values = read_row_object(raw, holding="prompt or messages")
         except (InputError, RecursionError) as error:
@@ -100,7 +100,7 @@ class SimpleReader:
 
 
 class TextReader:
-    """Rows out of lines that are prompts."""
+    """Reads rows from lines that are prompts."""
 
     told = ""
 
@@ -112,7 +112,7 @@ class TextReader:
         return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """The row in one line."""
+        """Return the row of one line."""
         try:
             text = raw.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
@@ -122,7 +122,7 @@ class TextReader:
 
 
 def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Samplings) -> Row | BadRow:
-    """The row that the fields ``values`` ask for."""
+    """Return the row of the fields ``values``."""
     custom_id: str | None = None
     kind = ""
     try:

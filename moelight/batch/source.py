@@ -1,6 +1,6 @@
 """The bytes of an input: a file, a pipe or standard input, gzipped or not, read any number of times.
 
-Knows descriptors, gzip and lines, and that a file may be larger than memory. Refuses to know what the lines say.
+The file may be larger than memory. Does not depend on the contents of lines.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import BinaryIO
 from moelight.core.errors import InputError
 
 STANDARD_STREAM = Path("-")
-# A prompt of a million tokens is some 6 MB of JSON: a longer line is damage (a file that lost its line ends), and would
-# be held in memory whole.
+# A prompt of a million tokens is about 6 MB of JSON: a longer line is damage (a file that lost its line ends), and
+# would be held in memory whole.
 LONGEST_LINE = 64 << 20
 _BLOCK = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -34,13 +34,13 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class InputSource:
-    """An input as it was when it was opened; what is appended later is not read.
+    """An input as of its opening; bytes appended later are not read.
 
     Attributes:
-        name: what a person calls it.
-        size_bytes: of the file as it stands, packed or not.
-        packed: it is gzipped.
-        read_bytes: how far the latest reading has come, of ``size_bytes``.
+        name: display name.
+        size_bytes: size of the file as stored, compressed or not.
+        packed: True if the file is gzipped.
+        read_bytes: bytes that the latest iteration has read, of ``size_bytes``.
     """
 
     def __init__(self, name: str, descriptor: int) -> None:
@@ -55,30 +55,30 @@ class InputSource:
 
     @property
     def is_open(self) -> bool:
-        """It was not closed yet."""
+        """True until `close` is called."""
         return self._close.alive
 
     def close(self) -> None:
-        """Let go of the file. Nothing can be read any more."""
+        """Close the file. Later reads fail."""
         self._close()
 
     def start(self, count: int) -> bytes:
-        """Its first bytes, as they stand: at most ``count``."""
+        """Return the first bytes of the file as stored: at most ``count``."""
         try:
             return os.pread(self._descriptor, count, 0)
         except OSError as error:
             raise _unreadable(self.name, error) from None
 
     def raw(self) -> io.BufferedReader:
-        """The bytes as they stand, seekable."""
+        """Return a seekable reader of the bytes as stored."""
         return io.BufferedReader(_Window(self, self._descriptor), _BLOCK)
 
     def blocks(self) -> Iterator[bytes]:
-        """The unpacked bytes, at most 1 MiB at a time.
+        """Yield the uncompressed bytes, at most 1 MiB at a time.
 
         Raises:
-            InputError: the file cannot be read, has become shorter, or its packing is damaged; what stands before the
-                damage was yielded.
+            InputError: the file cannot be read, has become shorter, or its gzip data is damaged; earlier bytes were
+                yielded.
         """
         raw: io.BufferedReader = self.raw()
         file: BinaryIO | gzip.GzipFile = gzip.GzipFile(fileobj=raw, mode="rb") if self.packed else raw
@@ -93,9 +93,9 @@ class InputSource:
             raise _unreadable(self.name, error) from None
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        r"""``(place from 1, bytes)`` of every line, without byte order mark and ``\n``.
+        r"""Yield ``(number from 1, bytes)`` of every line, without byte order mark and ``\n``.
 
-        None stands for a line above `LONGEST_LINE`, which is not held.
+        Instead of a line above `LONGEST_LINE`, which is not held in memory, yields None.
         """
         number, held, too_long = 1, 0, False
         pieces: list[bytes] = []
@@ -124,7 +124,7 @@ class InputSource:
         yield number, None if too_long else b"".join(pieces)
 
     def digest(self) -> str:
-        """BLAKE2b of the bytes as they stand, in hexadecimal."""
+        """Return BLAKE2b of the bytes as stored, in hexadecimal."""
         state = hashlib.blake2b(digest_size=32)
         with self.raw() as file:
             while block := file.read(_BLOCK):
@@ -133,11 +133,11 @@ class InputSource:
 
 
 def open_input_source(path: Path) -> InputSource:
-    """The file ``path``; ``-`` is standard input. What cannot be read twice is first copied to a file without a name,
-    in the folder that TMPDIR says.
+    """Open the file ``path``; ``-`` is standard input. An input that cannot be read twice is first copied to an unnamed
+    file in the folder TMPDIR.
 
     Raises:
-        InputError: there is no such file, it cannot be read or copied, or is packed with something else than gzip.
+        InputError: no such file, the file cannot be read or copied, or has a compression other than gzip.
     """
     name = "standard input" if path == STANDARD_STREAM else str(path)
     try:
@@ -159,7 +159,7 @@ def open_input_source(path: Path) -> InputSource:
 
 
 class _Window(io.RawIOBase):
-    """The bytes of a descriptor from a position of its own, so that several readers may share it."""
+    """A reader of a descriptor with its own position, so that several readers may share the descriptor."""
 
     def __init__(self, source: InputSource, descriptor: int) -> None:
         self._source = source
@@ -176,7 +176,7 @@ class _Window(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size_bytes}[whence]
         return self._at
 
-    def notify(self) -> int:
+    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -194,7 +194,7 @@ class _Window(io.RawIOBase):
 
 
 def _whole_file(stream: BinaryIO) -> int | None:
-    """A descriptor of the file that was redirected into ``stream``, if it is one and still at its start."""
+    """Return a descriptor of the file redirected into ``stream``, if it is a regular file at its start."""
     try:
         descriptor = stream.fileno()
         if stat.S_ISREG(os.fstat(descriptor).st_mode) and os.lseek(descriptor, 0, os.SEEK_CUR) == 0:

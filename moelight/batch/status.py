@@ -1,7 +1,6 @@
-"""``--status``: how far a job is, as OpenAI's batch object with a few fields more.
+"""``--status``: the progress of a job, as OpenAI's batch object with a few additional fields.
 
-Knows the object's names and the events of a job. Refuses to know the job. Source of the names: OpenAI's API
-reference, object ``batch``; without the fields of `EXTRA` the object is one.
+Source of the names: OpenAI's API reference, object ``batch``; without the fields of `EXTRA` the object conforms to it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from moelight.batch.time_left import TimeLeft
 from moelight.observe.stats import Binding
 
 EXTRA = ("moelight",)
-WINDOW = "24h"  # the only one that OpenAI has; a job here has as long as it takes
+WINDOW = "24h"  # the only one that OpenAI has; a job here has no time limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFacts:
-    """What does not change: ids are the files' names where there is no server to give others."""
+    """Constant fields of the object. Ids are file names, since no server assigns ids."""
 
     id: str
     input_file: str
@@ -36,7 +35,7 @@ class BatchFacts:
 
 
 class StatusFile(Progress):
-    """Keeps the file at ``path`` in step with the job.
+    """Keeps the file at ``path`` up to date with the job.
 
     Raises:
         InputError: the file cannot be written at the start.
@@ -56,16 +55,16 @@ class StatusFile(Progress):
 
     @property
     def trouble(self) -> str:
-        """Why the file is not up to date; empty if it is."""
+        """The reason why the file is not up to date; empty if it is."""
         return self._file.trouble
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Validating."""
+        """Renew the file while the input is validated."""
         self._read = (rows, read_bytes, total_bytes)
         self._file.renew(self._text)
 
     def started(self, start: JobStart) -> None:
-        """Validated: rows are known."""
+        """Set the row counts; the input is validated."""
         self._endpoint = start.endpoint or self._endpoint
         self._counts = JobCounts(
             total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
@@ -73,11 +72,11 @@ class StatusFile(Progress):
         self._enter("in_progress")
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
-        """Note the lane."""
+        """Keep the busiest lane."""
         self._binding = binding
 
     def counts(self, counts: JobCounts) -> None:
-        """At most once a second."""
+        """Renew the file, at most once a second."""
         self._counts = counts
         self._binding = counts.binding or self._binding
         if counts.state != self._state and counts.state not in ("completed", "failed", "cancelled"):
@@ -86,11 +85,11 @@ class StatusFile(Progress):
             self._file.renew(self._text)
 
     def failed(self, code: str, message: str) -> None:
-        """Kept for the last writing."""
+        """Keep the error for the final write."""
         self._errors.append({"code": code, "message": message, "line": None, "param": None})
 
     def ended(self, state: State) -> None:
-        """The last word."""
+        """Write the final state."""
         self._enter(state)
 
     def _enter(self, state: State) -> None:
@@ -105,7 +104,7 @@ class StatusFile(Progress):
         return json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
-        """The object."""
+        """Return the batch object."""
         facts, counts = self._facts, self._counts
         stamped = ("created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {
@@ -149,5 +148,5 @@ class StatusFile(Progress):
 
 
 def without_extra(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """``batch`` as OpenAI has it."""
+    """Return ``batch`` with only OpenAI's fields."""
     return {name: value for name, value in batch.items() if name not in EXTRA}

@@ -1,6 +1,6 @@
-"""Rows to standard output, pipes and devices: what cannot be taken back, and so cannot be resumed.
+"""Rows to standard output, pipes and devices, which cannot be truncated, and so cannot be resumed.
 
-Knows streams and row numbers. The face is that of `Journal`, so that a job need not ask which it has.
+The interface is that of `Journal`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def open_outputs(
     restart: bool = False,
     allow_changed: bool = False,
 ) -> Ledger:
-    """A `Journal`; or, where ``outputs.rows`` is standard output, a pipe or a device, `StreamRows`.
+    """Return a `Journal`; or `StreamRows` if ``outputs.rows`` is standard output, a pipe or a device.
 
     Raises:
-        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is asked of a stream.
+        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is requested for a stream.
     """
     if writes_directly(outputs.rows):
         return StreamRows(outputs)
@@ -51,7 +51,7 @@ def open_outputs(
 
 
 class StreamRows:
-    """Rows as they come or in order, written at once. There is no journal: a job that ends early begins anew.
+    """Writes rows at once, in completion or input order. There is no journal: a job that ends early starts over.
 
     A closed pipe is a BrokenPipeError.
     """
@@ -86,23 +86,23 @@ class StreamRows:
         self.close()
 
     def done(self, number: int) -> bool:
-        """Row ``number`` was put."""
+        """True if row ``number`` was put."""
         return number in self._done
 
-    def preparing(self, number: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the journal's face)
-        """Nothing is kept for a later start."""
+    def preparing(self, number: int) -> AbstractContextManager[None]:  # noqa: ARG002 (the journal's interface)
+        """Return an empty context: no deaths are recorded."""
         return contextlib.nullcontext()
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
-        """Nobody will ask for it."""
+        """Keep the result of scanning the input, in memory only."""
         self.scan = dict(scan)
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
-        """Row ``number``, from 0, is ``data``, its line end included. ``totals`` is added to the job's.
+        """Append ``data``, line end included, as row ``number``, from 0. ``totals`` is added to the job's totals.
 
         Raises:
-            InputError: it cannot be written.
-            BrokenPipeError: nobody reads any more.
+            InputError: the row cannot be written.
+            BrokenPipeError: the reader has closed the pipe.
         """
         if number in self._done:
             raise MoelightError(f"row {number} was answered twice")
@@ -124,13 +124,13 @@ class StreamRows:
             self._spill()
 
     def tick(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: rows are written at once."""
 
     def commit(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: rows are written at once."""
 
     def finish(self, total: int) -> None:
-        """All rows from 0 to ``total`` - 1 were put.
+        """Mark the job complete; all rows from 0 to ``total`` - 1 were put.
 
         Raises:
             MoelightError: a row is missing.
@@ -141,7 +141,7 @@ class StreamRows:
         self.state = "complete"
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close the streams and the file of waiting rows."""
         self._output.close()
         if self._errors is not self._output:
             self._errors.close()
@@ -153,7 +153,7 @@ class StreamRows:
         (self._errors if failed else self._output).write(data)
 
     def _spill(self) -> None:
-        """Waiting rows out of memory, into a file without a name; it is emptied when nothing in it is waited for."""
+        """Move waiting rows from memory to an unnamed file, truncated first if it holds no waiting row."""
         file = self._waiting.file
         if file is None:
             with tempfile.TemporaryFile() as temporary:
@@ -186,4 +186,4 @@ class _Stream:
             self._file.close()
 
 
-Ledger: TypeAlias = Journal | StreamRows  # where the rows of a job go, whatever it is
+Ledger: TypeAlias = Journal | StreamRows  # the destination of the rows of a job

@@ -1,7 +1,6 @@
-"""What a first reading of the input found: rows by kind, problems by code, prompts by length.
+"""The summary of a scan: rows by kind, problems by code, prompts by length.
 
-Of bounded size whatever the input is, and the same after a way through JSON: it is kept beside a job's output. Knows
-rows and counts. Refuses to read files.
+Of bounded size for any input, and unchanged by a round trip through JSON: it is stored in the job's journal.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MOST_KINDS, _MOST_CODES, _MOST_SAMPLINGS = 16, 32, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputProblem:
-    """Rows refused for one reason: how many, and the line and message of the first."""
+    """Rows refused for one reason: their number, and the line and message of the first."""
 
     count: int
     first_line: int
@@ -28,15 +27,15 @@ class InputProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanSummary:
-    """All of the input, read once.
+    """The totals of an input, read once.
 
     Attributes:
         rows: rows, refused ones included.
-        sequences: answers asked for: prompts times samples, of the rows that can be served.
+        sequences: requested answers: prompts times samples, of the rows that can be served.
         kinds: rows by `Row.kind`; kinds past the 16th are counted as ``other``.
         problems: refused rows by code; codes past the 32nd are counted as ``other``.
-        histogram: served prompts by tokens: entry i counts those of at least 2^i and fewer than 2^(i+1), the first
-            also the empty.
+        histogram: served prompts by tokens: entry i counts those of at least 2^i and fewer than 2^(i+1); entry 0 also
+            counts empty prompts.
         prompt_tokens: the sum over all prompts that can be served; ``max_prompt_len`` the longest.
         generated_tokens: the most that will be generated; ``max_gen_len`` the most for one answer.
         samplings: distinct sampling parameters; 4,096 stands for that many or more.
@@ -66,12 +65,12 @@ class ScanSummary:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint that most rows ask for; empty where rows name none."""
+        """The endpoint of most rows; empty if rows name none."""
         paths = {kind: count for kind, count in self.kinds.items() if kind.startswith("/")}
         return max(paths, key=lambda kind: paths[kind], default="")
 
     def workload(self) -> Workload | None:
-        """What the planner is told; None where no row can be served."""
+        """Return the workload for the planner; None if no row can be served."""
         if not self.sequences:
             return None
         return Workload(
@@ -82,7 +81,7 @@ class ScanSummary:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "rows": self.rows,
             "sequences": self.sequences,
@@ -99,10 +98,10 @@ class ScanSummary:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ScanSummary:
-        """What `as_dict` wrote.
+        """Return the summary that `as_dict` has written.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``given`` is something else.
         """
         problems = {
             str(code): InputProblem(count=int(count), first_line=int(line), message=str(message))
@@ -129,15 +128,15 @@ class Summing:
         self._samplings: set[int] = set()
 
     def add(self, kind: str, tokens: int, room: int, *, samples: int = 1, sampling: int | None = None) -> None:
-        """A row that can be served, of one prompt of ``tokens``, whose ``samples`` answers have at most ``room`` tokens
-        each. ``sampling`` is a hash that equal sampling parameters share."""
+        """Add a row that can be served, with one prompt of ``tokens`` tokens, whose ``samples`` answers have at most
+        ``room`` tokens each. ``sampling`` is a hash that equal sampling parameters share."""
         self._rows(kind)
         self.prompt(tokens, room, samples=samples)
         if sampling is not None and len(self._samplings) < _MOST_SAMPLINGS:
             self._samplings.add(sampling)
 
     def prompt(self, tokens: int, room: int, *, samples: int = 1) -> None:
-        """One more prompt of the row that was added last."""
+        """Add another prompt of the row that was added last."""
         counts = self._counts
         counts["prompts"] += 1
         counts["sequences"] += samples
@@ -150,8 +149,8 @@ class Summing:
         self._histogram[bucket] += 1
 
     def withdraw(self, bad: BadRow, prompts: Sequence[tuple[int, int]], *, samples: int) -> None:
-        """A row of ``prompts``, each ``(tokens, room)``, was added and is not served after all. What was longest
-        stays."""
+        """Turn an added row of ``prompts``, each ``(tokens, room)``, into a refused row. The maximum lengths are not
+        reduced."""
         counts = self._counts
         for tokens, room in prompts:
             counts["prompts"] -= 1
@@ -162,7 +161,7 @@ class Summing:
         self._problem(bad)
 
     def refuse(self, bad: BadRow) -> None:
-        """A row that cannot be served."""
+        """Add a row that cannot be served."""
         self._rows(bad.kind)
         self._problem(bad)
 
@@ -183,7 +182,7 @@ class Summing:
             self._kinds[kind] = self._kinds.get(kind, 0) + 1
 
     def summary(self) -> ScanSummary:
-        """What was counted so far."""
+        """Return the summary of the rows so far."""
         return ScanSummary(
             **self._counts,
             kinds=dict(self._kinds),
@@ -196,5 +195,5 @@ class Summing:
 
 
 def _bucket(tokens: int) -> int:
-    """The place in the histogram of a prompt of ``tokens``."""
+    """Return the histogram index of a prompt of ``tokens`` tokens."""
     return max(0, tokens.bit_length() - 1)

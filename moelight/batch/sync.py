@@ -1,4 +1,4 @@
-"""What happens after every pass of a job: rows become durable in time, and whoever watches is told."""
+"""The work after every pass of a job: rows become durable in time, and watchers are notified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLD_EVERY_S = 1.0
 
 
 class RowSync:
-    """One run of an engine, watched."""
+    """Observes one run of an engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RowSync:
         self._changes: list[Adaptation] = []
 
     def on_pass(self) -> None:
-        """A pass has landed; what it completed is still to be taken."""
+        """Report a finished pass, before its completions are taken."""
         engine = self._engine
         self._told.tokens(engine.progress_tokens, self._expected, engine.binding)
         if time.monotonic() - self._told_s >= _TOLD_EVERY_S:
@@ -53,11 +53,11 @@ class RowSync:
             self._told.adapted(change.reason)
 
     def taken(self) -> None:
-        """What the pass completed was taken: a next one may be minutes away."""
+        """Commit if due, after the completions of a pass were taken: the next pass may end minutes later."""
         self._ledger.tick()
 
     def notify(self) -> None:
-        """How far the job is."""
+        """Report the counts and the stats to the watchers."""
         self._told_s = time.monotonic()
         self._told.counts(self.counts())
         self._told.measured(self._engine.stats, self._engine.expert_stats)
@@ -67,7 +67,7 @@ class RowSync:
         return max(self._engine.progress_tokens, self._room - self._answering.spared)
 
     def counts(self) -> JobCounts:
-        """The same as a value."""
+        """Return the current counts."""
         ledger, stats = self._ledger, self._engine.stats
         done = ledger.completed + ledger.failed
         return JobCounts(

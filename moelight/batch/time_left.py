@@ -1,8 +1,8 @@
-"""When a job will end, from tokens: how many are left, and what each has cost so far.
+"""The time left of a job, from tokens: the number that is left, and the measured cost of each.
 
-What is left: prompts are counted; answers are as long as those of this run turn out to be (`lengths`). What it costs:
-seconds a pass, a prompt token and a generated token, fitted to this run and held together by the plan's prediction
-until the run has told enough. Rows of an earlier run are neither work nor speed.
+Remaining work: prompt tokens are counted; answer lengths are estimated from this run (`lengths`). Cost: seconds a pass,
+a prompt token and a generated token, fitted to this run and regularized by the plan's prediction while there are few
+measurements. Rows of earlier runs count neither as work nor as speed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from moelight.batch.progress import JobCounts, JobStart, Progress
 from moelight.core.request import Completion
 
 _PASSES, _PROMPT, _GENERATED = range(3)
-_PROMPT_COST = 0.1  # of a generated token's, where no plan says; prompts share each weight's way among many tokens
-_PASS_SHARE = 0.5  # of a generated token's cost that a pass takes however full it is, until the run shows it
-_PLAN_WEIGHT = 0.001  # the plan counts as much as this share of the job, measured
-_HELD = 0.05  # how strongly the three costs keep the proportions they begin with
-_REMEMBERED = 0.3  # of the job's work: older passes fade, so that a change of policy shows
+_PROMPT_COST = 0.1  # of a generated token's cost, without a plan; many prompt tokens share one transfer of each weight
+_PASS_SHARE = 0.5  # of a generated token's cost: the fixed cost of a pass, until measured
+_PLAN_WEIGHT = 0.001  # the plan weighs as much as measurements of this share of the job
+_HELD = 0.05  # ridge weight: how strongly the three costs keep the prior's proportions
+_REMEMBERED = 0.3  # of the job's work: older passes decay, so that a change of policy takes effect
 _SMOOTHED_S = 5.0
 _EVERY_S = 1.0
-_LEAST_S = 1.0  # of running, before it is believed: the first passes warm caches
+_LEAST_S = 1.0  # of running before measurements are used: the first passes warm caches
 
 
 class TimeLeft(Progress):
-    """Seconds until the job ends, renewed once a second. Let it hear the events before those who ask it."""
+    """Seconds until the job ends, renewed once a second. Must receive events before the watchers that read it."""
 
     def __init__(self) -> None:
         self.remaining_s: float | None = None
-        self.expected_tokens = 0.0  # that the whole run will have generated, as answers turn out; 0: not known yet
+        self.expected_tokens = 0.0  # estimated tokens of the whole run; 0: not known yet
         self._plan: JobStart | None = None
         self._lengths = Lengths()
         self._normal = [[0.0] * 3 for _ in range(3)]
@@ -41,17 +41,17 @@ class TimeLeft(Progress):
         self._foretold_s = 0.0
 
     def started(self, start: JobStart) -> None:
-        """What the plan says holds until the run has something to say."""
+        """Use the plan's prediction until the run has been measured."""
         self._plan = start
         self.remaining_s = start.predicted_s
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
-        """Learn how long answers are."""
+        """Update the estimate of answer lengths."""
         tokens = completion.completion_tokens
         self._lengths.add(tokens, cut=tokens >= room)
 
     def counts(self, counts: JobCounts) -> None:
-        """Learn what tokens cost, and foretell."""
+        """Update the costs of tokens and the prediction."""
         if counts.state in ("completed", "failed", "cancelled"):
             self.remaining_s = 0.0
             return
@@ -66,7 +66,7 @@ class TimeLeft(Progress):
             self._foretell(counts, since_s)
 
     def _learn(self, work: Sequence[float], seconds: float) -> None:
-        """One more stretch of the run, as weighty as its work; by its seconds slow ones would count too little."""
+        """Add a stretch of the run, weighted by its work; a weight by seconds would count slow stretches too little."""
         weight, whole = self._prior_of(work), self._prior_of(self._total())
         if weight <= 0:
             return
@@ -91,7 +91,8 @@ class TimeLeft(Progress):
         self.remaining_s = max(0.0, end_s - counts.elapsed_s)
 
     def _prior(self) -> tuple[float, float, float]:
-        """What a pass, a prompt token and a generated token cost by the plan, or in proportion where there is none."""
+        """Return the cost of a pass, a prompt token and a generated token by the plan; without one, only their
+        proportions."""
         prompt, generated = _PROMPT_COST, 1.0
         plan = self._plan
         if self._planned_s and plan is not None:
@@ -102,13 +103,13 @@ class TimeLeft(Progress):
                 generated = (
                     max(self._planned_s - plan.predicted_prompt_s, 1e-3 * self._planned_s) / plan.expected_tokens
                 )
-        # Where nothing is generated, prompts fill the passes, and tokens alone tell how many are left.
+        # If nothing is generated, prompts fill the passes, and the number of passes follows from the tokens.
         in_passes = _PASS_SHARE if self._at.passes and self._at.expected_tokens else 0.0
         return generated * in_passes * self._most_running, prompt, generated * (1 - in_passes)
 
     @property
     def _planned_s(self) -> float | None:
-        """The plan's seconds, if it says what they are for."""
+        """The predicted seconds of the plan, if it states their tokens."""
         plan = self._plan
         return plan.predicted_s if plan is not None and (plan.prompt_tokens or plan.expected_tokens) else None
 
@@ -116,10 +117,12 @@ class TimeLeft(Progress):
         return sum(cost * each for cost, each in zip(self._prior(), work, strict=True))
 
     def _costs(self) -> list[float]:
-        """Seconds of a pass, a prompt token, a generated token: least squares, held to the prior's proportions.
+        """Return seconds of a pass, a prompt token, a generated token: least squares, regularized towards the prior's
+        proportions.
 
-        With u the work in the prior's seconds and θ what each of its kinds costs more than the prior says, this solves
-        Σ (uᵀθ − t)² / |u| + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds together.
+        With u the work in the prior's seconds and θ the ratio of the actual cost of each kind to the prior's, this
+        solves Σ (uᵀθ − t)² / |u| + held Σ (θ − s)² = min, s being the run's seconds over the prior's, all kinds
+        together.
         """
         prior = self._prior()
         matrix = [[self._normal[i][j] * prior[i] * prior[j] for j in range(3)] for i in range(3)]
@@ -136,7 +139,7 @@ class TimeLeft(Progress):
         return [max(0.0, found) * cost for found, cost in zip(_solve(matrix, right), prior, strict=True)]
 
     def _left(self) -> tuple[float, float, float]:
-        """Passes, prompt tokens and generated tokens to come."""
+        """Return the remaining passes, prompt tokens and generated tokens."""
         counts = self._at
         prompt = max(0.0, float(counts.expected_prompt_tokens - counts.prompt_tokens))
         unfinished = counts.running + counts.waiting
@@ -150,7 +153,7 @@ class TimeLeft(Progress):
         generated = min(generated, max(0.0, float(counts.expected_tokens - counts.generation_tokens)))
         if not counts.waiting:
             return known.last_of(ages, room), prompt, generated
-        # Full passes while answers wait for a place, and then as many as the longest of the last ones takes.
+        # Full passes while sequences are waiting, and then as many as the longest of the last ones takes.
         places = max(1, min(self._most_running, unfinished))
         running_out = min(generated, places * each / 2)
         longest = known.last_of([(0.0, places)], room)
@@ -174,7 +177,7 @@ def _work(before: JobCounts, now: JobCounts) -> tuple[float, float, float]:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x of ``matrix`` x = ``right``; the matrix is symmetric and positive definite, so no pivot is needed."""
+    """Solve ``matrix`` x = ``right``; the matrix is symmetric and positive definite, so no pivot is needed."""
     size = len(right)
     rows = [[*matrix[i], right[i]] for i in range(size)]
     for i in range(size):

@@ -1,7 +1,5 @@
-"""What a trace says of the run it holds: its policy, and what a steady decode pass was predicted to ask of each lane.
-
-Knows the stage on which a policy is rehearsed, and the words of a trace. Refuses to run anything.
-"""
+"""The header of a trace: the policy of its run, and the predicted busy time and bytes of each lane in a steady decode
+pass."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from moelight.optimizer.simulation import SimulationSetup
 
 
 def trace_header(stage: SimulationSetup, schedule: str, *, source: str) -> About:
-    """The words of a trace whose passes are ``measured`` or ``simulated`` in the order ``schedule``."""
+    """Return the header of a trace whose passes are ``measured`` or ``simulated`` with ``schedule``."""
     estimate, work, crossed = stage.estimate_of(schedule), stage.workload, stage.lane_bytes(schedule)
     return About(
         version=__version__,

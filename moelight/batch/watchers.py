@@ -1,4 +1,4 @@
-"""The files that tell of a job while it runs: its status and its metrics, as far as they are asked for."""
+"""The watchers that write files about a running job: its status and its metrics, if requested."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moelight.batch.time_left import TimeLeft
 
 
 def file_watchers(options: JobOptions, eta: TimeLeft) -> list[StatusFile | MetricsFile]:
-    """Watchers that keep them; ``eta`` must hear every event before they do.
+    """Return the watchers of the requested files; ``eta`` must receive every event before they do.
 
     Raises:
-        InputError: one cannot be written.
+        InputError: a file cannot be written.
     """
     files: list[StatusFile | MetricsFile] = []
     if options.status is not None:

@@ -1,1 +1,1 @@
-"""Floor 8: the command line. Each command calls one function of the rooms below, imported when the command runs."""
+"""Layer 8: the command line. Each command calls one function of a lower package and imports it when it runs."""

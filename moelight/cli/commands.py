@@ -1,7 +1,4 @@
-"""Which commands there are, and where each is found: a command is imported when it is asked for, help lists them all.
-
-Knows typer and names. Refuses to know what commands do.
-"""
+"""Table of the commands. A command is imported when it is invoked; the help text imports none."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import typer.main
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandEntry:
-    """``attribute`` of ``moelight.cli.module`` is the command; ``says`` is the first sentence of its help."""
+    """Location of a command: ``attribute`` of ``moelight.cli.<module>``; ``says`` is the first sentence of its help."""
 
     module: str
     attribute: str
@@ -65,7 +62,7 @@ COMMANDS = {
         module="lm_eval",
         attribute="lm_eval",
         says="Evaluate a model with lm-evaluation-harness, whose own options follow.",
-        # Unknown options are the harness's, and so is all that follows the first word.
+        # Unknown options, and everything after the first word, belong to the harness.
         settings={
             "context_settings": {
                 "ignore_unknown_options": True,
@@ -81,7 +78,7 @@ COMMANDS = {
 
 
 class _Imported(MutableMapping[str, Any]):
-    """Commands by name, each made when it is first looked at."""
+    """Commands by name, each imported at its first look-up."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -114,7 +111,7 @@ def _command(name: str, entry: CommandEntry) -> Any:
 
 
 class Commands(typer.core.TyperGroup):
-    """The program: help names every command and imports none."""
+    """Command group whose help lists every command and imports none."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""``moelight doctor``: what this machine and this installation can do, and why."""
+"""``moelight doctor``: capabilities of this machine and installation, with reasons."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def doctor(
 
 
 def _directory(model: str) -> Path:
-    """Where the files of ``model`` are. Unlike other commands, this one asks no hub.
+    """Return the directory with the files of ``model``. Unlike other commands, ``doctor`` does not query the hub.
 
     Raises:
-        InputError: there is no such directory.
+        InputError: the directory does not exist.
     """
     from moelight.weights.source import DEMO, resolve_model
 

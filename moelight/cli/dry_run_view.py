@@ -1,7 +1,4 @@
-"""A job that was not run, for people: what is in the input, what it would take, how long and why.
-
-Knows rich and forecasts. Refuses to know how they are found.
-"""
+"""Terminal view of a dry run: contents of the input, memory, predicted time, and the reason for the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _WIDEST_BAR = 40
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
-    """All of ``forecast``, on 80 columns or more."""
+    """Print all of ``forecast``, on 80 columns or more."""
     for part in _parts(forecast, console.width):
         console.print(part)
         console.print()
@@ -72,7 +69,7 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
     buckets = [(1 << at, (2 << at) - 1, count) for at, count in enumerate(counts)]
     while buckets and not buckets[0][2]:
         del buckets[0]
-    # Lengths may span many powers of two; the shortest are joined, as they cost least.
+    # Lengths may span many powers of two; the shortest buckets are joined because they cost least.
     if len(buckets) > _MOST_BUCKETS:
         joined = buckets[: len(buckets) - _MOST_BUCKETS + 1]
         first = (joined[0][0], joined[-1][1], sum(count for _, _, count in joined))

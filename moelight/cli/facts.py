@@ -1,6 +1,6 @@
-"""The facts behind ``moelight doctor``: collected as plain values, printed as tables.
+"""Facts of ``moelight doctor``: collected as plain values, printed as tables.
 
-Knows where each fact is to be asked. Refuses to judge: a reason comes from the room that made the choice.
+Reasons are those of the modules that make the choices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MENDING = (
 
 
 def facts(model: Path | None = None) -> dict[str, Any]:
-    """Everything ``moelight doctor`` says, ready for JSON. Sizes are in bytes. ``model``: a directory of weights."""
+    """Return all facts of ``moelight doctor``, ready for JSON. Sizes in bytes. ``model``: a directory of weights."""
     torch = _torch()
     plugs = [Plug(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
     return {
@@ -56,7 +56,7 @@ def facts(model: Path | None = None) -> dict[str, Any]:
 
 
 def print_facts(found: dict[str, Any]) -> None:
-    """The same facts for a person."""
+    """Print the facts ``found`` as tables."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``moelight generate``: options in, one job run (or planned, with --dry-run), rows or a table out."""
+"""``moelight generate``: turns the options into one job and runs it (or plans it, with --dry-run)."""
 
 from __future__ import annotations
 
@@ -108,10 +108,12 @@ def generate(
 
 
 def read_options(given: Mapping[str, Any], *, as_table: bool) -> JobOptions:
-    """The job that the command's parameters ``given`` describe; rows go to a table only if nothing else was said.
+    """Return the job that the command's parameters ``given`` describe.
+
+    Without ``--output``, rows go to standard output, or only to the table if ``as_table``.
 
     Raises:
-        ConfigError, InputError: a value is impossible, or two contradict each other.
+        ConfigError, InputError: a value is invalid, or two values contradict each other.
     """
     from moelight.batch.options import JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
@@ -139,7 +141,7 @@ def read_options(given: Mapping[str, Any], *, as_table: bool) -> JobOptions:
 
 
 def read_sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """How tokens are chosen where a row does not say otherwise."""
+    """Return the sampling parameters for rows that do not set their own."""
     return SamplingParams(
         **{name: given[name] for name in _SAMPLING},
         stop=tuple(given["stop"] or ()),
@@ -149,7 +151,11 @@ def read_sampling(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def read_durability(given: Mapping[str, Any]) -> Durability:
-    """How the output is kept."""
+    """Return the options for order, resumption and durability of the output.
+
+    Raises:
+        ConfigError: ``--order`` is unknown.
+    """
     from moelight.batch.options import Durability
 
     if given["order"] not in _ORDERS:
@@ -159,7 +165,7 @@ def read_durability(given: Mapping[str, Any]) -> Durability:
 
 
 def read_constraint(schema: Path | None, regex: str | None, choice: Sequence[str] | None) -> StructuredOutputs | None:
-    """What every completion must match, if anything.
+    """Return the constraint that every completion must match; None if there is none.
 
     Raises:
         ConfigError: the schema cannot be read, or more than one of the three is given.
@@ -177,10 +183,10 @@ def read_constraint(schema: Path | None, regex: str | None, choice: Sequence[str
 
 
 def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -> ExpertOptions:
-    """What the options ask of the experts' residency.
+    """Return the options of expert residency.
 
     Raises:
-        ConfigError: the file of the policy has errors, or a profile is given where nothing is learned.
+        ConfigError: the policy file has errors, or a profile is given although ``static`` learns nothing.
     """
     from moelight.experts.options import ExpertOptions
     from moelight.lang.files import load_expert_policy
@@ -192,11 +198,12 @@ def read_experts(policy: str | None, profile: Path | None, trace: Path | None) -
 
 
 def read_policy_option(path: Path, planned: Sequence[object], *, model: str | None) -> Policy:
-    """The policy in the file ``path``, beside which none of the options `_PLANNED` may be given; it will run ``model``,
-    or the one that it names.
+    """Return the policy in the file ``path``. It runs ``model`` or, if ``model`` is None, the model that it names.
+
+    ``planned`` holds the values of the options `_PLANNED`, which conflict with a policy.
 
     Raises:
-        ConfigError: one of them is given, the file is no policy, or a policy that can be planned and not run.
+        ConfigError: one of these options is given, the file is no policy, or the engine cannot run the policy.
     """
     from moelight.optimizer.runnable import policy_faults, why_not
     from moelight.profiles.files import profile_names

@@ -1,4 +1,4 @@
-"""The options of ``moelight generate`` as typer types: what each is called and what its help says."""
+"""Options of ``moelight generate`` as typer types, with their names and help texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``moelight inspect``: what a model consists of, and what memory it needs, before anything of it is loaded."""
+"""``moelight inspect``: parameters and memory of a model, computed from its config without loading weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def inspect(
 
 
 def least_bytes(question: ask.Question) -> dict[str, int]:
-    """The fewest bytes of each memory with which some plan fits while the others are as they are; 0: none is needed."""
+    """Return the fewest bytes of each tier with which a plan fits while the other tiers keep their sizes; 0 if none."""
     from dataclasses import replace
 
     from moelight.core.errors import BudgetError
@@ -89,7 +89,7 @@ def least_bytes(question: ask.Question) -> dict[str, int]:
 def inspection_as_dict(
     model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict[str, int]
 ) -> dict[str, Any]:
-    """The same as plain values; bytes, unrounded. ``machine`` is there where one was asked about."""
+    """Return the inventory as plain values, in bytes; ``machine`` and ``memory`` only if ``plan`` is given."""
     found: dict[str, Any] = {
         "model": model.name,
         "model_type": model.model_type,

@@ -1,7 +1,5 @@
-"""What a person sees of a job: two lines on a terminal while it runs, a line every half minute elsewhere, a table of
-rows where it is asked for, and a line at the end.
-
-Knows rich and terminals. Refuses to know how a job is done.
+"""Display of a job: two live lines on a terminal or a log line every half minute, an optional table of rows, and a
+line at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _INTERRUPTED = 130
 
 
 def run_and_report(options: JobOptions, *, as_table: bool) -> int:
-    """Run the job and return the program's exit code."""
+    """Run the job, show its progress and return the exit code of the program."""
     table = TableOfRows() if as_table else None
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
     with watching(quiet=rows_on_screen) as (eta, view):
@@ -64,7 +62,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
             for line in _last_lines(result, options):
                 view.say_last(line)
     if table is not None:
-        # Rows on stdout are for programs: the table keeps out of their way.
+        # Rows on stdout are read by programs, so the table goes to stderr.
         Console(stderr=options.output == STANDARD_OUTPUT).print(table.table())
     if result.first_error is not None:
         bad = f"{result.failed:,} of {result.total:,} lines were not served"
@@ -77,7 +75,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
 
 
 def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
-    """Read and plan the job, and say what it would be; return the program's exit code."""
+    """Read and plan the job, print the forecast and return the exit code of the program."""
     with watching(quiet=as_json) as (_, view):
         forecast = job.forecast_job(options, progress=view)
     if as_json:
@@ -101,19 +99,22 @@ def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
 
 
 def _file_of(options: JobOptions) -> str:
-    """The output, if it is a file, where rows are kept."""
+    """Path of the output file; empty if rows are not kept in a file."""
     return "" if options.output is None or writes_directly(options.output) else str(options.output)
 
 
 def _command() -> str:
-    """What was typed, without what would forget what is done."""
+    """The command line of this process without ``--restart``, so that it resumes the job."""
     return shlex.join(["moelight", *(each for each in sys.argv[1:] if each != "--restart")])
 
 
 @contextlib.contextmanager
 def watching(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines | None]]:
-    """The time left, and whoever shows it on stderr: lines that move on a terminal, a log elsewhere, nobody if
-    ``quiet``. Both must hear the job's events, the first one first."""
+    """Yield the estimate of the time left and the view that shows it on stderr.
+
+    The view is a `Bar` on a terminal, `LogLines` elsewhere, and None if ``quiet``. Both must receive the job's events,
+    the estimate first.
+    """
     eta = TimeLeft()
     if quiet:
         yield eta, None
@@ -124,17 +125,17 @@ def watching(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines 
 
 
 class TableOfRows(Progress):
-    """Collects the rows of a job as a table of prompts beside completions."""
+    """Progress watcher that collects the rows of a job as a table of prompts and completions."""
 
     def __init__(self) -> None:
         self._rows: list[ProgressFields] = []
 
     def row(self, shown: ProgressFields) -> None:
-        """Keep it."""
+        """Store the row."""
         self._rows.append(shown)
 
     def table(self) -> Table:
-        """The rows in the order of the input; a failed one shows its error."""
+        """Return the rows in input order; a failed row shows its error."""
         table = Table(show_lines=True, header_style="bold", expand=False)
         table.add_column("prompt", overflow="fold", ratio=1)
         table.add_column("completion", overflow="fold", ratio=1)
@@ -153,7 +154,7 @@ def _answer(shown: ProgressFields) -> Text:
 
 
 class _View(Progress, ABC):
-    """What both views know."""
+    """State and events that both views share."""
 
     def __init__(self, eta: TimeLeft) -> None:
         self._eta = eta
@@ -163,12 +164,12 @@ class _View(Progress, ABC):
         self._read = ""
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Note how much is read."""
+        """Record how much of the input is read."""
         part = f", {share_text(min(1.0, read_bytes / total_bytes))}" if total_bytes else ""
         self._read = f"reading the input: {rows:,} rows{part}"
 
     def started(self, start: JobStart) -> None:
-        """The line at the start."""
+        """Print the start line."""
         self._told_plan = start.plan
         self._counts = JobCounts(
             total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
@@ -176,43 +177,43 @@ class _View(Progress, ABC):
         self.say(start_line(start))
 
     def planned(self, why: str) -> None:
-        """How the model will be run, if the line at the start has not said it."""
+        """Print the plan, unless the start line contained it."""
         if why != self._told_plan:
             self.say(why)
 
     def adapted(self, why: str) -> None:
-        """One line."""
+        """Print the reason for the change of policy."""
         self.say(why)
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
-        """Note the lane."""
+        """Record the binding lane."""
         self._binding = binding or self._binding
 
     def counts(self, counts: JobCounts) -> None:
-        """Note how far the job is."""
+        """Record the counts and the binding lane."""
         self._counts = counts
         self._binding = counts.binding or self._binding
 
     def interrupting(self) -> None:
-        """Say what Ctrl-C has begun."""
+        """Print that the job ends after the running pass."""
         self.say("ending after the pass that is running; Ctrl-C again ends at once")
 
     @abstractmethod
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
 
 
 class LogLines(_View):
-    """Lines on stderr, for pipes and logs: one every half minute, from a thread of its own, since a pass may be long.
+    """View for pipes and logs: a line on stderr every half minute, from a thread, since a pass may be long.
 
-    For the first seconds what is said is held back, so that a job that is refused or breaks at once leaves the one line
-    that says why.
+    Lines of the first `HELD_S` seconds are held back, so that a job that fails at once prints only the line with the
+    reason.
     """
 
     def __init__(self, eta: TimeLeft) -> None:
         super().__init__(eta)
         self._held: list[str] | None = []
-        self._lock = threading.RLock()  # Ctrl-C speaks within whatever the main thread was saying
+        self._lock = threading.RLock()  # reentrant: the handler of Ctrl-C may print while the main thread prints
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moelight-log", daemon=True)
 
@@ -227,7 +228,7 @@ class LogLines(_View):
             self.release()
 
     def say(self, line: str) -> None:
-        """Print it, or hold it back."""
+        """Print ``line``, or hold it back during the first seconds."""
         with self._lock:
             if self._held is not None:
                 self._held.append(line)
@@ -235,19 +236,19 @@ class LogLines(_View):
                 _print(line)
 
     def say_last(self, line: str) -> None:
-        """The line at the end."""
+        """Print the last line, after all lines that were held back."""
         self.release()
         self.say(line)
 
     def release(self) -> None:
-        """Print what was held back, and hold no more."""
+        """Print the lines that were held back and stop holding lines back."""
         with self._lock:
             held, self._held = self._held, None
             for line in held or ():
                 _print(line)
 
     def tell(self) -> None:
-        """The line on how far the job is."""
+        """Print the progress line."""
         if self._counts.total:
             self.say(log_line(self._counts, self._eta.remaining_s, self._binding))
         elif self._read:
@@ -262,14 +263,14 @@ class LogLines(_View):
 
 
 def _print(line: str) -> None:
-    # A log that nobody reads any more is no reason to end a job; nor is a line that Ctrl-C wants to put inside another,
-    # which Python refuses as a RuntimeError.
+    # A closed log must not end a job, and neither must a line that the handler of Ctrl-C prints inside another one,
+    # which Python refuses with a RuntimeError.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(printable(f"moelight: {line}"), file=sys.stderr, flush=True)
 
 
 class Bar(_View):
-    """Two lines at the foot of a terminal."""
+    """View on a terminal: two live lines at its bottom."""
 
     def __init__(self, console: Console, eta: TimeLeft) -> None:
         super().__init__(eta)
@@ -291,17 +292,17 @@ class Bar(_View):
         self._live.stop()
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Say how much is read."""
+        """Show how much of the input is read."""
         super().reading(rows, read_bytes, total_bytes)
         self._doing = self._read
 
     def started(self, start: JobStart) -> None:
-        """The line at the start, above."""
+        """Print the start line above the live lines."""
         super().started(start)
         self._doing = "loading the model"
 
     def planned(self, why: str) -> None:
-        """Begin to count."""
+        """Switch the live lines to counts."""
         super().planned(why)
         self._doing = ""
 
@@ -312,20 +313,20 @@ class Bar(_View):
         self._tokens = (done, likely)
         run = done / likely if likely else 0.0
         before = self._counts.resumed / self._counts.total if self._counts.total else 0.0
-        # What is expected grows and shrinks as lengths are learned; a bar that goes back looks broken.
+        # The expected total grows and shrinks as lengths are learned; the bar must not move backwards.
         self._reached = max(self._reached, before + (1 - before) * run)
 
     def say(self, line: str) -> None:
-        """Above the two lines."""
+        """Print ``line`` above the live lines."""
         self._console.print(Text(printable(line), style="dim"), soft_wrap=True)
 
     def say_last(self, line: str) -> None:
-        """In their place."""
+        """Replace the live lines by ``line``."""
         self._live.stop()
         self.say(line)
 
     def drawn(self) -> RenderableType:
-        """The two lines now."""
+        """Return the current live lines."""
         if self._doing:
             self._spinner.update(text=Text(printable(self._doing), style="dim"))
             return self._spinner

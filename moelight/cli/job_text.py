@@ -1,7 +1,4 @@
-"""The lines that a job says to a person: at its start, every half minute, at its end, and when it is interrupted.
-
-Knows counts and plain words. Refuses to know terminals.
-"""
+"""Text of the lines that a job prints: at its start, every half minute, at its end, and when it is interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ _MANY_TOKENS = 100_000
 
 
 def about_text(seconds: float) -> str:
-    """``about 2 h 10 min``: as fine as a forecast is worth."""
+    """Return a duration such as ``about 2 h 10 min``, rounded to the precision of a forecast."""
     if seconds < 4.5:
         return "a few seconds"
     if seconds < 90:
@@ -29,24 +26,24 @@ def about_text(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """``0:07``, ``1:02:09``: time that has passed."""
+    """Return elapsed time, such as ``0:07`` or ``1:02:09``."""
     minutes, left = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
 
 
 def tokens_text(count: float) -> str:
-    """``16,384``, ``1.23M``."""
+    """Return a number of tokens, such as ``16,384`` or ``1.23M``."""
     return f"{count:,.0f}" if count < _MANY_TOKENS else scaled_text(count)
 
 
 def rows_text(counts: JobCounts) -> str:
-    """``12,340/100,000 rows (12 %)``."""
+    """Return the progress in rows, such as ``12,340/100,000 rows (12 %)``."""
     share = f" ({share_text(counts.done / counts.total)})" if counts.total else ""
     return f"{counts.done:,}/{counts.total:,} rows{share}"
 
 
 def start_line(start: JobStart) -> str:
-    """What was read, how it will be run, and for how long."""
+    """Return the start line: the input, the plan and the predicted time."""
     beside = [f"{start.refused:,} with errors"] if start.refused else []
     beside += [f"{start.resumed:,} done before"] if start.resumed else []
     read = [start.detected] if start.detected else []
@@ -63,7 +60,7 @@ def start_line(start: JobStart) -> str:
 
 
 def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = None) -> str:
-    """How far a job is."""
+    """Return the progress line: rows, failures, speed, binding lane and time left."""
     said = [rows_text(counts)]
     if counts.failed:
         said.append(f"{counts.failed:,} failed")
@@ -77,7 +74,7 @@ def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = 
 
 
 def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") -> str:
-    """What was done; ``output`` is where the rows are."""
+    """Return the end line: completions, tokens, speed and peak memory; ``output`` is the path of the rows."""
     bad = f", {failed:,} failed" if failed else ""
     where = f" -> {output}" if output else ""
     return (
@@ -88,8 +85,10 @@ def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") 
 
 
 def interrupted_line(counts: JobCounts | None, *, output: str, command: str) -> str:
-    """What is kept, and the ``command`` that continues. ``counts`` are not known of a job that ended at once; without
-    an ``output`` nothing is kept."""
+    """Return the line for an interrupted job: the rows that are kept and the ``command`` that resumes.
+
+    ``counts`` is None if the job ended before it counted rows. An empty ``output`` means that no rows are kept.
+    """
     rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
     if not output:
         return (

@@ -1,4 +1,4 @@
-"""``moelight lm-eval``: lm-evaluation-harness with moelight among its models, and as the one it takes by default."""
+"""``moelight lm-eval``: lm-evaluation-harness with moelight registered as a model and used by default."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import MiB
 
 MODEL = "moelight"
-# What the harness is told where nobody says otherwise. Its own defaults, one sequence at a time and the first CUDA
-# device, cannot be told from a wish.
+# Options that are passed to the harness unless the user gives them. The defaults of the harness (one sequence at a
+# time, the first CUDA device) are indistinguishable from values that the user chose.
 _DEFAULTS = {"model": MODEL, "batch_size": "auto", "device": "auto"}
 _COMMANDS = ("run", "ls", "validate")
 _MOST_CONFIG_BYTES = 4 * MiB
@@ -51,7 +51,9 @@ def lm_eval(arguments: _Arguments = None) -> None:
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` of an evaluation by moelight with its defaults in front, where later ones win; others as they are.
+    """Return ``arguments`` with moelight's defaults prepended (later options win) if they evaluate a moelight model.
+
+    All other arguments are returned unchanged.
 
     Raises:
         ConfigError: the file of ``--config`` cannot be read.
@@ -87,7 +89,7 @@ def _read_config(path: Path) -> dict[str, object]:
 
 
 def _raised_by_lm_eval(error: BaseException) -> bool:
-    """Whether the harness itself refuses, or a library that it asked, so that what is said is for the user."""
+    """True if the harness or a library that it calls raised ``error``, so that the message is for the user."""
     trace, callers = error.__traceback__, set()
     while trace is not None:
         callers.add(str(trace.tb_frame.f_globals.get("__name__")))

@@ -1,6 +1,6 @@
-"""What ``moelight doctor`` says of cores, NUMA nodes, huge pages and direct reads: as values, and a line for each.
+"""Facts of ``moelight doctor`` about cores, NUMA nodes, huge pages and direct reads, as values and as lines of text.
 
-Knows what to ask. Refuses to judge: how cores are shared and where memory lies, `runtime.cores` and `runtime.numa` say.
+`runtime.cores` decides how cores are shared and `runtime.numa` where memory is placed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from moelight.runtime.numa import place_memory, why_not_placed
 from moelight.runtime.topology import SYS, Plug, Topology, read_topology
 
 _PROBE_BYTES = 1 << 20
-_FREE = 0.9  # of the memory that is free a plan takes so much, unless it is told otherwise
+_FREE = 0.9  # share of the free memory that a plan uses by default
 
 
 def machine_facts(torch_threads: int | None, plugs: list[Plug], model: Path | None) -> dict[str, Any]:
-    """Cores, threads, NUMA, huge pages, direct reads, pinned memory, ready for JSON.
+    """Return cores, threads, NUMA, huge pages, direct reads and pinned memory, ready for JSON.
 
-    ``torch_threads``: the most that torch would take, None where it does not load. ``plugs``: where devices are.
-    ``model``: whose files are read and whose size host memory would have to hold.
+    Args:
+        torch_threads: the most threads that torch would use; None if torch does not load.
+        plugs: where the devices are attached.
+        model: directory whose files are read and whose size host memory would have to hold.
     """
     topology = read_topology()
     link = plugs[0].bytes_per_s or LINK_BYTES_PER_S if plugs else LINK_BYTES_PER_S
@@ -58,7 +60,7 @@ def machine_facts(torch_threads: int | None, plugs: list[Plug], model: Path | No
 
 
 def machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for a person: the name of each line and what it says."""
+    """Yield the facts of `machine_facts` for a person: the name and the text of each line."""
     yield "threads", found["threads"]["reason"]
     nodes = found["numa"]["nodes"]
     for node in nodes:
@@ -107,7 +109,7 @@ def _huge_pages(*, sys: Path = SYS) -> str | None:
 
 
 def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
-    """Whether files of ``directory`` are read past the page cache: one of ``files``, or one made for it, is tried."""
+    """Test if files of ``directory`` are read past the page cache, on the first of ``files`` or a temporary file."""
     found: dict[str, Any] = {"directory": str(directory), "direct": None}
     if not native.available():
         return {**found, "direct": False, "reason": "without the extension files are read through the page cache"}

@@ -1,8 +1,8 @@
-"""The ``moelight`` program: its commands, and the one place where every error becomes a line and an exit code.
+"""The ``moelight`` program: its commands, and the one place that turns every error into a line and an exit code.
 
-Exit codes: 0 all is well; 1 some lines of a job, or a policy file, have errors; 2 refused, one clear line says why; 70
-a fault of moelight's own or of a library's; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output
-went away.
+Exit codes: 0 success; 1 some lines of a job, or a policy file, have errors; 2 refused, with one line of reason; 70 an
+internal error of moelight or a library; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output
+closed the pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moelight.cli.streams import shield_streams
 from moelight.core.errors import StorageError, UserError
 
 REFUSED, INTERNAL, STORAGE, INTERRUPTED, PIPE_CLOSED = 2, 70, 74, 130, 141
-# What typer raises for a wrong command line; older typers take it from click, newer ones carry their own.
+# The exception of typer for a wrong command line: older versions take it from click, newer ones define their own.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -46,9 +46,10 @@ def moelight(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with ``arguments`` (default: the process's own) and return its exit code."""
-    # Rounds that torch's threads (libgomp) spin after each operation, on cores that the kernels' own threads want: its
-    # 300,000 take 3 to 4 % of a run on two cores. Read when torch is first imported; a choice of the user's stands.
+    """Run the program with ``arguments`` (default: those of the process) and return the exit code."""
+    # Rounds that torch's threads (libgomp) spin after each operation, on cores that the kernels' own threads use: the
+    # default of 300,000 costs 3 to 4 % of a run on two cores. Read when torch is first imported; a value set by the
+    # user is kept.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     shield_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -72,15 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except SystemExit as leave:
-        # A parser of a library's own, lm-eval's, leaves with 0 behind its help and 2 behind its complaint.
+        # The argument parser of lm-eval exits with 0 after its help text and with 2 after a usage error.
         return int(leave.code) if leave.code in (0, REFUSED) else _fault(leave, given)
-    except BaseException as error:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         return _fault(error, given)
     return 0
 
 
 def _fault(error: BaseException, given: Sequence[str]) -> int:
-    """Of moelight's own, or of a library of its. Python's own exit code, 1, would mean something else."""
+    """Report an internal error and return `INTERNAL`, since Python's exit code 1 already means rows with errors."""
     if "--traceback" in given:
         traceback.print_exc()
     else:
@@ -99,13 +100,13 @@ def _refuse(message: str, code: int = REFUSED) -> int:
 
 
 def _say(message: str) -> None:
-    """One line on stderr, whatever line breaks and control characters the message quotes."""
+    """Print ``message`` to stderr as one line, with line breaks joined and control characters escaped."""
     line = " ".join(message.split())
     print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line), file=sys.stderr)
 
 
 def _forget_stdout() -> None:
-    """Point stdout at nothing, or the interpreter complains once more when it flushes at exit."""
+    """Redirect stdout to the null device; otherwise the interpreter reports the error again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""``moelight optimize``: the best policy for a machine, a model and a workload, and why."""
+"""``moelight optimize``: the fastest policy for a machine, a model and a workload, and the reason."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def optimize_command(
 
 
 def policy_file(plan: Plan) -> str:
-    """The text of the policy file of ``plan``, with what it is for and why above it."""
+    """Return the policy file of ``plan`` as text, with its purpose and reason as comments at the top."""
     from moelight.profiles.policy_files import policy_text
 
     return policy_text(plan.policy, comments=_comments(plan))

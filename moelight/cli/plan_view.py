@@ -1,7 +1,4 @@
-"""A plan for people: what to do, what it promises, what it takes, what binds, and what would help.
-
-Knows rich and plans. Refuses to know how a plan is found.
-"""
+"""Terminal view of a plan: policy, predicted speed, memory use, binding lane and what-ifs."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _LANE_WORDS = {
 
 
 def print_plan(console: Console, plan: Plan, *, workload_name: str) -> None:
-    """All of ``plan``, on 80 columns or more."""
+    """Print all of ``plan``, on 80 columns or more."""
     for part in (_head(plan, workload_name), *_blocks(plan, console.width)):
         console.print(part)
         console.print()
@@ -54,7 +51,7 @@ def _head(plan: Plan, workload_name: str) -> RenderableType:
 
 
 def _proof(plan: Plan) -> Text:
-    """How far from the best there can be, and how it is known."""
+    """Return the line with the proven gap to the bound, or the grid of the paper's estimator, and the solve time."""
     if plan.estimator == "paper":
         return Text(f"the paper's estimator, over its whole grid; solved in {seconds_text(plan.solve_s)}", style="dim")
     gap = plan.bound_tokens_per_s / plan.estimate.tokens_per_s - 1 if plan.bound_tokens_per_s else 0.0
@@ -122,7 +119,7 @@ def _lanes(plan: Plan, width: int) -> Table:
 
 
 def memory_view(plan: Plan, width: int) -> RenderableType:
-    """Each tier as a bar of its purposes, and their sizes below it."""
+    """Return each tier as a bar of its purposes, with their sizes below."""
     blocks: list[RenderableType] = []
     room = max(12, min(44, width - 46))
     for use in plan.memory:
@@ -136,7 +133,7 @@ def memory_view(plan: Plan, width: int) -> RenderableType:
 
 
 def _parts(use: TierUse) -> list[tuple[str, int, str]]:
-    """Purposes that take something, largest first: name, bytes, colour."""
+    """Return the purposes with bytes > 0, largest first: name, bytes, colour."""
     found = sorted(((name, size) for name, size in use.by_purpose if size), key=lambda part: -part[1])
     return [(name, size, _PALETTE[min(n, len(_PALETTE) - 1)]) for n, (name, size) in enumerate(found)]
 
@@ -156,7 +153,7 @@ def _stacked(use: TierUse, room: int) -> Text:
 
 
 def _purposes(use: TierUse, room: int) -> Text:
-    """What the colours stand for, in lines of at most ``room`` characters."""
+    """Return the legend of the colours in lines of at most ``room`` characters."""
     words, line = Text(), 0
     for name, size, colour in _parts(use):
         item = f" {name.replace('_', ' ')} {format_bytes(size)}"

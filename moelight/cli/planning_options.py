@@ -1,7 +1,4 @@
-"""What the planning commands ask alike: which machine, which model, which work, within which limits.
-
-Knows the options and how they combine. Refuses to know what is done with the answer.
-"""
+"""Options that the planning commands share: machine, model, workload, limits and fixed values."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ PLANNING = (
     "weight_dtype",
     "kv_dtype",
     "no_cache",
-)  # a policy rules them out
+)  # options that conflict with --policy
 
 Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine; auto measures this one.")]
 Model = Annotated[
@@ -71,7 +68,10 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One machine, model and workload, by name and as profiles; what is limited (bytes by tier, 0: none) and fixed."""
+    """A planning problem: one machine, model and workload, by name and as profiles, with its constraints.
+
+    ``limits`` are bytes by tier (0: the tier is unused), ``fixes`` the policy keys with a fixed value.
+    """
 
     hardware: HardwareProfile
     model: ModelProfile
@@ -86,10 +86,11 @@ class Question:
     cache: bool
 
     def plan(self) -> Plan:
-        """The answer.
+        """Return the best plan.
 
         Raises:
-            BudgetError, ConfigError: nothing fits, or nothing can.
+            BudgetError: no policy fits the memory.
+            ConfigError: unknown estimator, or fixed values that contradict each other.
         """
         from moelight.optimizer.optimize import make_plan
 
@@ -125,10 +126,10 @@ def read_question(
     kv_dtype: str = AUTO,
     no_cache: bool = False,
 ) -> Question:
-    """The question that the options ask. What is cheap to refuse is refused before a machine is measured.
+    """Return the question that the options describe. Options are validated before a machine is measured.
 
     Raises:
-        ConfigError: an unknown name (the nearest is named), or options that cannot be or do not go together.
+        ConfigError: an unknown name (the error suggests the nearest), an invalid value, or options that conflict.
     """
     from moelight.optimizer.fixed_values import check_fixes, parse_fixes
 
@@ -165,11 +166,13 @@ def read_question(
 def read_question_or_policy(
     policy: Path | None, *, model: str | None, **options: Any
 ) -> tuple[Question, Policy | None]:
-    """`read_question` about ``model``, or about the model of the policy in the file ``policy``, and that policy.
+    """Return the question, and the policy of the file ``policy`` if one is given (else None).
+
+    The question is about ``model`` or, if ``model`` is None, the model that the policy names.
 
     Raises:
-        ConfigError: as there; or the file is no policy for the machine, or an option asks the planner for something
-            although the policy says it.
+        ConfigError: as for `read_question`; or the file is no policy for the machine, or an option constrains the
+            planner although a policy is given.
     """
     if policy is None:
         if model is None:
@@ -192,11 +195,12 @@ def read_question_or_policy(
 
 
 def load_machine(hw: str, model: str) -> HardwareProfile:
-    """The machine called ``hw``, or described in that file; ``auto`` is this one, as measured, with the disk that
-    ``model`` lies on where that is a directory.
+    """Return the hardware profile named ``hw`` or stored in the file ``hw``.
+
+    ``auto`` is the measured profile of this machine, with the disk that holds ``model`` if ``model`` is a directory.
 
     Raises:
-        ConfigError: no such machine (the nearest is named), or the file breaks a rule.
+        ConfigError: no such machine (the error suggests the nearest), or the file is invalid.
     """
     if hw == AUTO:
         from moelight.runtime.machine_profile import machine_profile
@@ -209,10 +213,10 @@ def load_machine(hw: str, model: str) -> HardwareProfile:
 
 
 def load_model(model: str) -> ModelProfile:
-    """The model called ``model``, or that of a directory's ``config.json``; ``demo`` is the bundled one.
+    """Return the profile of the model named ``model``, or of the directory's ``config.json``; ``demo`` is bundled.
 
     Raises:
-        ConfigError, CheckpointError: no such model (the nearest is named), or its config breaks a rule.
+        ConfigError, CheckpointError: no such model (the error suggests the nearest), or its config is invalid.
     """
     from moelight.profiles.model_files import load_model_profile
 
@@ -231,7 +235,7 @@ def _workload(
     gen_len: int | None,
     num_requests: int | None,
 ) -> Workload:
-    """The named workload with single figures put in its place. A longer average makes the longest prompt longer."""
+    """Return the named workload with the given figures replaced. A longer average raises the longest prompt, too."""
     from moelight.profiles.workload_files import load_workload
 
     work = load_workload(name or DEFAULT_WORKLOAD)
@@ -254,7 +258,7 @@ def _workload(
 
 
 def _workload_name(name: str | None, *figures: int | None) -> str:
-    """What a person would call the workload; nothing where every figure was given."""
+    """Return the display name of the workload; empty if every figure was given."""
     if all(figure is not None for figure in figures):
         return ""
     changed = any(figure is not None for figure in figures)
@@ -273,7 +277,11 @@ def _limits(*, device_memory: str | None, host_memory: str | None, disk: str | N
 
 
 def _check_limits(limits: Mapping[str, int], hardware: HardwareProfile) -> None:
-    """A tier that is not there cannot be had by naming a size: nothing is known of its speed."""
+    """Refuse a limit for a tier that the machine lacks: its bandwidth is unknown.
+
+    Raises:
+        ConfigError: the machine has no such tier.
+    """
     options = {"device": "--device-memory", "disk": "--disk"}
     for tier, option in options.items():
         if limits.get(tier) and hardware.tier(tier) is None:
@@ -284,7 +292,7 @@ def _check_limits(limits: Mapping[str, int], hardware: HardwareProfile) -> None:
 
 
 def _dtypes(given: str, option: str, fixes: Mapping[str, Fixed], key: str) -> tuple[str, ...]:
-    """The dtypes that the planner may take: the model's own, any, or one."""
+    """Return the dtypes that the planner may choose: the model's own, any, or one."""
     from moelight.core.dtypes import DTYPES
 
     if given != AUTO and key in fixes:

@@ -1,4 +1,4 @@
-"""``moelight policy``: policies of expert residency (``.moe``) checked, formatted and explained."""
+"""``moelight policy``: check, format and explain expert policies (``.moe`` files)."""
 
 from __future__ import annotations
 
@@ -130,7 +130,11 @@ def format_(
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all; a link stays a link, and the file keeps its mode."""
+    """Replace the content of ``file`` atomically; symbolic links and the file mode are preserved.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     target = file.resolve()
     beside = target.with_name(f".{target.name}.new")
     try:
@@ -174,10 +178,11 @@ def explain(
 
 
 def _sound(file: Path) -> CheckedText:
-    """The file without errors; with errors, they are shown, and that is all.
+    """Return the checked file; print its errors and exit if it has any.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
+        typer.Exit: the file has errors.
     """
     from moelight.lang.files import read_file
 
@@ -226,7 +231,7 @@ def _explain(each: ExpertPolicy, experts: ExpertSizes | None, model: str, machin
 
 
 def _memory(each: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) -> Any:
-    """Where the experts lie: those with room in the compute device's memory, the others below it."""
+    """Return a table of experts by tier: the cache slots in the first tier, the other experts in the tiers below."""
     from moelight.cli.tables import bar, plain_table
     from moelight.core.units import format_bytes
     from moelight.lang.explain import spread

@@ -1,4 +1,4 @@
-"""``moelight policy auto``: a policy to begin with, and why."""
+"""``moelight policy auto``: an expert policy made without a trace, with reasons."""
 
 from __future__ import annotations
 

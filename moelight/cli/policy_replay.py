@@ -1,4 +1,4 @@
-"""``moelight policy replay``: what policies would have done with a recorded trace, side by side."""
+"""``moelight policy replay``: hits, transfers and speed of expert policies on a recorded routing trace."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     known, timed = outcomes[0].bytes is not None, outcomes[0].stall_s is not None
-    # Eighty columns hold no more: bytes stand for misses, and seconds for the bar.
+    # The table must fit 80 columns, so bytes replace misses and seconds replace the bar.
     numbers = ["room", "hits", *([] if known else ["misses"]), "evictions"]
     numbers += ["memory", "moved"] if known else []
     numbers += ["stall", "tokens/s"] if timed else []

@@ -1,4 +1,4 @@
-"""Policies that a command made: their text in the language with comments, and in a few words for a table."""
+"""Text of generated expert policies: ``.moe`` source with comments, and a short form for tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def commented(policy: ExpertPolicy, header: Iterable[str], reasons: Mapping[tuple[str, str], str] | None = None) -> str:
-    """The text of a policy file: ``header`` above it, and above each (block, key) of ``reasons`` why it is so."""
+    """Return the text of a policy file with ``header`` above it and each reason above its (block, key)."""
     from moelight.lang.format import INDENT, format_policy
 
     reasons = reasons or {}
@@ -36,7 +36,7 @@ def _comment(words: str, indent: str) -> list[str]:
 
 
 def in_words(policy: ExpertPolicy) -> str:
-    """``lru per layer; previous 4; hybrid``."""
+    """Return a short form such as ``lru per layer; previous 4; hybrid``."""
     rules = policy.cache
     parameter = {
         "lfu": f" {rules.frequency_decay:g}",

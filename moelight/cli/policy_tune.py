@@ -1,4 +1,4 @@
-"""``moelight policy tune``: the policy that is estimated to be fastest for a recorded trace, by memory."""
+"""``moelight policy tune``: the expert policy with the least estimated time for a routing trace, by memory."""
 
 from __future__ import annotations
 

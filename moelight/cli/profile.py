@@ -1,4 +1,4 @@
-"""``moelight profile``: measure this machine, show what was found, keep it for ``--hw``."""
+"""``moelight profile``: measure this machine, print the hardware profile and save it for ``--hw``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def profile(output: _Output = None, device: _Device = "auto", quick: _Quick = Fa
 
 
 def _check(output: Path | None, disk_dir: Path | None) -> None:
-    """Refuse at once what would only be refused after a minute."""
+    """Validate the paths before the measurement, which takes a minute.
+
+    Raises:
+        ConfigError: a path cannot be used.
+    """
     if output is not None and output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output}: a profile is a .yaml file, or --hw would take it for a name")
     if output is not None and not output.parent.is_dir():
@@ -59,7 +63,7 @@ def _check(output: Path | None, disk_dir: Path | None) -> None:
 
 
 def _measured(effort: Effort, *, device: str, name: str, disk_dir: Path | None) -> HardwareProfile:
-    """The measurement itself; what it does next is shown on stderr where that is a terminal."""
+    """Measure the machine; the current step is shown on stderr if stderr is a terminal."""
     from rich.console import Console
 
     from moelight.runtime.calibration.machine import measure_machine

@@ -1,7 +1,4 @@
-"""A measured machine for people: its single figures with their spread, and its speeds by size of work.
-
-Knows rich and hardware profiles. Refuses to know how anything was measured.
-"""
+"""Terminal view of a measured hardware profile: single figures with their spread, and speeds by size of work."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ _SAME_COLUMN = 1.12
 
 
 def print_profile(console: Console, profile: HardwareProfile) -> None:
-    """All of ``profile``, on 80 columns or more."""
+    """Print all of ``profile``, on 80 columns or more."""
     console.print(Text(printable(profile.notes), style="dim"))
     console.print()
     console.print(Group(heading("figures"), indented(_figures(profile))))
@@ -76,7 +73,7 @@ def _figures(profile: HardwareProfile) -> Table:
 
 
 def _rows(profile: HardwareProfile) -> Iterator[tuple[str, str, str]]:
-    """Key, value and meaning of every single figure."""
+    """Yield key, value and meaning of every single figure."""
     for tier in profile.tiers:
         yield f"tiers.{tier.name}.capacity", format_bytes(tier.capacity_bytes), ""
         yield f"tiers.{tier.name}.bandwidth", rate_text(tier.bandwidth_bytes_per_s), "reading"
@@ -90,7 +87,7 @@ def _rows(profile: HardwareProfile) -> Iterator[tuple[str, str, str]]:
 
 
 def _curves(surface: Surface, width: int) -> Iterator[Table]:
-    """Points as columns, weights as lines; in several tables where one would be too wide."""
+    """Yield tables with points as columns and weight sizes as lines: several where one would be too wide."""
     columns = _columns(surface)
     head = _AXES[surface.name.partition("_")[2]]
     many = max(_LEAST_COLUMNS, (width - _MARGIN) // _COLUMN_WIDTH)
@@ -104,7 +101,7 @@ def _curves(surface: Surface, width: int) -> Iterator[Table]:
 
 
 def _columns(surface: Surface) -> list[float]:
-    """The sizes of work of all curves; those that differ by little are one column."""
+    """Return the sizes of work of all curves; sizes within `_SAME_COLUMN` of each other share a column."""
     found: list[float] = []
     for x in sorted({x for curve in surface.curves for x in curve.x}):
         if not found or x > found[-1] * _SAME_COLUMN:
@@ -113,6 +110,6 @@ def _columns(surface: Surface) -> list[float]:
 
 
 def _near(curve: Curve, x: float) -> str:
-    """What was measured in the column of ``x``."""
+    """Speed measured in the column of ``x``; empty if there is none."""
     speed = next((y for known, y in zip(curve.x, curve.y, strict=True) if x <= known <= x * _SAME_COLUMN), None)
     return "" if speed is None else scaled_text(speed)

@@ -1,4 +1,4 @@
-"""``moelight report``: a trace in figures on the terminal, and as one page to look around in."""
+"""``moelight report``: the figures of a trace on the terminal, and as one interactive HTML page."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _cells(lane: LaneReport) -> list[RenderableType]:
 
 
 def _bubbles(found: Report) -> list[RenderableType]:
-    """What the binding lane lost to what, and what the others did not work."""
+    """Idle time of the binding lane by cause, and idle time of the other lanes."""
     from rich.text import Text
 
     from moelight.cli.tables import plain_table
@@ -142,5 +142,5 @@ def _bubbles(found: Report) -> list[RenderableType]:
 
 
 def _place(bubble: Bubble) -> str:
-    """The pass and the layer of the task that came after the longest of them."""
+    """Pass and layer of the task that follows the longest piece of ``bubble``."""
     return "the end" if bubble.pass_number < 0 else f"{bubble.pass_number}, {max(bubble.layer, 0)}"

@@ -1,4 +1,4 @@
-"""``moelight roofline``: a machine's roofs and turning points, and where a policy's work lies under them."""
+"""``moelight roofline``: roofs and turning points of a machine, and the work of a policy under them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def roofline(
 
 
 def roofline_as_dict(found: Roofline) -> dict[str, Any]:
-    """``found`` as plain values: flop/s, bytes/s, flop per byte."""
+    """Return ``found`` as plain values: flop/s, bytes/s, flop per byte."""
     return {
         "machine": found.machine,
         "model": found.model,

@@ -100,7 +100,7 @@ def serve_batch(
 
     directory = Path(model).expanduser()
     server = ServerOptions(
-        model=directory.resolve().name if directory.is_dir() else model,  # what rows may call it
+        model=directory.resolve().name if directory.is_dir() else model,  # the model name that rows may use
         data=data if data is not None else Path.home() / ".local" / "share" / "moelight" / "serve-batch",
         host=host if host is not None else "127.0.0.1",
         port=port if port is not None else 8000,
@@ -138,7 +138,7 @@ def _say(text: str) -> None:
 
 
 def _size(text: str | None, what: str) -> str | None:
-    """The size as it was written, once it is certain that a job will understand it."""
+    """Return ``text`` unchanged after checking that it parses as a size."""
     if text is not None:
         parse_bytes(text, what=what)
     return text
@@ -153,7 +153,11 @@ def _readable(policy: Path | None) -> Path | None:
 
 
 def _check_model(model: str) -> None:
-    """Refuse what is neither a directory nor could be a hub's id; the hub itself is asked by the first job."""
+    """Refuse a model that is neither a directory nor shaped like a hub id; the first job queries the hub.
+
+    Raises:
+        ConfigError: the model is refused.
+    """
     from moelight.weights.source import DEMO
 
     path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""``moelight simulate``: a policy's passes on a virtual clock, in one order of work or in all that are possible."""
+"""``moelight simulate``: a policy's passes on a virtual clock, under one schedule or all that are possible."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def simulate_command(
 
 
 def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) -> dict[str, Any]:
-    """The same as plain values: seconds, bytes, shares; best order of work first."""
+    """Return the simulated runs as plain values (seconds, bytes, shares), best schedule first."""
     from moelight.optimizer.plan import policy_as_dict
 
     return {
@@ -143,7 +143,7 @@ def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
 
 
 def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
-    """As many layers from the middle of the pass as leave room for bars."""
+    """Plot as many layers from the middle of the pass as leave the bars legible."""
     from moelight.cli.tables import machine_words
     from moelight.observe.gantt import excerpt, plot_timelines
     from moelight.optimizer.simulation import layer_starts

@@ -1,8 +1,7 @@
-"""Standard streams that the program was begun without, and a standard error that cannot end it.
+"""Opens missing standard streams and makes write errors on standard error harmless.
 
-What is said on standard error is for people who may be gone: closed, on a full disk or a pipe that nobody reads, it
-changes neither what the program does nor its exit code. A closed standard input is empty, and what is written to a
-closed standard output fails.
+A standard error that is closed, on a full disk, or a pipe without a reader changes neither the behaviour of the program
+nor its exit code. A closed standard input reads as empty, and writes to a closed standard output fail.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ import sys
 
 
 def shield_streams() -> None:
-    """Open what is closed, and let the process's own standard error swallow what cannot be written. Streams that were
-    put in their places are left."""
+    """Open closed standard streams and ignore write errors on the process's own standard error.
+
+    Streams that replace the original ones are left unchanged.
+    """
     for descriptor in range(3):
         _occupy(descriptor)
     if sys.stdin is None:
@@ -28,8 +29,10 @@ def shield_streams() -> None:
 
 
 def _occupy(descriptor: int) -> None:
-    """``descriptor`` is open, if only on nothing and to be read: else the next file that is opened gets it, and with
-    it whatever libraries write there."""
+    """Open ``descriptor`` read-only on the null device if it is closed.
+
+    Otherwise the next opened file would get the number, and with it the output that libraries write there.
+    """
     try:
         os.fstat(descriptor)
     except OSError:
@@ -40,13 +43,13 @@ def _occupy(descriptor: int) -> None:
 
 
 def _swallowing(descriptor: int, encoding: str) -> io.TextIOWrapper:
-    """As the interpreter makes its own: lines go out as they end, and what cannot be encoded is escaped."""
+    """Return a line-buffered text stream that escapes what cannot be encoded, as the interpreter's own stderr does."""
     buffer = io.BufferedWriter(_Swallowing(descriptor))  # type: ignore[type-var]
     return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True, write_through=True)
 
 
 class _Swallowing(io.RawIOBase):
-    """Writes to a descriptor that it does not own; what the system refuses is dropped."""
+    """Raw writer to a descriptor that it does not own; data of failed writes is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,6 +1,6 @@
-"""What tables on a terminal share: a console, bars of a given share, text made harmless.
+"""Helpers for terminal tables: a console, bars, and escaping of control characters.
 
-Knows rich, so it is imported when a command prints.
+Imports rich, so commands import this module only when they print.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def open_console() -> Console:
-    """Standard output, taking text as it is."""
+    """Return a console on standard output that prints text without markup or highlighting."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def bar(share: float, width: int, *, style: str = "blue", ground: str = "grey30") -> Text:
-    """``share`` (0 to 1; more is drawn as 1) of ``width`` characters, to an eighth of a character."""
+    """Return a bar that fills ``share`` (clamped to 0 to 1) of ``width`` characters, to an eighth of a character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     if share > 0 and eighths == 0:
         eighths = 1
@@ -30,7 +30,7 @@ def bar(share: float, width: int, *, style: str = "blue", ground: str = "grey30"
 
 
 def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """A table without frames: a dim head, two blanks between columns; ``numbers`` are the columns set to the right."""
+    """Return a table without frames: dim header, two blanks between columns, columns in ``numbers`` right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -38,25 +38,25 @@ def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def printable(text: str) -> str:
-    """``text`` without what could steer a terminal: control characters are shown, not obeyed."""
+    """Return ``text`` with control characters escaped, so that it cannot steer a terminal."""
     return "".join(c if c.isprintable() or c in _KEPT_CONTROLS else c.encode("unicode_escape").decode() for c in text)
 
 
 def title(model: str, machine: str) -> Text:
-    """What runs on what; a machine that was measured as ``auto`` is this one."""
+    """Return the title ``model on machine``."""
     return Text.assemble((printable(model), "bold"), " on ", (machine_words(machine), "bold"))
 
 
 def machine_words(machine: str) -> str:
-    """What a person calls the machine of a profile."""
+    """Return the display name of a machine; ``auto`` is this machine."""
     return "this machine" if machine == "auto" else printable(machine)
 
 
 def heading(words: str) -> Text:
-    """A title between blocks."""
+    """Return a bold heading."""
     return Text(words, style="bold")
 
 
 def indented(part: RenderableType, *, by: int = 2) -> Padding:
-    """``part`` a little to the right."""
+    """Return ``part`` indented by ``by`` characters."""
     return Padding(part, (0, 0, 0, by), expand=False)

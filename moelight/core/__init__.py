@@ -1,4 +1,4 @@
-"""Floor 0, the ground: the nouns every room shares, and their units.
+"""Layer 0: the types that every package shares, and their units.
 
-Knows only the standard library. Refuses to know tensors, files, devices and models' shapes.
+Depends only on the standard library; holds no tensors, devices or model shapes.
 """

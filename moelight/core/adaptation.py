@@ -1,4 +1,4 @@
-"""A change of policy in the middle of a run, and why: what the log, the figures and the progress line say of it."""
+"""A change of policy during a run, as reported in the log, the metrics and the progress line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adaptation:
-    """From the pass after ``after_pass`` on (counted from 1) the fields in ``before`` have the values in ``now``.
+    """A change of policy: after pass ``after_pass`` (counted from 1), the fields in ``before`` take the values in
+    ``now``.
 
-    ``reason`` is one sentence with figures; ``predicted_gain`` the share by which tokens per second were to grow, 0 for
-    a return to what was there before.
+    ``reason`` is one sentence with figures. ``predicted_gain`` is the predicted relative gain in tokens per second, 0
+    for a return to earlier values.
     """
 
     after_pass: int
@@ -22,7 +23,7 @@ class Adaptation:
     predicted_gain: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The object in ``adaptations`` of the figures."""
+        """The change as an entry of ``adaptations`` in the metrics."""
         return {
             "pass": self.after_pass,
             "from": dict(self.before),

@@ -1,4 +1,4 @@
-"""Number formats by name: their size, and how safetensors spells them. Torch's own types live above the waterline."""
+"""Number formats by name: their sizes and their safetensors names. Torch dtypes are in ``weights.torch_dtypes``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moelight.core.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DType:
-    """A number format a weight or a KV cache may have.
+    """A number format of weights or of the KV cache.
 
-    ``group`` numbers in a row share one scale of ``scale_bytes`` (0: there are no scales). ``safetensors`` is how
-    checkpoints spell it, where they can hold it.
+    ``group`` numbers in a row share one scale of ``scale_bytes`` bytes (0: no scales). ``safetensors`` is the format's
+    name in checkpoints, empty if they cannot hold it.
     """
 
     name: str
@@ -23,10 +23,10 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one number, scales aside.
+        """Bytes of one number, without scales.
 
         Raises:
-            ConfigError: two numbers share a byte; ask `bytes_for`.
+            ConfigError: a number is smaller than a byte; use `bytes_for`.
         """
         if self.bits % 8:
             raise ConfigError(f"{self.name} has no whole number of bytes each")

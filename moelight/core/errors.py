@@ -1,15 +1,15 @@
-"""Every error a user can meet, drawn once.
+"""Every error that moelight raises on purpose.
 
 ::
 
     MoelightError
-    ├── UserError                the user can mend it: one clear line, exit code 2
-    │   ├── ConfigError          a profile, policy or option says something impossible or unknown
-    │   ├── CheckpointError      the model on disk is missing, damaged or not what its config says
-    │   ├── BudgetError          the memory allowed is smaller than the least that would do
+    ├── UserError                the user can correct it: one clear line, exit code 2
+    │   ├── ConfigError          a profile, policy or option holds an impossible or unknown value
+    │   ├── CheckpointError      the model on disk is missing, damaged or contradicts its config
+    │   ├── BudgetError          the allowed memory is smaller than the least that suffices
     │   └── InputError           a prompt, message list or sampling field cannot be served
     │       └── StorageError     a disk that is written to is full or fails; exit code 74
-    └── ScheduleError            an order of work breaks an invariant: our fault, never the user's
+    └── ScheduleError            a schedule breaks an invariant: a bug in moelight, never a user error
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Iterable
 
 
 class MoelightError(Exception):
-    """The root: catch this to catch everything moelight raises on purpose."""
+    """Base class of every error that moelight raises on purpose."""
 
 
 class UserError(MoelightError):
-    """Something the user can put right. Its text is one clear line: what, where, what to do."""
+    """An error that the user can correct. The text is one clear line: what, where, what to do."""
 
 
 class ConfigError(UserError):
@@ -31,11 +31,11 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """The weights on disk are missing, damaged, or disagree with their config. Names file and tensor."""
+    """The weights on disk are missing, damaged, or disagree with their config. The text names file and tensor."""
 
 
 class BudgetError(UserError):
-    """The allowed memory is too small. ``needed_bytes`` would be enough on ``tier``."""
+    """The allowed memory on ``tier`` is too small; ``needed_bytes`` suffice."""
 
     def __init__(self, message: str, *, tier: str, needed_bytes: int) -> None:
         super().__init__(message)
@@ -52,27 +52,27 @@ class InputError(UserError):
 
 
 class StorageError(InputError):
-    """A disk that is written to is full or fails. What was done is kept, and once it is mended the command goes on."""
+    """A disk that is written to is full or fails. Finished work is kept, so the command can be run again."""
 
 
 class ScheduleError(MoelightError):
-    """A schedule broke an invariant (cycle, overwritten slot, missing crossing, wrong bytes)."""
+    """A schedule breaks an invariant (cycle, overwritten slot, missing transfer, wrong bytes)."""
 
 
 _LONGEST_SHOWN = 60  # characters
 _LONGEST_BITS = 1000
-_SHORT_WORD = 3  # one letter of it says more
+_SHORT_WORD = 3  # a single differing letter weighs more in these
 
 
 def quoted(value: object) -> str:
-    """``value`` as an error quotes it: its beginning, where it is long."""
-    if isinstance(value, int) and value.bit_length() > _LONGEST_BITS:  # Python would not write it in decimal
+    """``repr(value)`` for an error message, cut to a bounded length."""
+    if isinstance(value, int) and value.bit_length() > _LONGEST_BITS:  # beyond what Python converts to decimal
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known word nearest to ``word``, or an empty string."""
+    """``" (did you mean 'x'?)"`` for the known word closest to ``word``, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6 if len(word) > _SHORT_WORD else 0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,7 +1,7 @@
-"""Panics of libraries written in Rust, as errors that the rest of the program can handle.
+"""Conversion of panics in Rust libraries into ordinary exceptions.
 
-PyO3 raises a panic as ``pyo3_runtime.PanicException``, a `BaseException`, which passes every ``except Exception``. No
-module exports the class, so it is known by its qualified name. Refuses to know which library panics, and why.
+PyO3 raises a panic as ``pyo3_runtime.PanicException``, a `BaseException`, which ``except Exception`` does not catch. No
+module exports the class, so it is recognised by its qualified name.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ _ONE_AT_A_TIME = threading.RLock()  # file descriptor 2 belongs to the whole pro
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether ``error`` is a panic that PyO3 turned into an exception."""
+    """True if ``error`` is a Rust panic that PyO3 converted into an exception."""
     return any((kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException") for kind in type(error).__mro__)
 
 
 @contextlib.contextmanager
 def panics_as(make: Callable[[str], Exception], *, quiet: bool = False) -> Iterator[None]:
-    """Raises ``make(message)`` in place of a panic within the block; ``message`` is one line. All else passes.
+    """Raise ``make(message)`` in place of a panic within the block; ``message`` is one line. Other exceptions
+    propagate.
 
-    ``quiet``: what Rust itself prints of the panic, a backtrace included, does not reach stderr. It is for short work
-    while nothing else reports: what other threads write to stderr meanwhile comes out at the end of the block.
+    Args:
+        make: builds the exception from the panic's message.
+        quiet: keep Rust's own report of the panic, backtrace included, off stderr. Output of other threads to stderr is
+            held until the block ends, so the block should be short.
     """
     try:
         with _without_message() if quiet else contextlib.nullcontext():
@@ -45,12 +48,12 @@ def panics_as(make: Callable[[str], Exception], *, quiet: bool = False) -> Itera
 
 @contextlib.contextmanager
 def _without_message() -> Iterator[None]:
-    """What is written to file descriptor 2 within the block comes out at its end, or not at all where it panicked."""
+    """Hold output to file descriptor 2 until the block ends; discard it if the block panics."""
     with _ONE_AT_A_TIME, contextlib.ExitStack() as opened:
         try:
             stderr = opened.enter_context(open(os.dup(_STDERR), "wb", buffering=0))
             held = opened.enter_context(tempfile.TemporaryFile())
-        except OSError:  # stderr is closed, or there is no room for what it would be told
+        except OSError:  # stderr is closed, or no temporary file can be created
             yield
             return
         panicked = False
@@ -71,6 +74,6 @@ def _without_message() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Python's own stderr may be closed, absent, or lead nowhere."""
+    """Flush Python's stderr, which may be closed, absent, or unwritable."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Where moelight keeps what it can make again: one directory, named by the environment or by the desktop's habits."""
+"""The cache directory for files that moelight can regenerate, and atomic writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CACHE_VARIABLE = "MOELIGHT_CACHE"
 def cache_directory(*parts: str) -> Path:
     """``$MOELIGHT_CACHE``, else ``$XDG_CACHE_HOME/moelight``, else ``~/.cache/moelight``; with ``parts`` below it.
 
-    Nothing is created.
+    Creates nothing.
     """
     own, desktop = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     base = Path(own) if own else Path(desktop) / "moelight" if desktop else Path.home() / ".cache" / "moelight"
@@ -21,10 +21,11 @@ def cache_directory(*parts: str) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that it is there complete or not at all; directories are made.
+    """Write ``text`` to ``path`` atomically: the file appears complete or not at all. Missing parent directories are
+    created.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.")
@@ -41,7 +42,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    """The permissions that new files of this process do not get; it can only be read by setting it."""
+    """The permission bits that this process removes from new files; POSIX can read the mask only by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""The decision: how one model is to be run on one machine. Plain numbers; what they cost is floor 2's business."""
+"""The policy: how one model is run on one machine, as plain numbers. The cost model predicts its cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST_PAGES = ("auto", "staged", "pinned")
 RESIDENTS = ("auto", "static", "learned")
 MOST_LOOK_AHEAD = 8
 PROMPT_MICRO_BATCHES = 8
-# The most of each count, far beyond what fits any machine, so that products with a model's sizes stay numbers.
+# Upper limits of counts, far beyond any machine, so that products with a model's sizes stay finite.
 MOST_COUNTS = {
     "batch_size": 1 << 30,
     "micro_batch_size": 1 << 30,
@@ -31,7 +31,7 @@ MOST_COUNTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """How something is spread over the tiers; the three shares sum to 1."""
+    """Fractions of a quantity per tier; the three sum to 1."""
 
     device: float = 0.0
     host: float = 0.0
@@ -46,33 +46,34 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """N, μ, devices, homes and schedule (MoE-Lightning, table 1), for ``model`` (a directory or a hub id).
+    """N, μ, devices, placement and schedule (MoE-Lightning, table 1) for ``model`` (a directory or a hub id).
 
     Attributes:
-        batch_size: N, the most sequences alive in one pass.
+        batch_size: N, the most sequences running in one pass.
         micro_batch_size: μ, the most sequences in one micro-batch.
         micro_batch_tokens: the most tokens in one micro-batch; longer prompts are cut into chunks.
-        prompt_micro_batches: a pass carries at most N + so many x ``micro_batch_tokens`` tokens.
-        kv_tokens: tokens the KV cache can hold (0: ``batch_size`` x 1024, or the context if that is shorter).
-        attention_device: ``cpu`` or ``gpu``: where decoding sequences attend.
-        ffn_device: ``cpu``, ``gpu``, or ``split``: the CPU computes ``cpu_experts`` where they lie, the GPU the others.
-        weights: r_w, shares of the *expert* weights per tier; everything else lives on the compute device.
+        prompt_micro_batches: a pass holds at most N + ``prompt_micro_batches`` x ``micro_batch_tokens`` tokens.
+        kv_tokens: tokens the KV cache can hold (0: ``batch_size`` x 1024, or x the context length if that is shorter).
+        attention_device: ``cpu`` or ``gpu``: the processor of decode attention.
+        ffn_device: ``cpu``, ``gpu``, or ``split``: the CPU computes ``cpu_experts`` in host memory, the GPU the others.
+        weights: r_w, shares of the *expert* weights per tier; all other weights are on the compute device.
         cpu_experts: the share of the expert weights that the CPU computes from host memory (``split`` only).
         kv: r_c, shares of the KV cache per tier.
-        weight_dtype, kv_dtype: ``auto`` keeps the checkpoint's.
-        schedule: the builder of the order of work.
+        weight_dtype, kv_dtype: ``auto`` keeps the checkpoint's dtype.
+        schedule: name of the schedule builder.
         kv_block_size: tokens in one block of the paged KV cache.
-        look_ahead: micro-batches that attend before the experts of an earlier one run (algorithm 1), where the schedule
-            asks for it.
-        admission: ``refill`` (a finished sequence's place is taken in the next pass, and prompts ride along with
-            decoding) or ``static`` (a batch is prefilled alone and ends together, as in the published systems).
-        host_pages: how experts at home in host memory come to the link: ``pinned`` (from their home, which is locked),
+        look_ahead: micro-batches whose attention precedes the experts of an earlier one (algorithm 1), in schedules
+            that use it.
+        admission: ``refill`` (the place of a finished sequence is refilled in the next pass, and prompts join decode
+            passes) or ``static`` (a batch is prefilled alone and ends together, as in the published systems).
+        host_pages: transfer of expert pages from host memory: ``pinned`` (from their arena, which is locked),
             ``staged`` (copied into pinned memory first), or ``auto``: planned as staged, and pinned where the machine
-            locks memory in place.
-        residents: whether the experts that are near stay so (``static``), or make way in small passes for those that
-            are asked for more (``learned``: any of a layer may be missing, so the ring holds a layer, and a device's
-            have copies in host memory); ``auto``: planned as static, and learned where there is room for that.
-        gpus: how many GPUs share each layer. What runs here uses one; more are planned for, and refused by name.
+            can lock the arena in place.
+        residents: ``static`` (resident experts are fixed) or ``learned`` (on-demand passes evict them for experts that
+            are routed to more often: any expert of a layer may be missing, so the ring holds a layer, and
+            device-resident experts have copies in host memory); ``auto``: planned as static, and learned where memory
+            allows.
+        gpus: GPUs that share each layer. The engine runs on one; more can be planned for, and the engine refuses them.
     """
 
     model: str
@@ -130,15 +131,15 @@ class Policy:
 
     @property
     def discrete(self) -> bool:
-        """Whether a GPU takes part, so that a link lies between two memories."""
+        """True if a GPU takes part, so that a link joins two memories."""
         return self.ffn_device != "cpu" or self.attention_device == "gpu"
 
 
 def check_count(name: str, count: int, *, least: int) -> None:
-    """Refuse a count of a policy that is out of range.
+    """Check that the count ``name`` of a policy is in range.
 
     Raises:
-        ConfigError: it is; says the range.
+        ConfigError: the count is out of range; the message states the range.
     """
     if not least <= count <= MOST_COUNTS[name]:
         raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {quoted(count)}")

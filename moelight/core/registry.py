@@ -1,4 +1,4 @@
-"""One lazy table per kind of part: it serves look-ups, help texts and error messages alike."""
+"""Lazy tables of named components, used for look-ups, help texts and error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to ``"module:attribute"`` targets, imported at first use."""
+    """A mapping of names to ``"module:attribute"`` targets, imported on first use."""
 
     def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
         self.kind = kind
@@ -25,14 +25,14 @@ class Registry(Generic[T]):
         return name in self._targets
 
     def names(self) -> tuple[str, ...]:
-        """Every known name, in the table's order."""
+        """All registered names, in table order."""
         return tuple(self._targets)
 
     def get(self, name: str) -> T:
-        """The part called ``name``.
+        """The component called ``name``.
 
         Raises:
-            ConfigError: no such part; lists the known ones and the nearest.
+            ConfigError: no such component; the message lists the known names and the closest one.
         """
         if name not in self._targets:
             known = ", ".join(self._targets)

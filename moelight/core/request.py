@@ -1,4 +1,4 @@
-"""What comes in and what goes out. Field names are vLLM's where vLLM has the field."""
+"""Requests, sampling parameters and completions. Fields that vLLM also has keep vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from moelight.core.errors import InputError, did_you_mean
 
-MOST_SAMPLES = 16_384  # of one prompt, and of all prompts of a row together where each has several; vLLM's bound of n
+MOST_SAMPLES = 16_384  # per prompt, and per row over all its prompts if n > 1; vLLM's bound of n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """What the text of a completion must match: exactly one of these is given.
+    """The constraint on a completion's text: exactly one field is given.
 
     ``json`` is a JSON schema (an object, or its text); ``regex`` and ``grammar`` (Lark) are texts; ``choice`` lists the
-    texts that may be answered; ``json_object`` asks for any JSON object. Source: vLLM's StructuredOutputsParams.
+    allowed texts; ``json_object`` requires any JSON object. Source: vLLM's StructuredOutputsParams.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -45,10 +45,10 @@ class StructuredOutputs:
 
     @classmethod
     def from_dict(cls, given: object) -> StructuredOutputs:
-        """The object ``given`` in a request.
+        """The constraint described by the object ``given`` of a request.
 
         Raises:
-            InputError: it is no object, has an unknown field, or not exactly one of the known ones.
+            InputError: ``given`` is no object, has an unknown field, or does not have exactly one of the known ones.
         """
         known = [each.name for each in fields(cls)]
         if not isinstance(given, dict):
@@ -61,16 +61,16 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop: names, meanings and order of application are vLLM's.
+    """Sampling and stopping parameters: names, meanings and order of application are vLLM's.
 
-    ``n`` is 16,384 at most, as vLLM has it. ``temperature`` 0 is greedy (the default: offline jobs should be
-    repeatable). ``top_k`` 0 or -1 and ``top_p`` 1 mean no limit; ``min_p`` is a share of the likeliest token's
-    probability. ``seed`` and the sample's number alone decide a sampled completion, whatever shares its batch.
-    ``logprobs`` k asks, for every generated token, for its log-probability and the k likeliest tokens', before
-    temperature and penalties (0: its own only; -1: the whole vocabulary); ``prompt_logprobs`` for the same of every
-    prompt token but the first. ``max_tokens`` 0 scores the prompt and generates nothing; it needs ``prompt_logprobs``.
-    A ``stop`` text is left out of the completion unless ``include_stop_str_in_output``. ``logit_bias`` is added to the
-    logits of these token ids.
+    ``n`` is at most 16,384, as in vLLM. ``temperature`` 0 is greedy (the default: offline jobs should be repeatable).
+    ``top_k`` 0 or -1 and ``top_p`` 1 mean no limit; ``min_p`` is a fraction of the most likely token's probability. A
+    sampled completion depends on ``seed`` and the sample's number alone, not on the rest of the batch. ``logprobs`` k
+    returns, for every generated token, its log-probability and those of the k most likely tokens, before temperature
+    and penalties (0: the token itself only; -1: the whole vocabulary); ``prompt_logprobs`` does so for every prompt
+    token but the first. ``max_tokens`` 0 scores the prompt and generates nothing; it requires ``prompt_logprobs``. A
+    ``stop`` text is left out of the completion unless ``include_stop_str_in_output``. ``logit_bias`` is added to the
+    logits of its token ids.
     """
 
     n: int = 1
@@ -131,15 +131,15 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
     @classmethod
     def from_dict(cls, given: dict[str, Any], *, base: SamplingParams | None = None) -> SamplingParams:
-        """``base`` (or the defaults) changed by the fields in ``given``.
+        """``base`` (or the defaults) with the fields in ``given`` replaced.
 
         Raises:
-            InputError: an unknown field (with the nearest known one) or a value out of range.
+            InputError: an unknown field (the message names the closest known one) or a value out of range.
         """
         known = [field.name for field in fields(cls)]
         for name in given:
@@ -152,8 +152,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt as token ids, with a number of the caller's. Of a prompt that is scored (``prompt_logprobs``), tokens
-    before position ``scored_from`` are not: that spares the work."""
+    """One prompt as token ids; ``index`` is chosen by the caller. With ``prompt_logprobs``, only tokens from position
+    ``scored_from`` on are scored.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -163,7 +164,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logprob:
-    """A token's log-probability (natural), its rank among all tokens (1: the likeliest) and its text."""
+    """A token's log-probability (natural), its rank among all tokens (1: the most likely) and its text."""
 
     logprob: float
     rank: int
@@ -172,13 +173,13 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One answer to one request; ``sample`` counts its ``n`` answers from 0.
+    """One answer to one request; ``sample`` counts the request's ``n`` answers from 0.
 
-    ``token_ids`` end before the closing eos. ``stop_reason`` is the stop text or stop token id that ended it, if one
-    did; where ``finish_reason`` is ``error``, what was the matter, and ``error_code`` a short machine-readable reason.
-    ``logprobs`` holds one mapping a generated token, by token id: the likeliest ones asked for and always the
-    token itself. ``prompt_logprobs`` holds one a prompt token, None where it was not scored. ``cached_tokens`` of the
-    prompt were computed for an earlier request.
+    ``token_ids`` do not include the closing eos. ``stop_reason`` is the stop text or stop token id that ended the
+    completion, if one did; where ``finish_reason`` is ``error``, ``stop_reason`` is the error's text and ``error_code``
+    a short machine-readable reason. ``logprobs`` holds one mapping per generated token, by token id: the requested most
+    likely tokens and always the token itself. ``prompt_logprobs`` holds one per prompt token, None where the token was
+    not scored. The first ``cached_tokens`` of the prompt were computed for an earlier request.
     """
 
     index: int
@@ -196,7 +197,7 @@ class Completion:
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens, the closing eos not counted."""
+        """Generated tokens, without the closing eos."""
         return len(self.token_ids)
 
 
@@ -218,7 +219,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _biases(value: object) -> dict[int, float]:
-    """JSON's keys are texts, so a token id may come as one."""
+    """``value`` with integer token ids as keys; JSON keys are strings."""
     if not isinstance(value, Mapping):
         raise InputError("logit_bias must map token ids to numbers")
     biases: dict[int, float] = {}
@@ -249,7 +250,7 @@ def _number(name: str, value: object, *, low: float, high: float) -> None:
 
 
 def _as_float(value: object) -> float:
-    """``value`` as a float; an integer beyond all floats is infinite."""
+    """``value`` as a float; an integer beyond the range of floats is infinite."""
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:

@@ -1,7 +1,7 @@
-"""The order of work as a value: tasks on lanes, with what they wait for and what they touch.
+"""Schedules as data: tasks on lanes, with their dependencies and the buffers they read and write.
 
-A schedule is priced, validated, simulated, executed and drawn from these fields alone. It refuses to know how any
-task is carried out.
+The cost model, validator, simulator, executor and trace writer use these fields alone; the code that carries out a task
+is elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Lane(str, enum.Enum):
-    """Something that does one thing at a time, in the order given."""
+    """A resource that runs one task at a time, in schedule order."""
 
     DISK = "disk"
     STAGE = "stage"
@@ -20,14 +20,14 @@ class Lane(str, enum.Enum):
     DEVICE = "device"
     CPU = "cpu"
 
-    __hash__ = str.__hash__  # an enumeration's own is ten times slower, and every pass looks up thousands
+    __hash__ = str.__hash__  # Enum.__hash__ is ten times slower, and every pass does thousands of look-ups
 
     def __str__(self) -> str:
         return self.value
 
 
 class TaskKind(str, enum.Enum):
-    """The paper's verbs, and the few that passes add."""
+    """The operations of the paper's algorithm 1, and those that other schedules add."""
 
     EMBED = "embed"
     PRE_ATTENTION = "pre_attention"
@@ -43,16 +43,16 @@ class TaskKind(str, enum.Enum):
     LOAD_EXPERTS = "load_experts"
     COMBINE = "combine"
     POST_ATTENTION = "post_attention"
-    ROUTE = "route"  # the first part of post_attention, up to the router, where experts run apart from it
-    EXPERTS = "experts"  # the second part: experts on the compute unit, of one micro-batch or (-1) of all of them
-    RESIDENT_EXPERTS = "resident_experts"  # those of them that are there already, while the others are on their way
-    PREDICT_EXPERTS = "predict_experts"  # a guess which experts the layers to come will be asked for
+    ROUTE = "route"  # post_attention up to the router, where the experts are tasks of their own
+    EXPERTS = "experts"  # the experts, on the compute unit, of one micro-batch or (-1) of all micro-batches
+    RESIDENT_EXPERTS = "resident_experts"  # the resident experts, while offloaded pages are transferred
+    PREDICT_EXPERTS = "predict_experts"  # prediction of the experts of later layers
     SAMPLE = "sample"
     READ_PAGE = "read_page"
     STAGE_PAGE = "stage_page"
     SEND_PAGE = "send_page"
     PREFETCHED_PAGE = "prefetched_page"
-    # What a layer's routers chose and is not there, and what was foreseen: known only when they run.
+    # Transfers of routed misses, and of speculative prefetches: their pages are known only at run time.
     READ_EXPERTS = "read_experts"
     SEND_EXPERTS = "send_experts"
     READ_AHEAD = "read_ahead"
@@ -65,7 +65,7 @@ class TaskKind(str, enum.Enum):
 
     @property
     def moves_page(self) -> bool:
-        """True for what moves pages of weights; those that name theirs may run ahead into the pass before."""
+        """True if the task transfers expert pages. Tasks that name their page may overlap the previous pass."""
         return self in _PAGE_KINDS or self in CHOSEN_KINDS or self in AHEAD_KINDS
 
 
@@ -76,7 +76,9 @@ AHEAD_KINDS = frozenset((TaskKind.READ_AHEAD, TaskKind.SEND_AHEAD))
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Page:
-    """One expert of one layer, or an aligned ``part`` of it: the unit of weight movement. Homes are of part 0."""
+    """An expert page: one expert of one layer, or an aligned ``part`` of the page; the unit of weight transfers.
+    Placements refer to part 0.
+    """
 
     layer: int
     expert: int
@@ -84,13 +86,13 @@ class Page:
 
     @property
     def name(self) -> str:
-        """``4:e7``, and ``4:e7.1`` for the part that follows."""
+        """``4:e7``, or ``4:e7.1`` for part 1."""
         return f"{self.layer}:e{self.expert}.{self.part}" if self.part else f"{self.layer}:e{self.expert}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Buffer:
-    """A place two tasks may contend for: ``space`` names the arena, ``index`` the slot in it."""
+    """A memory location that two tasks may contend for: ``space`` names the arena, ``index`` the slot in the arena."""
 
     space: str
     index: int
@@ -98,11 +100,11 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One step of work on one lane.
+    """One operation on one lane.
 
     ``deps`` are positions of earlier tasks in the same schedule. Tasks on one lane also run in schedule order.
-    ``bytes`` is what crosses a link (0 for compute); of tasks that fetch chosen experts, the most that may be missing
-    by the placement, and of those that fetch ahead, 0. ``slot`` is the ring slot a page task fills.
+    ``bytes`` is the bytes transferred (0 for compute); for tasks that fetch routed experts, the most that the placement
+    can leave to transfer, and for prefetch tasks 0. ``slot`` is the ring slot that a page task fills.
     """
 
     kind: TaskKind
@@ -128,8 +130,8 @@ class Task:
 class Schedule:
     """A pass as an ordered tuple of tasks; every dependency points backwards.
 
-    Slots are relative to the page stream's position when the pass starts; the pass moves that position on by
-    ``stream_advance`` parts of pages. ``prefetched_next`` are the tasks that fetch the first pages of the next pass, in
+    Slots are relative to the page stream's position at the start of the pass; the pass advances that position by
+    ``stream_advance`` page parts. ``prefetched_next`` are the tasks that fetch the first pages of the next pass, in
     ring order.
     """
 
@@ -144,7 +146,7 @@ class Schedule:
         return tuple(lane for lane in Lane if lane in used)
 
     def lane_bytes(self) -> dict[Lane, int]:
-        """Bytes that cross each lane in one pass."""
+        """Bytes transferred on each lane in one pass."""
         totals: dict[Lane, int] = {}
         for task in self.tasks:
             totals[task.lane] = totals.get(task.lane, 0) + task.bytes

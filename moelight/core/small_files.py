@@ -1,8 +1,8 @@
-"""Small files, read whole and within a limit: whatever a path names, an answer comes soon and takes little memory.
+"""Bounded reads of small files: no path can block the reader or exhaust memory.
 
-A regular file only, at the end of any links: a FIFO would wait for its writer, a device never ends. The question is
-asked of the open descriptor, so that nothing can take the file's place in between, and the limit holds for what is
-read, since some files say a size of 0 and others grow. Refuses to know what files mean, and how to tell a user.
+Only regular files are read, through any links: opening a FIFO would wait for its writer, and a device never ends. The
+file type is checked on the open descriptor, so the file cannot be replaced in between. The limit holds for the bytes
+read, since some files report a size of 0 and others grow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from moelight.core.units import MiB, format_bytes
 
-MOST_JSON_BYTES = 16 * MiB  # configs of checkpoints have some kilobytes, those with all added tokens a megabyte
+MOST_JSON_BYTES = 16 * MiB  # configs of checkpoints take some kilobytes, with all added tokens a megabyte
 _CHUNK_BYTES = MiB
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -29,11 +29,11 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor of the regular file ``path``, to read. Never waits.
+    """A read-only descriptor of the regular file ``path``. Never blocks.
 
     Raises:
-        OSError: there is none, it cannot be opened, or it is no regular file; ``strerror`` says so in words.
-        ValueError: no path at all (a null character).
+        OSError: the file is missing, cannot be opened, or is not regular; ``strerror`` is the reason in words.
+        ValueError: ``path`` is not a path (a null character).
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -46,10 +46,10 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
-    """All of the regular file ``path``, which has ``most`` bytes or fewer.
+    """The contents of the regular file ``path``, at most ``most`` bytes.
 
     Raises:
-        OSError: as `open_regular`, it cannot be read, or is larger.
+        OSError: as `open_regular`, or the file cannot be read or is larger.
         ValueError: as `open_regular`.
     """
     descriptor = open_regular(path)
@@ -66,7 +66,7 @@ def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], *, most: int) -> str:
-    """The same as text in UTF-8, with line breaks as they are.
+    """The contents of the regular file ``path`` decoded as UTF-8, line breaks unchanged.
 
     Raises:
         OSError: as `read_bytes`.
@@ -76,10 +76,10 @@ def read_text(path: str | os.PathLike[str], *, most: int) -> str:
 
 
 def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value that ``text`` writes; ``pairs`` makes objects of their members, and raises no ValueError.
+    """The JSON value in ``text``; ``pairs`` builds objects from their members and raises no ValueError.
 
     Raises:
-        ValueError: not JSON, nested too deep, or an integer too long to be converted; one line says which.
+        ValueError: not JSON, nested too deep, or an integer too long to convert; one line states which.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)
@@ -87,12 +87,12 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
         raise
     except RecursionError:
         raise ValueError("its values nest too deep") from None
-    except ValueError:  # of Python's int, the only other one
+    except ValueError:  # from int(), the only other source
         raise ValueError(f"an integer of more than {sys.get_int_max_str_digits()} digits") from None
 
 
 def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON_BYTES) -> Any:
-    """The value that the regular file ``path`` writes.
+    """The JSON value in the regular file ``path``.
 
     Raises:
         OSError: as `read_bytes`.
@@ -102,7 +102,7 @@ def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON_BYTES) -> A
 
 
 def read_error_text(error: Exception) -> str:
-    """What ``error``, of one of these functions, says went wrong, without the path."""
+    """The reason of an ``error`` raised by one of these functions, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
@@ -111,7 +111,7 @@ def read_object(path: Path, *, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
 
     Raises:
         OSError: as `read_bytes`.
-        ValueError: as `read_json`, or another value than an object.
+        ValueError: as `read_json`, or the value is not an object.
     """
     found = read_json(path, most=most)
     if not isinstance(found, dict):

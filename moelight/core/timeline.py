@@ -1,4 +1,4 @@
-"""What happened, or would happen, and when. Simulated and measured passes share it."""
+"""Timelines of passes, simulated or measured."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from moelight.core.schedule import Lane, Task
 
-FREE = -math.inf  # when the last dependency of a task that has none ended
+FREE = -math.inf  # end of the last dependency of a task without dependencies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One task's time in work, waiting excluded. Seconds on one monotonic clock.
+    """The execution of one task, waiting excluded. Seconds on one monotonic clock.
 
-    ``waited_for`` is the dependency that ended last, at ``waited_until_s``. A task without any waited for None until
-    `FREE`; where nobody noted it, ``waited_until_s`` is None. ``found_bytes`` is what it moved where only its running
-    could tell.
+    ``waited_for`` is the dependency that ended last, at ``waited_until_s``: None and `FREE` for a task without
+    dependencies. ``waited_until_s`` is None where it was not recorded. ``found_bytes`` is the bytes transferred where
+    they are known only at run time.
     """
 
     task: Task
@@ -29,12 +29,12 @@ class Span:
 
     @property
     def bytes(self) -> int:
-        """What crossed the lane."""
+        """Bytes transferred."""
         return self.task.bytes if self.found_bytes is None else self.found_bytes
 
 
 def last_to_end(deps: Iterable[tuple[Task, float]]) -> tuple[Task | None, float]:
-    """Of dependencies and their ends the last: ``waited_for`` and ``waited_until_s`` of the task that has them."""
+    """The dependency that ends last and its end: ``waited_for`` and ``waited_until_s`` of the dependent task."""
     last, until_s = None, FREE
     for task, end_s in deps:
         if end_s > until_s:
@@ -50,16 +50,16 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first task began."""
+        """Start of the first task, seconds."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """When the last task ended."""
+        """End of the last task, seconds."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self) -> dict[Lane, float]:
-        """Seconds each lane spent in work."""
+        """Seconds each lane is busy."""
         totals: dict[Lane, float] = {}
         for span in self.spans:
             totals[span.task.lane] = totals.get(span.task.lane, 0.0) + span.end_s - span.start_s

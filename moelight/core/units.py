@@ -1,4 +1,4 @@
-"""Bytes and their spellings. GB (10^9) and GiB (2^30) are different words."""
+"""Byte units, parsing and formatting. GB (10^9) and GiB (2^30) are distinct."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parse_bytes(text: str | int, *, what: str = "size") -> int:
 
 
 def format_bytes(size: int, *, round_up: bool = False) -> str:
-    """``"412.5MiB"``: one decimal, binary units. ``round_up`` never names less than ``size``."""
+    """``"412.5MiB"``: one decimal, binary units. With ``round_up`` the result is never less than ``size``."""
     for name, unit in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if size >= unit:
             tenths = -(-size * 10 // unit) if round_up else round(size * 10 / unit)
@@ -54,5 +54,5 @@ def format_bytes(size: int, *, round_up: bool = False) -> str:
 
 
 def align_up(size: int, alignment: int) -> int:
-    """The least multiple of ``alignment`` that is not below ``size``."""
+    """The least multiple of ``alignment`` that is at least ``size``."""
     return -(-size // alignment) * alignment

@@ -1,1 +1,1 @@
-"""Floor 7: prompts in, completions out. The batcher fills passes, the engine runs them, sampling picks tokens."""
+"""Prompts to completions: the batcher packs passes, the engine runs them, sampling picks the tokens."""

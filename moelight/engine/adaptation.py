@@ -1,6 +1,6 @@
-"""Adapting while running: passes are shown to the adapter, and what it decides is carried out between two of them.
+"""Adaptation at run time: shows passes to the adapter and applies its decisions between two passes.
 
-Knows what rode in a pass and what it took. Refuses to know why a policy is better (``optimizer.adapter``).
+Does not depend on how the adapter compares policies (``optimizer.adapter``).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from moelight.optimizer.calibration import Passed
 from moelight.optimizer.plan import Plan
 from moelight.profiles.model import ModelProfile
 
-SHARE = 1 / 2000  # of the time of all passes, that watching and looking may take
+SHARE = 1 / 2000  # of the time of all passes that observing and replanning may take
 LEAST_S = 1.0
-_FIRST_LOOK_S = 3e-3  # what a look is taken to cost until one was taken
+_FIRST_LOOK_S = 3e-3  # assumed cost of a replanning step before the first one
 
 _log = logging.getLogger(__name__)
 
 
 class PassAdaptation:
-    """Stands between the passes of an engine. ``changes`` are those made so far."""
+    """Runs after each pass of an engine. ``changes`` are the policy changes made so far."""
 
     def __init__(self, adapter: Adapter, batcher: Batcher, passes: PassRunner) -> None:
         self._adapter, self._batcher, self._passes = adapter, batcher, passes
@@ -44,11 +44,11 @@ class PassAdaptation:
         self._before = Admitted()
 
     def begin(self, answers: OutputProcessor, busy_s: Mapping[Lane, float]) -> None:
-        """A run begins, and ``answers`` are what comes of it; the lanes have worked ``busy_s`` so far."""
+        """Start a run whose sequences ``answers`` processes; the lanes have been busy for ``busy_s`` so far."""
         self._answers, self._before, self._busy_s = answers, replace(self._batcher.admitted), dict(busy_s)
 
     def after(self, loads: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[Lane, float]) -> None:
-        """A pass of ``loads`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
+        """Record that a pass of ``loads`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
         before, self._busy_s = self._busy_s, dict(busy_s)
         self._passed += 1
         self._all_s += seconds
@@ -58,7 +58,7 @@ class PassAdaptation:
         began_s = time.perf_counter()
         lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
         self._adapter.observe(passed(loads, seconds, lanes))
-        if running := len(self._batcher.running):  # none where all of a batch end together
+        if running := len(self._batcher.running):  # zero if a whole batch finishes at once
             self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / running
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
@@ -73,8 +73,8 @@ class PassAdaptation:
         return enough and self._spent_s + self._look_s <= SHARE * self._all_s
 
     def _lengths(self) -> tuple[float, float]:
-        """Average tokens of a prompt and of an answer, as far as the sequences of this run were admitted. Answers are
-        as much shorter than they may be as the finished ones are."""
+        """Average tokens of a prompt and of an answer over the sequences admitted in this run. The maximum answer
+        length is scaled by the ratio seen in finished sequences."""
         now, before, answers = self._batcher.admitted, self._before, self._answers
         count = max(1, now.sequences - before.sequences)
         answer = (now.answer_tokens - before.answer_tokens) / count
@@ -96,7 +96,7 @@ class PassAdaptation:
             _log.info("after pass %d: %s", change.after_pass, change.reason)
 
     def _most_running(self) -> int:
-        """Sequences that the cache holds, if others need as many blocks as those that are alive."""
+        """Sequences that fit the KV cache if all need as many blocks as the running ones."""
         if not self._blocks_each:
             return self._adapter.policy.batch_size
         return int(self._passes.pool.blocks / self._blocks_each)
@@ -105,9 +105,9 @@ class PassAdaptation:
 def adapting_for(
     policy: Policy, plan: Plan | None, model: ModelProfile, batcher: Batcher, passes: PassRunner
 ) -> PassAdaptation | None:
-    """For an engine that was loaded for ``policy``; what the user fixed of ``plan`` stays. A policy without one is held
-    against this machine. None where batches end together: what one pass of them carries says nothing of the next.
-    """
+    """The adaptation of an engine loaded for ``policy``; values that the user fixed in ``plan`` are kept. Without a
+    plan's speeds, those of this machine are used. None under static admission, where one pass does not predict the
+    next."""
     if policy.admission != "refill":
         return None
     speeds = None if plan is None else plan.speeds
@@ -120,7 +120,7 @@ def adapting_for(
 
 
 def passed(loads: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:
-    """The pass of ``loads`` as the adapter looks at it."""
+    """The pass of ``loads`` in the adapter's form."""
     starts, prompts, prompt_tokens = [], 0, 0
     for load in loads:
         for piece in load.pieces:

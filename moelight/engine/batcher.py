@@ -1,7 +1,8 @@
-"""Which sequences ride in the next pass, and in which micro-batch: the paper's Algorithm 2, mended, on passes.
+"""Picks the sequences of the next pass and packs them into micro-batches: the paper's Algorithm 2, corrected, applied
+to passes.
 
-Knows requests, KV blocks and token counts; refuses to know tensors, schedules and text. Every request is in exactly
-one place: waiting, alive, or finished.
+Depends only on requests, KV blocks and token counts. Every request is in exactly one state: waiting, running, or
+finished.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from moelight.engine.prefix_cache import PrefixCache
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 
-# Of a prompt, where the rest of it attends on a slower processor than the whole would.
+# Share of a prompt; applies where the rest of the prompt attends on a slower processor than the whole would.
 LEAST_SHARE = 0.5
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningSequence:
-    """One request in progress, as far as passes have been launched.
+    """One request in progress, up to the last launched pass.
 
     Attributes:
-        keys: of the full blocks of its prompt.
-        cached: its first tokens, which others compute or have computed.
-        place: where the newest token is in the pool of tokens, while it is alive.
-        computed: its first tokens, whose keys and values are in ``blocks`` once what was launched is done.
-        chosen: tokens that were chosen, or will be by what was launched.
-        generated: those of them that have arrived.
-        finished: it has ended; what still arrives is dropped.
-        sample: which of the request's answers it is.
+        keys: prefix-cache keys of the full blocks of the prompt.
+        cached: leading prompt tokens that other sequences compute or have computed.
+        place: slot of the newest token in the token pool, while the sequence is running.
+        computed: leading tokens whose keys and values are in ``blocks`` once all launched passes are done.
+        chosen: tokens that were chosen, or will be by launched passes.
+        generated: the chosen tokens collected so far.
+        finished: the sequence has finished; later tokens are dropped.
+        sample: number of the sample within its request.
     """
 
     request: Request
@@ -52,7 +53,7 @@ class RunningSequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Those of its prompt that are computed: all, or all but the last where no token follows it."""
+        """Prompt tokens to compute: all, or all but the last if nothing is generated."""
         tokens = len(self.request.token_ids)
         return tokens if self.max_tokens > 0 else max(1, tokens - 1)
 
@@ -64,8 +65,8 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceChunk:
-    """What one generation brings to one micro-batch: ``count`` tokens from position ``start``. It stays true while its
-    generation goes on."""
+    """The tokens of one sequence in one micro-batch: ``count`` tokens from position ``start``. Valid while the sequence
+    is running."""
 
     generation: RunningSequence
     start: int
@@ -73,17 +74,17 @@ class SequenceChunk:
 
     @property
     def decodes(self) -> bool:
-        """It is a generated token."""
+        """True if the chunk is a generated token."""
         return self.start >= len(self.generation.request.token_ids)
 
     @property
     def completes(self) -> bool:
-        """After it every token is in the cache, so the next one can be chosen."""
+        """True if every token is in the cache after this chunk, so that the next token can be chosen."""
         return self.start + self.count >= self.generation.prompt_tokens
 
     @property
     def scored(self) -> range:
-        """The prompt's positions that are to be scored and follow one of its tokens."""
+        """Prompt positions to score whose preceding token is in this chunk."""
         request = self.generation.request
         if request.sampling.prompt_logprobs is None:
             return range(0)
@@ -92,18 +93,18 @@ class SequenceChunk:
 
     @property
     def earlier(self) -> int:
-        """How many tokens were chosen before the one that follows a piece that completes."""
+        """Number of tokens chosen before the one that follows a completing chunk."""
         return self.start + self.count - len(self.generation.request.token_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """A part of the prompt; nothing where it decodes: that token is in the pool."""
+        """Prompt tokens of the chunk; empty for a decoding chunk, whose token is in the token pool."""
         return self.generation.request.token_ids[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPlan:
-    """The pieces of one micro-batch, generated tokens first. ``prefill_only``: none needs the cache."""
+    """The chunks of one micro-batch, generated tokens first. ``prefill_only``: no chunk reads the cache."""
 
     pieces: tuple[SequenceChunk, ...]
     prefill_only: bool
@@ -116,8 +117,8 @@ class MicroBatchPlan:
 
 @dataclass(kw_only=True, slots=True)
 class Admitted:
-    """How many sequences were admitted so far, and their tokens: of prompts, those of them that were in the cache, and
-    the most that answers may have."""
+    """Totals over all admitted sequences: prompt tokens, the prompt tokens found in the cache, and the most answer
+    tokens."""
 
     sequences: int = 0
     prompt_tokens: int = 0
@@ -126,14 +127,16 @@ class Admitted:
 
 
 class Batcher:
-    """Admits, packs and retires. A request holds KV blocks for its longest possible answer from its admission on, so
-    nothing alive is ever pushed out. Whoever waits is taken from the source when there is room, and one ahead, so that
-    it is known whether more will come: `busy` and `waiting` may ask the source.
+    """Admits, packs and retires sequences.
 
-    It runs ahead of the tokens: `launched` takes it that every sequence goes on, and lets go of those that end for
-    sure, for the lanes do what was launched in order. `next_pass` changes nothing but whom it admits, so its answer may
-    be dropped and asked for again when a sequence has ended early. ``policy`` may change between passes, within the
-    allocation: fewer sequences than are alive come about as they end.
+    A sequence holds the KV blocks for its longest possible answer from admission on, so no running sequence is ever
+    preempted. Waiting sequences are taken from the source when there is capacity, and one ahead, so `busy` and
+    `waiting` may read from the source.
+
+    The batcher runs ahead of the tokens: `launched` assumes that every sequence continues and retires those that
+    certainly finish, which is safe because lanes run passes in order. `next_pass` changes no state but admission, so
+    its result may be dropped and requested again when a sequence has finished early. ``policy`` may change between
+    passes, within the allocation; a lower batch size takes effect as sequences finish.
     """
 
     def __init__(
@@ -145,16 +148,16 @@ class Batcher:
         window: int | None = None,
         prefix_caching: bool = False,
     ) -> None:
-        """``window``: the positions that the model's attention sees, if not all. ``prefix_caching``: prompts that begin
-        alike share the blocks of what they have in common."""
+        """``window``: sliding window of the model's attention, if any. ``prefix_caching``: prompts with a common prefix
+        share its blocks."""
         self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
         self._allotted = policy
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._source: Iterator[RunningSequence] = iter(())
-        self._first: RunningSequence | None = None  # taken from the source, and not admitted yet
+        self._first: RunningSequence | None = None  # taken from the source, not admitted yet
         self.admitted = Admitted()
         self._running: dict[RunningSequence, None] = {}
-        # Across a link, prompts at their beginning attend on the device, and the rest of others on the host.
+        # With attention on the CPU beside a GPU, a prompt's first chunk attends on the GPU, later ones on the CPU.
         least = LEAST_SHARE if discrete and policy.attention_device == "cpu" else 0.0
         self._prefix_cache = PrefixCache(
             pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least
@@ -162,34 +165,34 @@ class Batcher:
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, generations: Iterable[RunningSequence]) -> None:
-        """Queue more work, served in this order, and asked for no sooner than there is room for it."""
+        """Append sequences to the queue; they are admitted in order and read only when there is capacity."""
         self._source = chain(self._source, generations)
 
     @property
     def busy(self) -> bool:
-        """Something is waiting or alive."""
+        """True if any sequence is waiting or running."""
         return bool(self._running) or self.waiting
 
     @property
     def waiting(self) -> bool:
-        """Something has not been admitted yet."""
+        """True if any sequence has not been admitted yet."""
         return self._ahead() is not None
 
     @property
     def running(self) -> Collection[RunningSequence]:
-        """Admitted and not finished, in the order of admission."""
+        """Admitted, unfinished sequences in the order of admission."""
         return self._running.keys()
 
     def blocks_for(self, tokens: int) -> int:
-        """KV blocks a request holds while it is alive, if it may reach ``tokens``."""
+        """KV blocks that a request of at most ``tokens`` holds while it is running."""
         return -(-tokens // self.policy.kv_block_size)
 
     def check_buffer(self, tokens: int) -> None:
-        """Refuse a request that may reach ``tokens`` where the device attends, and its buffer for the contexts of one
-        micro-batch is too small for this one alone.
+        """Reject a request of at most ``tokens`` if attention runs on the device and the context buffer of one
+        micro-batch cannot hold this request alone.
 
         Raises:
-            InputError: says how much there is, and what would do.
+            InputError: gives the size of the buffer and a setting that suffices.
         """
         policy, room = self._allotted, self._buffer_tokens
         need = tokens if self._window is None else min(tokens, self._window - 1 + policy.micro_batch_tokens)
@@ -204,8 +207,8 @@ class Batcher:
         )
 
     def next_pass(self) -> list[MicroBatchPlan]:
-        """Every sequence that decodes, then as many prompt tokens as the pass, N and the cache allow; under static
-        admission either what is left of the batch's prompts, or the whole batch decodes."""
+        """Every decoding sequence, then as many prompt tokens as the pass, N and the cache allow. Under static
+        admission a pass holds either the batch's remaining prompt tokens or its decoding sequences."""
         room = max(pass_tokens(self.policy), len(self._running))
         static = self.policy.admission == "static"
         prompts: list[SequenceChunk] = []
@@ -217,7 +220,7 @@ class Batcher:
             for generation in self._running
             if not ((prefills and generation.chosen) or self._prefix_cache.waiting(generation))
         ]
-        # Those that decode first: who waited for another's prompt may have much to compute, and was admitted earlier.
+        # Decoding sequences first: an earlier one that waited for another's prompt may have many tokens to compute.
         decoding = [_piece(generation, generation.waiting_tokens) for generation in going if generation.chosen]
         room -= len(decoding)
         for generation in going:
@@ -240,8 +243,8 @@ class Batcher:
         return loads + self._pack(prefill_only) + self._pack(cached, in_buffer=True)
 
     def launched(self, loads: Sequence[MicroBatchPlan]) -> None:
-        """``loads`` are on their way. Of a sequence that ends with them, blocks and place are free for the next pass:
-        its lanes work in order, so nothing of these is overwritten before it was read."""
+        """Record that ``loads`` were launched. Blocks and token slots of sequences that finish with them are free for
+        the next pass: lanes run in order, so nothing is overwritten before it is read."""
         for load in loads:
             for piece in load.pieces:
                 generation = piece.generation
@@ -254,15 +257,15 @@ class Batcher:
                         self.retire(generation)
 
     def retire(self, generation: RunningSequence) -> None:
-        """Free the blocks and the place of a generation; nothing to do where they have been freed."""
+        """Free the blocks and the token slot of a sequence; no effect if they are free already."""
         if generation in self._running:
             del self._running[generation]
             self._pool.release(generation.blocks)
             self._places.append(generation.place)
 
     def clear(self, *, failed: bool = False) -> None:
-        """Forget everything that is not finished, and where more would come from. ``failed``: what was launched may
-        not have been computed, so nothing is known of the cache."""
+        """Drop all unfinished sequences and the source. ``failed``: launched passes may not have been computed, so the
+        contents of the cache are invalid."""
         self._source, self._first = iter(()), None
         self._prefix_cache.clear()
         if failed:
@@ -271,13 +274,13 @@ class Batcher:
             self.retire(generation)
 
     def _admit_batch(self) -> None:
-        """The next N sequences, or as many as the cache holds, once the last of the batch before has finished."""
+        """Admit the next N sequences, or as many as the cache holds, once the previous batch has finished."""
         if not self._running:
             while self._admit() is not None:
                 pass
 
     def _ahead(self) -> RunningSequence | None:
-        """Who is admitted next."""
+        """The sequence that is admitted next, None if there is none."""
         if self._first is None:
             self._first = next(self._source, None)
         return self._first
@@ -300,7 +303,8 @@ class Batcher:
         return first
 
     def _cut(self, prompts: list[SequenceChunk]) -> tuple[list[SequenceChunk], list[SequenceChunk]]:
-        """Pieces that fill a micro-batch alone, in order, and the remainders, which come after them."""
+        """Split chunks larger than a micro-batch: returns the full-size chunks, in order, and the remainders, which
+        follow them."""
         whole, rest, most = [], [], self.policy.micro_batch_tokens
         for piece in prompts:
             start, left = piece.start, piece.count
@@ -311,7 +315,8 @@ class Batcher:
         return whole, rest
 
     def _pack(self, pieces: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
-        """``in_buffer``: where the device attends, all that these pieces see must fit its buffer together."""
+        """Partition chunks into micro-batches. ``in_buffer``: with attention on the device, the contexts of a
+        micro-batch must fit its buffer."""
         parts = partition(
             pieces,
             max_items=self.policy.micro_batch_size,
@@ -322,7 +327,7 @@ class Batcher:
         return [self._load(part) for part in parts]
 
     def _buffered(self, start: int, count: int) -> int:
-        """Places in the buffer for ``count`` tokens after ``start`` earlier ones."""
+        """Buffer slots for ``count`` tokens after ``start`` earlier ones."""
         return count + (start if self._window is None else min(start, self._window - 1))
 
     def _load(self, pieces: list[SequenceChunk]) -> MicroBatchPlan:
@@ -333,8 +338,8 @@ class Batcher:
 
 
 def places(policy: Policy, blocks: int) -> int:
-    """Sequences that can be alive at a time under any policy of the allocation of this one: each brings a token to a
-    pass, and holds one of the ``blocks`` of the cache."""
+    """Most sequences that can run at a time under any policy within the allocation of ``policy``: each adds a token to
+    a pass and holds one of the ``blocks`` of the cache."""
     return min(int(pass_tokens(policy)), blocks)
 
 
@@ -346,11 +351,11 @@ def partition(
     max_seen: int | None = None,
     seen: Callable[[SequenceChunk], int] = lambda piece: piece.start + piece.count,
 ) -> list[list[SequenceChunk]]:
-    """Algorithm 2 (appendix A.2), mended: longest first, each into the lightest partition that has room.
+    """Algorithm 2 (appendix A.2), corrected: longest first, each into the lightest partition that has capacity.
 
-    The published form tries one partition and drops what does not fit; here every partition is tried, then a new one
-    is opened, so each piece lands in exactly one. Equal token counts are balanced by context length. With
-    ``max_seen``, the ``seen`` tokens of a partition are bounded too; a piece above the bound is alone.
+    The published form tries one partition and drops what does not fit. This one tries every partition, then opens a new
+    one, so each chunk is in exactly one. Equal token counts are balanced by context length. With ``max_seen``, the
+    ``seen`` tokens of a partition are bounded too; a chunk above the bound is alone.
     """
     tokens = sum(piece.count for piece in pieces)
     least = max(-(-len(pieces) // max_items), -(-tokens // max_tokens))

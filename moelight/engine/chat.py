@@ -1,6 +1,6 @@
-"""Chat templates: a conversation becomes the one text the model was trained to continue.
+"""Chat templates: render a conversation to the text format the model was trained on.
 
-Knows messages, and where a checkpoint keeps its templates; they run in the `sandbox`. Refuses to know token ids.
+Reads messages and a checkpoint's templates, which run in the `sandbox`. Does not depend on token ids.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
-_MOST_TEMPLATE_BYTES = 256 * KiB  # the longest in use have 50,000; to compile this many takes a second
+_MOST_TEMPLATE_BYTES = 256 * KiB  # the longest in use have 50,000; compiling this many takes a second
 _LONGEST_COMPLAINT = 300  # characters
-# What `ChatTemplate.render` and the sandbox give a template under these names; a row's template_kwargs may not.
+# Names that `ChatTemplate.render` and the sandbox define; a row's template_kwargs may not set them.
 _TAKEN = frozenset(
     {
         *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
@@ -32,17 +32,17 @@ _TAKEN = frozenset(
         *("self", "loop", "caller", "varargs", "kwargs"),
     }
 )
-# A message's thoughts go by several names; templates read the first, or gpt-oss's the second.
+# A message's reasoning has several names; templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SAY_WITHOUT_CONTENT = ("tool_calls", *_REASONING)
-# Put behind the last message's text, to see where the template wrote it; the blank tells whether it trims.
+# Appended to the last message's text to find its end in the output; the blank shows if the template trims text.
 _MARK = "<|moelight:continue-here|> "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What a chat template renders: ``messages`` that `check_messages` let through, the ``tools`` the model may call,
-    and ``template_kwargs``, which reach the template by name. ``add_generation_prompt`` opens the assistant's turn;
+    """Input of a chat template: ``messages`` that `check_messages` returned, the ``tools`` the model may call, and
+    ``template_kwargs``, passed to the template by name. ``add_generation_prompt`` opens the assistant's turn;
     ``continue_final_message`` leaves the last message open instead, to be continued."""
 
     messages: list[dict[str, Any]]
@@ -53,16 +53,16 @@ class Conversation:
 
     @property
     def shown(self) -> str:
-        """What a person would call it: the last thing the user said."""
+        """A short label: the text of the last user message."""
         said = [message for message in self.messages if message.get("role") == "user"]
         return str(_with_text((said or self.messages)[-1]).get("content", ""))
 
 
 class ChatTemplate:
-    """The chat templates of one checkpoint by name, and the special tokens they may write; compiled at first use.
+    """The chat templates of one checkpoint by name, with the special tokens they may write; compiled at first use.
 
-    ``source`` is the only one, or a mapping of names to them: ``default``, and ``tool_use`` for conversations with
-    tools. ``sources`` is that mapping.
+    ``source`` is the only template, or a mapping of names to templates: ``default``, and ``tool_use`` for conversations
+    with tools. ``sources`` is that mapping.
     """
 
     def __init__(self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
@@ -72,10 +72,10 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """The template a user wrote into a file of its own.
+        """Read a template that the user wrote into a file.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         try:
             return cls(_read_template(path), special_tokens=special_tokens)
@@ -83,10 +83,11 @@ class ChatTemplate:
             raise ConfigError(f"chat template {error}") from None
 
     def render(self, conversation: Conversation | object) -> str:
-        """The conversation as text; a list of messages is open for the assistant's turn.
+        """The conversation as text; a plain list of messages opens the assistant's turn.
 
         Raises:
-            InputError: ``conversation`` is not a list of messages, or the template refuses, fails or overworks.
+            InputError: ``conversation`` is not a list of messages, or the template rejects it, fails or exceeds its
+                limits.
         """
         if not isinstance(conversation, Conversation):
             conversation = Conversation(messages=check_messages(conversation))
@@ -130,13 +131,13 @@ class ChatTemplate:
             except FAULTS as error:
                 self._compiled[name] = ValueError(_one_line(error))
         compiled = self._compiled[name]
-        if isinstance(compiled, ValueError):  # not tried again for every row
+        if isinstance(compiled, ValueError):  # not compiled again for every row
             raise compiled
         return compiled
 
 
 class _Compiled:
-    """A template ready to run, and whether it walks through the parts of a message's content itself."""
+    """A compiled template. ``wants_parts``: the template iterates over the parts of a message's content itself."""
 
     def __init__(self, source: str) -> None:
         from moelight.engine.sandbox import Sandbox
@@ -150,11 +151,11 @@ class _Compiled:
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """``messages`` as a list of objects with a string ``role``; keys that are null are dropped.
 
-    ``content`` is a string or a list of text parts, or nothing where tool calls or thoughts are. The arguments of tool
-    calls become objects where they are JSON text. All other keys pass.
+    ``content`` is a string or a list of text parts, or absent beside tool calls or reasoning. Arguments of tool calls
+    become objects if they are JSON text. All other keys pass unchanged.
 
     Raises:
-        InputError: it is anything else; names the message at fault, counted from 1.
+        InputError: names the invalid message, counted from 1.
     """
     if not isinstance(messages, list) or not messages:
         raise InputError("messages must be a non-empty list of objects with role and content")
@@ -164,12 +165,12 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 def read_chat_template(
     directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The checkpoint's templates: its files, else tokenizer_config.json's; None where there are none.
+    """The checkpoint's templates: from its files, else from tokenizer_config.json; None if there are none.
 
     The files are ``chat_template.jinja``, the default, and those of ``additional_chat_templates``.
 
     Raises:
-        CheckpointError: a template is there but cannot be read, or is neither text nor a list of named texts.
+        CheckpointError: a template exists but cannot be read, or is neither text nor a list of named texts.
     """
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATE_FILE).is_symlink():
@@ -275,7 +276,7 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_last(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """``messages`` with the mark behind the last one's text, and that text."""
+    """``messages`` with the mark appended to the last message's text, and that text."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -294,7 +295,7 @@ def _cut_at_mark(rendered: str, text: str) -> str:
 
 
 def _walks_content(tree: nodes.Template) -> bool:
-    """Whether the template loops over a message's content, under whatever name it took it."""
+    """True if the template loops over a message's content, under any variable name."""
     from jinja2 import nodes
 
     names = {"content"}

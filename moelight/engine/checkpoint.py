@@ -1,4 +1,4 @@
-"""A model as the engine meets it: its directory, its profile, and where each of its tensors lies."""
+"""A model as the engine opens it: its directory, its profile, and the location of each tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moelight.weights.tensor_map import WeightMap, locate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCheckpoint:
-    """An audited checkpoint; nothing of it is in memory yet."""
+    """An audited checkpoint; none of its weights are loaded yet."""
 
     directory: Path
     profile: ModelProfile

@@ -1,7 +1,6 @@
-"""Answers that must match a JSON schema, a regular expression, a list of choices or a grammar, token by token.
+"""Structured outputs: answers constrained token by token to a JSON schema, a regular expression, choices or a grammar.
 
-Knows what each is as a grammar, and the matchers of those that are compiled. Refuses to know logits, sequences and
-passes.
+Translates each form to a grammar and keeps the compiled matchers. Does not depend on logits, sequences and passes.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from moelight.engine.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-KEPT = 256  # compiled grammars; most jobs have one, or one a row
-_META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"})  # of regular expressions
+KEPT = 256  # compiled grammars; most jobs have a single one, or one per row
+_META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"})  # escapes for regular expressions
 
 
 class Constraints:
-    """Compiles what answers of one checkpoint must match, each distinct specification once."""
+    """Compiles the structured outputs of one checkpoint, each distinct specification once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """``vocab_size``: of the model, which may pad the tokenizer's."""
+        """``vocab_size``: the model's, which may be padded beyond the tokenizer's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
@@ -43,17 +42,17 @@ class Constraints:
             self._tools[1].close()
 
     def check(self, outputs: StructuredOutputs) -> None:
-        """Compile it.
+        """Compile ``outputs``.
 
         Raises:
-            InputError: it cannot be compiled, or no token of this model can begin it.
+            InputError: ``outputs`` cannot be compiled, or no token of this model can begin an answer.
         """
         compiled = self._compile(outputs)
         if isinstance(compiled, str):
             raise InputError(f"structured_outputs: {compiled}", code="invalid_structured_output")
 
     def open(self, outputs: StructuredOutputs) -> Constraint:
-        """What holds for one answer, at its beginning.
+        """The constraint of a new answer.
 
         Raises:
             InputError: as `check`.
@@ -62,7 +61,7 @@ class Constraints:
         return Constraint(self._compile(outputs).deep_copy(), self._special)  # type: ignore[union-attr]
 
     def _compile(self, outputs: StructuredOutputs) -> llguidance.LLMatcher | str:
-        """Its matcher at the beginning, or why there is none."""
+        """The initial matcher, or the reason why there is none."""
         kind, text = _written(outputs)
         key = f"{kind}:{text}"
         if key not in self._compiled:
@@ -95,17 +94,17 @@ class Constraints:
 
 
 class Constraint:
-    """What one answer may go on with. ``complete``: nothing may follow. ``stuck``: nothing can go on, and the answer is
-    not complete; ``why``: because of what."""
+    """The tokens that may continue one answer. ``stuck``: the answer is incomplete and no token may continue it;
+    ``why`` is the reason. ``complete``: the answer matches and only its end may follow."""
 
     def __init__(self, matcher: llguidance.LLMatcher, special: np.ndarray) -> None:
-        """``special``: uint32 [V / 32], a bit for each token that is no text and does not end a sequence."""
+        """``special``: uint32 [V / 32], a bit for each special token that does not end a sequence."""
         self._matcher, self._special, self._words = matcher, special, len(special)
         self.stuck = False
         self.why = NO_TOKEN
 
     def allowed(self) -> np.ndarray | None:
-        """uint32 [V / 32], a bit for each token that may come next; None where the answer is `stuck`."""
+        """uint32 [V / 32], a bit for each allowed next token; None if the answer is `stuck`."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self.stuck, self.why = True, said(self._matcher.get_error())
@@ -118,18 +117,18 @@ class Constraint:
         return None if self.stuck else allowed
 
     def _drop_strangers(self, allowed: np.ndarray) -> None:
-        """Where no token fits, llguidance's mask names a special one that does not fit either."""
+        """Clear special tokens that do not match: where no token does, llguidance's mask contains one."""
         for token in bits_of(allowed & self._special):
             if not self._matcher.validate_tokens([token]):
                 allowed[token // 32] &= ~np.uint32(1 << token % 32)
 
     def go_on(self, token: int) -> None:
-        """``token`` was chosen."""
+        """Advance by the chosen ``token``."""
         self._matcher.consume_token(token)
 
     @property
     def complete(self) -> bool:
-        """The answer matches, and nothing may follow but its end."""
+        """True if the answer matches and only its end may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
 
@@ -142,7 +141,7 @@ def bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
 
 
 def without(words: np.ndarray, tokens: Collection[int]) -> np.ndarray:
-    """``words`` without the bits of ``tokens``; as they are where no other bit is set."""
+    """``words`` without the bits of ``tokens``; unchanged if no other bit is set."""
     rest = words & ~bits([token for token in tokens if token < 32 * len(words)], 32 * len(words))
     return rest if rest.any() else words
 
@@ -162,13 +161,13 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
 
 
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:
-    """The kind of grammar and its text."""
+    """The kind of the grammar and its text."""
     if outputs.json is not None:
         return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json, sort_keys=False)
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:
-        # One expression: as a grammar, each choice would be an item of the parser, which holds 2,000 of them.
+        # One regular expression: in a grammar, each choice would be a parser item, and the parser holds 2,000 of them.
         return "regex", "|".join(text.translate(_META) for text in outputs.choice)
     if outputs.grammar is not None:
         return "lark", outputs.grammar

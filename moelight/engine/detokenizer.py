@@ -1,6 +1,6 @@
-"""From token ids back to text, a token at a time: the bytes of a token, and the stop texts in a growing answer.
+"""Incremental detokenization: the bytes of a token, and stop strings in a growing answer.
 
-Knows how tokenizers write bytes and spaces. Refuses to know models, sampling parameters and what a prompt is.
+Depends only on the decoders of tokenizers, not on models, sampling parameters and prompts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS_PER_CHARACTER = 4
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# Decoders that treat the first token of a text in a way of its own.
+# Decoders that treat the first token of a text differently.
 _FIRST_DIFFERS = {"Strip", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 
 
 class TokenBytes:
-    """The bytes that each token of ``inner`` stands for in the middle of a text."""
+    """The bytes of each token of ``inner`` in the middle of a text."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
@@ -29,7 +29,7 @@ class TokenBytes:
         self.first_differs = not self._steps or any(step["type"] in _FIRST_DIFFERS for step in self._steps)
 
     def __call__(self, token_id: int) -> bytes:
-        """None at all for an id without a token."""
+        """The bytes of a token; empty for an id without a token."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode()
         piece = self._inner.id_to_token(token_id)
@@ -48,13 +48,13 @@ class TokenBytes:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Ids of the special tokens."""
         return frozenset(token_id for token_id, token in self._added.items() if token.special)
 
 
 def cut_at_stop(text: str, stops: Sequence[str], *, begin: int = 0, include: bool = False) -> tuple[str, str | None]:
-    """``text`` before the first place from ``begin`` on where any of ``stops`` begins, and which does, if any.
-    ``include``: that stop stays."""
+    """``text`` before the first occurrence of any of ``stops`` from ``begin`` on, and the stop found, if any.
+    ``include``: keep that stop in the text."""
     places = [(place, stop) for stop in stops if (place := text.find(stop, max(0, begin))) >= 0]
     if not places:
         return text, None
@@ -63,17 +63,17 @@ def cut_at_stop(text: str, stops: Sequence[str], *, begin: int = 0, include: boo
 
 
 class StopMatcher:
-    """Watches the growing tokens of one sequence for stop strings, decoding only the newest of them.
+    """Finds stop strings in the growing tokens of one sequence, decoding only the newest tokens.
 
     ::
 
         tokens   0 .......... context .......... searched .......... now
-                 never again   decoded for place    new: decoded and
-                 decoded       in the word only     searched with the tail
+                 never again   decoded, not         new: decoded and
+                 decoded       searched again       searched with the tail
 
-    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character cut between tokens
-    stays new until it is whole. The first ``unsearched`` tokens are only read; ``context`` are tokens before the
-    sequence that its text depends on.
+    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character split between tokens
+    counts as new until it is complete. The first ``unsearched`` tokens are decoded but not searched; ``context`` are
+    tokens before the sequence that its text depends on.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class StopMatcher:
         self._decode = decode
         self._stops = tuple(stops)
         self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._ids = list(context)  # from ``context`` on
+        self._ids = list(context)  # starts with ``context``
         self._searched = len(self._ids)
         self._unsearched = unsearched
         self._tail = ""
 
     def found(self, token_id: int) -> bool:
-        """True as soon as the text of the sequence, which goes on with this token, holds a stop string."""
+        """Append a token; return True if the text of the sequence now contains a stop string."""
         self._ids.append(token_id)
         self._unsearched -= 1
         known = self._decode(self._ids[: self._searched])
@@ -110,7 +110,7 @@ class StopMatcher:
 
 
 def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A decoder as tokenizer.json writes it, as a list of simple ones."""
+    """A decoder of tokenizer.json as a flat list of simple decoders."""
     return [step for each in spec["decoders"] for step in _steps(each)] if spec["type"] == "Sequence" else [spec]
 
 
@@ -130,8 +130,8 @@ def _spaced(piece: str, step: Mapping[str, Any]) -> str:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The characters that byte-level tokenizers write bytes as: printable ones stand for themselves, the others
-    follow at U+0100."""
+    """The characters by which byte-level tokenizers write bytes: printable ones represent themselves, the others follow
+    at U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): bytes([byte]) for byte in plain} | {

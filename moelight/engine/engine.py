@@ -1,7 +1,7 @@
-"""The engine: a plan and a checkpoint become a machine that turns requests into completions, pass by pass.
+"""The engine: loads a plan's model and turns requests into completions, pass by pass.
 
-Knows the order load, passes, completions. Refuses to know files of prompts (``batch``), what tasks do (``runtime``)
-and which order they run in (``scheduler``).
+Does not depend on files of prompts (``batch``), what tasks compute (``runtime``) or the order they run in
+(``scheduler``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from moelight.runtime.measure import peak_rss_bytes
 
 
 class Engine:
-    """Loads ``policy.model`` and generates. A context manager; leaving it stops the lanes and frees the model.
+    """Loads ``policy.model`` and generates. A context manager; its exit stops the lanes and frees the model.
 
     Example::
 
@@ -68,21 +68,22 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
     ) -> None:
-        """Load the model of ``policy`` as it says.
+        """Load the model of ``policy`` under that policy.
 
         Args:
             policy: a policy, or a plan that holds one.
-            device: ``auto`` (what the policy's devices ask for), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a
-                stand-in for a GPU in host memory).
+            device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a GPU emulated
+                in host memory).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
-            source: the opened checkpoint, where the caller has it already.
-            adapt: whether N, μ, look-ahead and the prompts of a pass may change between passes where others turn out
-                to be faster; None: those of a plan may, as far as nobody fixed them, those of a policy may not.
-            experts: which experts stay resident in small passes, and what is to be known of them; None: the default policy.
-            prefix_caching: what prompts have in common from their beginning on is computed once, in whole blocks.
+            source: the opened checkpoint, if the caller already has it.
+            adapt: True: N, μ, look-ahead and the prompts of a pass may change between passes if other values turn out
+                to be faster; None: only under a plan, except for the values that the user fixed.
+            experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
+            prefix_caching: compute common prefixes of prompts once, in whole blocks.
 
         Raises:
-            ConfigError, CheckpointError, BudgetError: the policy, the model or the memory will not do.
+            ConfigError, CheckpointError, BudgetError: the policy is invalid, the model is unusable, or memory is too
+                small.
         """
         began = time.perf_counter()
         self.plan = policy if isinstance(policy, Plan) else None
@@ -139,7 +140,7 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
     ) -> Engine:
-        """Plan first, then load: the fastest policy for ``workload`` within the memory limits.
+        """Plan the fastest policy for ``workload`` within the memory limits, then load.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
@@ -176,10 +177,10 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``, those of one prompt by their number.
+        """Completions in the order of ``prompts``; samples of one prompt in the order of their number.
 
         A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``, ``{"prompt_token_ids": [...]}`` or a list of
-        token ids. ``sampling_params`` is one for all, or one each.
+        token ids. ``sampling_params`` is one for all, or one per prompt.
 
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
@@ -191,7 +192,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Completion]:
-        """Completions as they finish; ``completion.index`` is the prompt's place. Arguments as for ``generate``."""
+        """Completions as they finish; ``completion.index`` is the prompt's position. Arguments as for ``generate``."""
         requests = requests_from(prompts, sampling_params, self.tokenizer)
         for request in requests:
             try:
@@ -201,11 +202,11 @@ class Engine:
         return self.run(requests)
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served.
+        """Reject a request that can never be served.
 
         Raises:
             InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
-                a structure for the answer that cannot be compiled.
+                structured outputs that cannot be compiled.
         """
         check_tokens(request, self.profile.vocab_size, self.profile.max_positions)
         longest = len(request.token_ids) + most_tokens(request, self.profile.max_positions)
@@ -226,14 +227,14 @@ class Engine:
         on_pass: Callable[[], None] | None = None,
         until: Callable[[], bool] | None = None,
     ) -> Iterator[Completion]:
-        """Serve ``requests`` that ``check`` let through; completions come as they finish.
+        """Serve ``requests`` that ``check`` accepted; yields completions as they finish.
 
         Args:
-            requests: asked for one by one, as there is room for them, and one ahead; there may be more of them than
-                memory holds. What they raise comes out here, when the pass that is running has ended.
-            on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then speak of it.
-            until: asked after every pass, once what it completed was taken; true ends the run, and what has not ended
-                is forgotten.
+            requests: consumed lazily as sequences are admitted, one ahead; may exceed memory. An exception of the
+                iterable is raised here once the running pass has ended.
+            on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then describe it.
+            until: called after every pass, once its completions were consumed; True ends the run and drops all
+                unfinished requests.
         """
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
@@ -259,7 +260,7 @@ class Engine:
                     if until is not None and until():
                         break
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
-        except GeneratorExit:  # what was launched has been computed
+        except GeneratorExit:  # every launched pass has completed
             raise
         except BaseException:
             self._batcher.clear(failed=True)
@@ -270,13 +271,13 @@ class Engine:
             self._serving = False
 
     def _collect_all(self, answers: OutputProcessor) -> Generator[list[Completion]]:
-        """Pass after pass, and what finished with each.
+        """Run pass after pass; yield the completions that each one finishes.
 
-        When one is launched, the next is packed for the case that every sequence goes on; beside lanes that are threads
-        or streams, while it runs. Where a device computes the next is launched too, before the tokens are here: a
-        sequence that ended early rides in it once more, for nothing. Elsewhere, and where the next token of a sequence
-        depends on those before it in the host's hands, it waits for the tokens, and is packed anew if a sequence ended
-        early.
+        The next pass is packed right after a launch, assuming that every sequence continues; with thread or stream
+        lanes this overlaps the running pass. With a device, the next pass is also launched before the tokens arrive,
+        and a sequence that finished early is computed once more and discarded. Without a device, or if the host needs
+        the earlier tokens to choose the next one, the launch waits for the tokens, and the pass is packed again if a
+        sequence finished early.
         """
         passes, batcher, collected_s = self._loaded, self._batcher, time.perf_counter()
         in_flight = self._launch(answers, self._pack_next())
@@ -313,7 +314,7 @@ class Engine:
 
     @property
     def stats(self) -> RunStats:
-        """Figures of everything run so far."""
+        """Totals of all runs so far."""
         admitted = self._batcher.admitted
         return RunStats(
             wall_s=self._wall_s,
@@ -339,28 +340,28 @@ class Engine:
 
     @property
     def kv_usage(self) -> float:
-        """The share of the blocks for keys and values that sequences hold, 0 to 1."""
+        """The share of KV blocks that sequences hold, 0 to 1."""
         pool = self._loaded.pool
         return 1.0 - pool.free / pool.blocks if pool.blocks else 0.0
 
     @property
     def expert_stats(self) -> dict[str, Any] | None:
-        """What is known of the experts' residency so far, for JSON; None where all are resident and nobody asked."""
+        """Statistics of expert residency for JSON; None if all experts are resident and no option observes them."""
         if self._experts is None:
             return None
         return self._experts.residency.stats(stalls=self._loaded.stalls)
 
     def end_routing_trace(self) -> None:
-        """Nothing more is written to the trace of `ExpertOptions`; raises what kept it from being written."""
+        """Close the trace of `ExpertOptions`; raises the error that kept it from being written."""
         if self._experts is not None and self._experts.trace is not None:
             self._experts.trace.close()
 
     def save_expert_profile(self, path: Path) -> None:
-        """Write how often each expert was chosen, to begin with another time.
+        """Write the use counts of experts, from which a later run can start.
 
         Raises:
-            ConfigError: it cannot be written, or nobody counted: every expert is resident; ask for it with
-                `ExpertOptions.record`.
+            ConfigError: the file cannot be written, or nothing was counted because every expert is resident;
+                `ExpertOptions.record` counts in that case too.
         """
         if self._experts is None:
             raise ConfigError(f"{path}: nobody counted who was chosen; open the engine with ExpertOptions(record=True)")
@@ -368,7 +369,7 @@ class Engine:
 
     @property
     def adaptations(self) -> tuple[Adaptation, ...]:
-        """Changes of policy between passes so far."""
+        """Policy changes between passes so far."""
         return () if self._adapting is None else tuple(self._adapting.changes)
 
     def _adapts(self, wanted: bool | None) -> PassAdaptation | None:
@@ -383,7 +384,7 @@ class Engine:
         return self._passes
 
     def close(self) -> None:
-        """Stop the lanes, free the model and end the routing trace. Closing twice is fine."""
+        """Stop the lanes, free the model and end the routing trace. Closing twice is allowed."""
         self._constraints.close()
         if self._passes is not None:
             self._passes.close()

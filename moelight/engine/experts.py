@@ -1,6 +1,7 @@
-"""What ``experts`` is told of an engine, and the engine of it: how many have room, what a miss costs, who was chosen.
+"""Connects the engine to ``experts``: the number of cache slots, the cost of a miss, and the routed experts of each
+pass.
 
-Knows policies of experts, the model's and the machine's figures. Refuses to know pages and passes.
+Depends only on expert policies and the figures of model and machine, not on pages and passes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from moelight.profiles.model import ModelProfile
 
 
 class ExpertChoices:
-    """Residency at work in one engine, and everybody who wants to know of choices."""
+    """Expert residency in one engine, and the observers of routing decisions."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class ExpertChoices:
         self._notes, self._computed, self.trace = notes, frozenset(computed), trace
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Which of the missing ``ids`` [n] of ``layer``, with ``tokens`` [n] each, the CPU computes where they lie: by
-        the policy, or those that the placement left to it where nobody learns."""
+        """Select from the missing ``ids`` [n] of ``layer``, routed ``tokens`` [n] each, the experts that the CPU
+        computes in place: chosen by the policy, or fixed by the placement if residency is static."""
         if not self.residency.learns:
             return ids[[Page(layer=layer, expert=expert) in self._computed for expert in ids.tolist()]]
         if self._miss_s is None:
@@ -61,8 +62,8 @@ class ExpertChoices:
         return ids[placed.computed]
 
     def watch(self, *, small: bool) -> Watch | None:
-        """Who is to be told of each choice of a pass; None: nobody wants to know."""
-        if small or not self._notes:  # a small pass tells of its choices itself
+        """The callback for every routing decision of a pass, or None if nothing observes them."""
+        if small or not self._notes:  # an on-demand pass records its own routing
             return None if self.trace is None else self._write
         return self._seen
 
@@ -76,20 +77,20 @@ class ExpertChoices:
 
 
 def with_room(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
-    """``policy`` with as many experts resident as ``experts`` has room for; what is resident no more goes to the disk where no
-    GPU is, to the host else.
+    """``policy`` with as many resident experts as ``experts`` has cache slots. Experts that lose residency are placed
+    on disk where there is no GPU, else in host memory.
 
     Raises:
-        ConfigError: the room is less than one expert.
+        ConfigError: the capacity is less than one expert.
     """
     return with_residents(policy, resident_share(experts, model, dtype))
 
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
-    """Of all experts of ``model``, those that ``experts`` has room for.
+    """The share of all experts of ``model`` that fit the capacity of ``experts``.
 
     Raises:
-        ConfigError: the room is less than one expert.
+        ConfigError: the capacity is less than one expert.
     """
     layers, each = model.num_moe_layers, model.experts.num_experts
     return experts.slots(layers, each, costs.page_bytes(model, dtype)) / (layers * each)
@@ -98,17 +99,17 @@ def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> 
 def choices_for(
     options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
 ) -> ExpertChoices | None:
-    """What keeps track of experts under ``policy``, a resolved one; None where all are resident and nobody asks.
+    """The residency of experts under the resolved ``policy``; None if all experts are resident and no option observes
+    them.
 
-    On a device, choices of passes that stream whole layers are looked at only if asked for: the host would have to wait
-    for them.
+    On a device, routing decisions of whole passes are recorded only on request: the host would have to wait for them.
     """
     placement = place(model, policy)
     if not placement.streamed and not options.watches:
         return None
     experts = options.policy or DEFAULT_POLICY
     if options.policy is None and len(placement.resident) < model.num_moe_layers:
-        experts = replace(experts, per_layer=None)  # too few for each layer to have its own
+        experts = replace(experts, per_layer=None)  # too few slots for a budget per layer
     facts = facts_of(model, dtype)
     profile = None
     path = options.profile or (None if experts.cache.profile is None else Path(experts.cache.profile))
@@ -125,7 +126,7 @@ def choices_for(
     cost_model = cost_model_of(model, policy, speeds, dtype)
 
     def miss_s(tokens: np.ndarray) -> np.ndarray:
-        """Seconds that an expert met by so many tokens each takes on the CPU."""
+        """Seconds that an expert takes on the CPU for each of these numbers of tokens."""
         return np.asarray(cost_model.expert_s(speeds.cpu, tokens.astype(float)))
 
     return ExpertChoices(
@@ -141,7 +142,7 @@ def choices_for(
 
 
 def facts_of(model: ModelProfile, dtype: DType) -> ModelFacts:
-    """What tells the model apart in profiles of its experts."""
+    """The facts that identify the model in profiles of its experts."""
     facts = facts_of_model(
         model_type=model.model_type,
         moe_layers=model.num_moe_layers,

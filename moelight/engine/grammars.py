@@ -1,13 +1,14 @@
-"""Grammars compiled by llguidance: tried first in a process of its own, which one that is too deep may end.
+"""Compiles grammars with llguidance, after a trial in a separate process that a bad grammar may crash.
 
-Its compiler is recursive, and a stack that overflows ends the process: no exception tells of it. Knows llguidance and
-the bytes of tokens; refuses to know requests and answers. The other process runs this file as a script, on standard
-library and llguidance alone: no line of moelight is imported here.
+llguidance's compiler is recursive, and a stack overflow ends the process without an exception. Does not depend on
+requests and answers. The trial process runs this file as a script with the standard library and llguidance alone, so
+this module must not import moelight.
 
 ::
 
-    Trial.why_not(kind, text) ──[kind, text]──► main: compile, first token ──why or null──► or dead: why, by its signal
-    compiled(trie, kind, text): the same here, on a stack four times as deep
+    GrammarProcess.why_not(kind, text) ──[kind, text]──► serve_grammars: compile, first token ──why or null──► why
+                                                         or the process dies: why, by its signal
+    compiled(trie, kind, text): the same in this process, on a stack four times as deep
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     import llguidance
 
-TRIED_STACK_BYTES = 8 << 20  # of which each rule or $ref that a chain has takes some 3 KiB
+TRIED_STACK_BYTES = 8 << 20  # each rule or $ref of a chain takes some 3 KiB
 STACK_BYTES = 4 * TRIED_STACK_BYTES
 TRIED_S = 10.0  # of processor time
-TRIED_BYTES = 2 << 30  # of addresses, beyond those of the vocabulary
+TRIED_BYTES = 2 << 30  # of address space, beyond that of the vocabulary
 NO_TOKEN = "no token of this model's vocabulary goes on with what it asks for"
-_SHOWN = 300  # characters of what the compiler says
-_TOO_LARGE = ("too big", "too many", "too large", "max is", "fuel", "limit")  # words of llguidance's for its own limits
+_SHOWN = 300  # characters of the compiler's message
+_TOO_LARGE = ("too big", "too many", "too large", "max is", "fuel", "limit")  # llguidance's words for exceeded limits
 _TOO_LARGE_FOR_IT = "it is too large for llguidance"
 _TOO_DEEP = f"it is chained or nested too deeply (compiling it overflows a stack of {TRIED_STACK_BYTES >> 20} MiB)"
 _WHY = {
@@ -42,17 +43,17 @@ _WHY = {
     signal.SIGPROF: f"it is too large (compiling it takes more than {TRIED_S:g} s of processor time)",
     signal.SIGABRT: f"it is too large (compiling it takes more than {TRIED_BYTES >> 30} GiB), or llguidance gave it up",
 }
-# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without a bound a model that
-# likes white space would never come to an end.
+# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Unbounded whitespace would let
+# a model generate it for ever.
 _WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})"}
-_STACK_SIZE = threading.Lock()  # it is one for all threads that are made
+_STACK_SIZE = threading.Lock()  # threading.stack_size is global
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """The tokens of a model: the bytes of each (none: it is no text), those that are ``special``, and those that end an
-    answer; where none does, one behind the last, which the model does not have."""
+    """The tokens of a model: the bytes of each (empty: not text), the ``special`` ones, and those that end an answer.
+    If no token ends an answer, ``ends`` holds one id past the last, which the model does not have."""
 
     tokens: Sequence[bytes]
     special: Sequence[int]
@@ -60,7 +61,7 @@ class Vocabulary:
 
 
 class _Wrapper:
-    """A vocabulary as llguidance wants it."""
+    """A vocabulary behind llguidance's tokenizer interface."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -74,7 +75,7 @@ class _Wrapper:
 
 
 def trie_of(words: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance.LLTokenizer:
-    """The vocabulary as a tree of prefixes. ``encode`` gives the tokens of a text where no other can go on."""
+    """The vocabulary as a prefix tree. ``encode`` returns the tokens of a forced text."""
     import llguidance
 
     wrapper: Any = _Wrapper(words, encode)
@@ -84,7 +85,8 @@ def trie_of(words: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance
 def compiled(
     trie: llguidance.LLTokenizer, kind: str, text: str, *, stack_bytes: int = STACK_BYTES
 ) -> llguidance.LLMatcher | str:
-    """The matcher of a grammar at its beginning, or why there is none. ``kind`` is ``json``, ``regex`` or ``lark``."""
+    """The initial matcher of a grammar, or the reason why there is none. ``kind`` is ``json``, ``regex`` or
+    ``lark``."""
     return _on_stack(stack_bytes, lambda: _compiled(trie, kind, text))
 
 
@@ -104,7 +106,7 @@ def _compiled(trie: llguidance.LLTokenizer, kind: str, text: str) -> llguidance.
 
 
 def said(error: str) -> str:
-    """What llguidance says of a grammar, without its drawing of the place; its limits are named as such."""
+    """llguidance's error message without the excerpt of the grammar; exceeded limits are named as such."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["it cannot be compiled"]
     short = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error:"))])[:_SHOWN]
     if lines[0].startswith("NoExtension"):
@@ -114,7 +116,7 @@ def said(error: str) -> str:
 
 
 def _on_stack(size: int, work: Callable[[], _T]) -> _T:
-    """``work()``, on a stack of ``size`` bytes whatever that of this thread is."""
+    """Return ``work()``, run on a stack of ``size`` bytes."""
     found: list[_T] = []
     raised: list[BaseException] = []
 
@@ -138,8 +140,8 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
 
 
 class GrammarProcess:
-    """The process in which grammars are tried; begun for the first, and again behind one that ended it. It ends with
-    this object, and with this process."""
+    """The process in which grammars are tried: started for the first grammar, and restarted after one that crashed it.
+    The process ends with this object or with the parent process."""
 
     def __init__(self, words: Vocabulary) -> None:
         self._words = words
@@ -147,31 +149,31 @@ class GrammarProcess:
         self._end: Callable[[], object] = _nothing
 
     def why_not(self, kind: str, text: str) -> str | None:
-        """Why a grammar cannot be compiled; None where it can.
+        """The reason why a grammar cannot be compiled; None if it can.
 
         Raises:
-            OSError: no process can be begun.
+            OSError: the process cannot be started.
         """
         why = self._ask(kind, text)
-        if isinstance(why, signal.Signals) and why not in _WHY:  # somebody else's, so not the grammar's fault
+        if isinstance(why, signal.Signals) and why not in _WHY:  # sent from outside, so not caused by the grammar
             why = self._ask(kind, text)
         if not isinstance(why, signal.Signals):
             return why
         return _WHY.get(why, f"compiling it ended with {why.name}")
 
     def close(self) -> None:
-        """End the process; the next grammar begins another."""
+        """End the process; the next grammar starts another."""
         self._end()
         self._process = None
 
     def _ask(self, kind: str, text: str) -> str | signal.Signals | None:
-        """Why it cannot be compiled, or what ended the process."""
+        """The reason why a grammar cannot be compiled, or the signal that ended the process."""
         if self._process is None:
             self._begin()
         process = cast("subprocess.Popen[bytes]", self._process)
         try:
             answer = _exchange(process, [kind, text])
-        except BaseException:  # an interrupt between question and answer
+        except BaseException:  # an interrupt between request and answer
             process.kill()
             self.close()
             raise
@@ -183,14 +185,14 @@ class GrammarProcess:
 
     def _begin(self) -> None:
         command = [sys.executable, "-I", __file__]
-        # A session of its own: Ctrl-C is for the job, which is still to ask this process.
+        # A separate session, so that Ctrl-C reaches the job but not this process.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
         self._process, self._end = process, weakref.finalize(self, _end, process)
         words = self._words
         named = {*words.special, *words.ends}
-        # What compiling takes depends on none but those that a grammar can name. A tree of the others takes a second.
+        # Compile cost depends only on tokens that a grammar can name; building a tree of all others takes a second.
         texts = [
             token.decode("latin-1") if n in named or len(token) == 1 else "" for n, token in enumerate(words.tokens)
         ]
@@ -202,7 +204,7 @@ class GrammarProcess:
 
 
 def _exchange(process: subprocess.Popen[bytes], question: object) -> bytes | None:
-    """The answer's line; None where the process is dead."""
+    """The answer's line; None if the process is dead."""
     asked, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
     try:
         asked.write(json.dumps(question).encode() + b"\n")
@@ -214,7 +216,7 @@ def _exchange(process: subprocess.Popen[bytes], question: object) -> bytes | Non
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """What is not asked any more leaves by itself."""
+    """Close the pipes, upon which the process exits, and wait for it."""
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(BrokenPipeError):
             cast("IO[bytes]", pipe).close()
@@ -226,7 +228,8 @@ def _nothing() -> None:
 
 
 def serve_grammars() -> None:
-    """Answer each grammar on standard input, a line of JSON, by a line: why it cannot be compiled, or null."""
+    """Answer each grammar on standard input, a line of JSON, with a line: the reason why it cannot be compiled, or
+    null."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     given = json.loads(sys.stdin.buffer.readline())
@@ -252,7 +255,8 @@ def _tried(trie: llguidance.LLTokenizer, kind: str, text: str, stack_bytes: int)
         found = compiled(trie, kind, text, stack_bytes=stack_bytes)
         if isinstance(found, str):
             return found
-        # One token on: some grow only then. That no token fits is for whoever has the whole vocabulary to say.
+        # Advance one token: some grammars grow only then. The parent process, which has the whole vocabulary, rejects a
+        # grammar that no token fits.
         mask = int.from_bytes(found.compute_bitmask(), "little")
         fits = next((token for token in _bits(mask) if found.validate_tokens([token])), None)
         if fits is not None:
@@ -264,7 +268,7 @@ def _tried(trie: llguidance.LLTokenizer, kind: str, text: str, stack_bytes: int)
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """The places of the ones in ``mask``, the lowest first."""
+    """Positions of the ones in ``mask``, lowest first."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -272,7 +276,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _limit_memory(more: int) -> None:
-    """This process may have ``more`` bytes of addresses than now."""
+    """Limit this process to ``more`` bytes of address space beyond its present use."""
     with open("/proc/self/statm", encoding="ascii") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + more
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

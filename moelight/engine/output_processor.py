@@ -1,6 +1,6 @@
-"""Requests on their way to completions: seeds, the choice of each next token, and when a sequence ends.
+"""Requests to completions: seeds, the choice of each next token, and the rules that finish a sequence.
 
-Knows sampling, eos ids, stop strings and constraints. Refuses to know batches and passes.
+Depends only on sampling, eos ids, stop strings and constraints, not on passes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ _log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """The generations of one run, and the rules by which they end. Nothing is kept of those that have.
+    """The sequences of one run and the rules that finish them. Finished sequences are forgotten.
 
-    A generation whose parameters ask for more than a token drawn from the logits, until eos, has a `SequenceState` as long as
-    it is alive.
+    A running sequence has a `SequenceState` if its parameters require more than sampling from the logits until eos.
 
     Attributes:
-        generations: made one by one, as they are asked for.
-        tokens: what was generated so far.
-        ended_tokens, ended_most: what those that have ended generated, and the most that they might have.
+        generations: the sequences, created lazily.
+        tokens: number of tokens generated so far.
+        ended_tokens, ended_most: tokens that the finished sequences generated, and the most they could have.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class OutputProcessor:
         self.generations: Iterator[RunningSequence] = (made for request in requests for made in self._open(request))
 
     def _open(self, request: Request) -> Iterator[RunningSequence]:
-        """The ``n`` answers to a request, one by one."""
+        """Yield the ``n`` sequences of a request."""
         how = request.sampling
         seed = secrets.randbits(64) if how.seed is None else how.seed
         self._ending.update(how.stop_token_ids)
@@ -85,12 +84,13 @@ class OutputProcessor:
 
     @property
     def needs_history(self) -> bool:
-        """Whether some sequence's next token can be chosen only after `collect` has seen all before it."""
+        """True if the next token of some sequence can be chosen only after `collect` has processed all earlier
+        tokens."""
         return self._historians > 0
 
     def choose(self, pieces: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
-        """The next token of each completing piece, int64 [S]; logits float32 [S, V]. `NOT_FINITE` where none can be
-        chosen, whatever is asked of the row."""
+        """The next token of each completing chunk, int64 [S], from logits float32 [S, V]. `NOT_FINITE` for a row whose
+        logits are not finite, whatever its parameters."""
         likeliest = logits.argmax(dim=-1)
         return self._chosen(pieces, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
 
@@ -123,8 +123,8 @@ class OutputProcessor:
         return tokens
 
     def score(self, pieces: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
-        """Keep what ``logits`` float32 [R, V] say of ``targets`` int64 [R], tokens of prompts: those that ``pieces``
-        have scored, from the one with number ``first`` on."""
+        """Keep the scores of ``targets`` int64 [R], prompt tokens, under ``logits`` float32 [R, V]. The rows are the
+        scored positions of ``pieces`` from number ``first`` on."""
         every = ((piece.generation, position) for piece in pieces for position in piece.scored)
         wanted = []
         for row, (generation, position) in enumerate(islice(every, first, first + len(logits))):
@@ -135,13 +135,13 @@ class OutputProcessor:
         _score(logits, targets, wanted)
 
     def may_end(self, tokens: Sequence[Sequence[int]]) -> bool:
-        """Whether some sequence may have ended before its time with ``tokens``."""
+        """True if ``tokens`` may finish some sequence before its maximum length."""
         return self._watching > 0 or any(not self._ending.isdisjoint(new) for new in tokens)
 
     def collect(
         self, batcher: Batcher, loads: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]]
     ) -> list[Completion]:
-        """Hand each new token to its generation; the completions of those that end with it."""
+        """Append each new token to its sequence; return the completions of the sequences that finish."""
         finished = []
         for load, new in zip(loads, tokens, strict=True):
             arriving = iter(new)
@@ -151,7 +151,7 @@ class OutputProcessor:
                 generation = piece.generation
                 token = next(arriving) if generation.max_tokens else None
                 if generation.finished:
-                    continue  # it had ended when this pass was launched ahead of its tokens
+                    continue  # the sequence finished after this pass had been launched
                 if (end := self._ends(generation, token)) is not None:
                     generation.finished = True
                     batcher.retire(generation)
@@ -162,7 +162,8 @@ class OutputProcessor:
         return finished
 
     def _ends(self, generation: RunningSequence, token: int | None) -> SequenceEnd | None:
-        """How the sequence ends with ``token``, if it does; None where nothing is to be generated."""
+        """The end of the sequence if ``token`` finishes it, else None; ``token`` is None where nothing is to be
+        generated."""
         how, state = generation.request.sampling, self._states.get(generation) if self._states else None
         first = not generation.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
@@ -185,7 +186,7 @@ class OutputProcessor:
         return SequenceEnd("length") if len(generation.generated) >= generation.max_tokens else None
 
     def _not_finite(self) -> SequenceEnd:
-        """The end of a sequence by logits from which nothing can be chosen; the first one of a run is logged."""
+        """The end of a sequence whose logits are not finite; the first one of a run is logged."""
         if not self._warned:
             self._warned = True
             _log.warning(NO_LOGITS)
@@ -244,8 +245,8 @@ class OutputProcessor:
 
 
 def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:
-    """Score ``tokens`` int64 [S] by ``logits`` float32 [S, V], as far as ``wanted``: a row, how many of the likeliest
-    tokens, and where it is kept."""
+    """Score ``tokens`` int64 [S] under ``logits`` float32 [S, V]. Each entry of ``wanted`` is a row, the number of
+    likeliest tokens to score, and the list that receives the scores."""
     by_top: defaultdict[int, list[tuple[int, Kept]]] = defaultdict(list)
     for row, top, kept in wanted:
         by_top[top].append((row, kept))
@@ -260,15 +261,15 @@ def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept
 
 
 def most_tokens(request: Request, max_positions: int) -> int:
-    """How many tokens may follow the prompt: as many as asked for, within the model's context."""
+    """The most tokens that may follow the prompt: ``max_tokens``, limited by the model's context."""
     return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
 
 
 def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
-    """Refuse a prompt without tokens, or with more than the context holds, and token ids that the model does not have.
+    """Reject a prompt without tokens or longer than the context, and token ids outside the vocabulary.
 
     Raises:
-        InputError: says which; names the field and the id.
+        InputError: names the field and the id at fault.
     """
     tokens, how = len(request.token_ids), request.sampling
     if not tokens:

@@ -1,6 +1,7 @@
-"""Everything that is in memory, and the running of one pass over it.
+"""The loaded model, and the execution of one pass over it.
 
-Knows how loads become micro-batches, a schedule and a timeline. Refuses to know requests' texts and when they end.
+Turns micro-batch plans into micro-batches, a schedule and a timeline. Does not depend on the text of requests or on
+when sequences finish.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _SCHEDULES_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A pass that is ready to be launched: its loads as micro-batches."""
+    """A pass ready to launch: its micro-batch plans, packed."""
 
     loads: Sequence[MicroBatchPlan]
     micro_batches: Sequence[MicroBatch]
@@ -70,24 +71,25 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A pass on its way. ``loads`` are what it carries; its micro-batches stay until it has landed."""
+    """A pass in flight. Its micro-batches are kept until the pass has been collected."""
 
     packed: Packed
     in_flight: PassInFlight
 
     @property
     def loads(self) -> Sequence[MicroBatchPlan]:
-        """What rides in it."""
+        """The micro-batch plans of the pass."""
         return self.packed.loads
 
 
 class PassRunner:
-    """The loaded model: arenas filled, lanes open. A pass is one sweep through all layers: packed, launched, landed."""
+    """The loaded model: arenas filled, lanes open. A pass runs all layers once; it is packed, launched and
+    collected."""
 
     def __init__(
         self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
     ) -> None:
-        """``experts``: which of them stay resident, and why; None: those that the policy places there."""
+        """``experts``: decides which experts are resident; None: the policy's placement does."""
         profile = source.profile
         self.dtype = weight_dtype(policy, source, machine)
         torch_dtype = to_torch(self.dtype)
@@ -163,12 +165,12 @@ class PassRunner:
             pool=torch.zeros(running, dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,
         )
-        # Room for the new tokens of three passes: one that has landed, one on its way, one that is packed.
+        # New tokens of three passes: one collected, one in flight, one packed.
         room = torch.empty((3, running), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
         self._sampled = cycle(room)
 
     def _attention(self, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
-        """What attention does, on the host over its cache, or on the device over blocks on either side."""
+        """The attention operations: on the host over its KV cache, or on the device over blocks in either memory."""
         policy, spec, layers = self._policy, self._profile.attention, self._profile.num_layers
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
@@ -189,10 +191,10 @@ class PassRunner:
 
     @property
     def policy(self) -> Policy:
-        """What passes follow. It may change between two of them, within what was allocated.
+        """The policy that passes follow. It may be replaced between two passes, within what was allocated.
 
         Raises:
-            ConfigError: the new one differs in what is fixed, or needs more memory.
+            ConfigError: the new policy changes a fixed value or needs more memory.
         """
         return self._policy
 
@@ -202,21 +204,24 @@ class PassRunner:
         self._policy = policy
 
     def pack(self, loads: Sequence[MicroBatchPlan]) -> Packed:
-        """``loads`` as micro-batches, before or while an earlier pass runs: generated tokens are looked up later."""
+        """Pack ``loads`` into micro-batches, before or while an earlier pass runs; generated tokens are read when the
+        pass runs."""
         micro_batches = self._pack(loads)
         shapes = tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True))
         return Packed(loads=loads, micro_batches=micro_batches, shapes=shapes)
 
     def launch(self, packed: Packed, choose: Choose, score: Score | None = None, *, follows: bool) -> Launched:
-        """Put a pass on its way, which may be behind one that is. ``choose(pieces, logits)`` picks the new tokens of
-        the pieces that complete their sequences, on the device of the logits; ``score(pieces, first, logits, targets)``
-        scores the prompts' tokens of a load from its scored row ``first`` on. ``follows``: another pass will come, so
-        its first pages may be fetched now."""
+        """Launch a pass, possibly behind one in flight.
+
+        ``choose(pieces, logits)`` picks the new tokens of the completing chunks, on the device of the logits.
+        ``score(pieces, first, logits, targets)`` scores prompt tokens of a micro-batch from its scored row ``first``
+        on. ``follows``: another pass will follow, so its first pages may be prefetched.
+        """
         small = self._small(sum(load.tokens for load in packed.loads))
         if small is None:
             if self._pager is not None and not self._streaming:
-                self._executor.wait()  # until it is known who is resident
-                self._pager.land()  # the ring is the stream's now
+                self._executor.wait()  # until the resident pages are known
+                self._pager.land()  # the ring now belongs to the streamed pages
             self._follow_residents()
         ahead = small is not None and self._policy.schedule != "serial" and small.residency.ahead
         shape = PassShape(
@@ -253,7 +258,7 @@ class PassRunner:
         )
 
     def _small(self, tokens: int) -> Pager | None:
-        """Who brings the pages, where only those are to move that a pass of ``tokens`` is routed to."""
+        """The pager, if a pass of ``tokens`` should run on demand; None for a whole pass."""
         policy = self._policy
         missing = None
         if self._experts is not None:
@@ -262,8 +267,9 @@ class PassRunner:
         return self._pager if pays else None
 
     def _in_ring(self, prefetched: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
-        """What the pass before left in the ring, and where, if it streamed whole layers: the pages in ``prefetched`` parts
-        that it fetched for the next one, and of those that it used itself the last (none before any did)."""
+        """The pages that the previous pass, if a whole pass, left in the ring, with their slots: the pages of the
+        ``prefetched`` parts it fetched for this pass, and the last pages it used itself (none before the first whole
+        pass)."""
         if not self._streaming:
             return {}, None
         each, ring = len(self._layout.parts), len(self._pages.ring_pages)
@@ -276,7 +282,7 @@ class PassRunner:
         )
 
     def _follow_residents(self) -> None:
-        """Lay the stream of pages out anew, if others are resident than at the last pass that streamed them."""
+        """Rebuild the layout of streamed pages if the resident pages have changed since the last whole pass."""
         found = None if self._experts is None else self._experts.residency
         if found is not None and found.version != self._residents:
             placement = moved(self._placement, found.pages())
@@ -287,28 +293,30 @@ class PassRunner:
         self._pages.follow(self._layout.streamed, self._layout.computed)
 
     def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
-        """Wait for a pass: its timeline, and for each load the new tokens in the order of its completing pieces."""
+        """Wait for a pass. Returns its timeline and, for each micro-batch, the new tokens in the order of its
+        completing chunks."""
         timeline = self._executor.finish(launched.in_flight)
         return timeline, [mb.sampled.tolist() for mb in launched.packed.micro_batches]
 
     def drain(self, launched: Launched) -> None:
-        """Wait for a pass whose tokens nobody wants, unless a failure has ended all passes."""
+        """Wait for a pass whose tokens are discarded; returns at once if a failure has ended all passes."""
         if not self._executor.broken:
             self._executor.finish(launched.in_flight)
 
     @property
     def stalls(self) -> dict[str, float]:
-        """What fetching experts in small passes took."""
+        """Counts and seconds of expert transfers in on-demand passes."""
         return {} if self._pager is None else asdict(self._pager.transfer_stats)
 
     def close(self) -> None:
-        """Stop the lanes, close the files."""
+        """Stop the lanes and close the files."""
         if self._pager is not None:
             self._pager.land()
         self._opened.close()
 
     def _shape(self, load: MicroBatchPlan, mb: MicroBatch) -> MicroBatchShape:
-        """What crosses counts exactly; where keys and values do not, shapes stay alike from pass to pass."""
+        """The shape of a micro-batch. Context tokens are exact only where keys and values cross the link; elsewhere
+        they are left out, so that passes share schedules."""
         samples = mb.sampled.numel() + mb.targets.numel() > 0
         if mb.added is None or not self._layout.context_crosses:
             return MicroBatchShape(tokens=load.tokens, prefill_only=load.prefill_only, samples=samples)
@@ -341,7 +349,7 @@ class PassRunner:
         return packed
 
     def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
-        """Where the device finds what came before, and where what is new goes."""
+        """Locate the cached context that the device reads, and the slots for the new keys and values."""
         device, size = mb.hidden.device, self._policy.kv_block_size
         host_slots = self.pool.host_blocks * size
         mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)
@@ -350,7 +358,8 @@ class PassRunner:
             mb.context = find_context(chunks, block_size=size, window=window, device=device, host_slots=host_slots)
 
     def _schedule(self, shape: PassShape) -> Schedule:
-        """Kept by shape, but where contexts cross: those differ from pass to pass."""
+        """The schedule of a pass; cached by shape unless contexts cross the link, since those differ from pass to
+        pass."""
         if self._layout.context_crosses:
             return self._build(self._layout, shape)
         if shape in self._schedules:
@@ -384,7 +393,7 @@ def _targets(piece: SequenceChunk) -> Targets | None:
 
 
 def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) -> PageReader:
-    """Past the page cache, unless numbers are converted on their way."""
+    """A reader that bypasses the page cache, unless weights are converted while they are read."""
     weight_map = source.weight_map
     if to_torch(weight_map.dtype) != dtype:
         return PageReader(weight_map, source.profile, dtype)
@@ -398,7 +407,7 @@ def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) 
 
 
 def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
-    """The format weights have in memory: the policy's, or the checkpoint's own as far as the machine knows it."""
+    """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it."""
     if policy.weight_dtype == "auto":
         return machine.native_dtype(source.weight_map.dtype)
     return dtype_named(policy.weight_dtype)

@@ -1,4 +1,4 @@
-"""From what the user asked and what the machine has to a plan, and from a hand-written policy to one that can run."""
+"""Builds a plan from the user's options and the machine, and resolves a hand-written policy to a runnable one."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from moelight.scheduler.requirements import NEEDS, check_policy, misfit
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}
 _DEFAULT_CONTEXT = 1024
-# A plain NVMe drive, for profiles that name no disk: the checkpoint lies on one.
+# A typical NVMe drive, for profiles without a disk: the checkpoint is on some disk.
 _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConstraints:
-    """What the user fixed; None leaves the choice to the plan."""
+    """Values that the user fixed; None leaves the choice to the plan."""
 
     batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -61,8 +61,8 @@ def plan_for(
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
-    """The plan for ``source`` on ``machine``, of the policies that this engine carries out; memory limits that are None
-    are 90 % of what is free now.
+    """The plan for ``source`` on ``machine``, among the policies that this engine supports. A memory limit of None is
+    90 % of the memory free now.
 
     Raises:
         BudgetError, ConfigError: see `optimize`.
@@ -75,7 +75,7 @@ def plan_for(
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
     devices = dict(_devices(constraints.schedule, discrete=machine.discrete))
     if experts is not None and experts.schedule.mode != "gpu_only" and devices == _BESIDE:
-        devices["ffn_device"] = "split"  # the CPU may compute missing experts where they lie
+        devices["ffn_device"] = "split"  # the CPU may compute missing experts in place
     hardware = hardware_for(hw, discrete=machine.discrete)
     dtype = machine.native_dtype(source.weight_map.dtype)
     room: dict[str, Fixed] = {}
@@ -103,14 +103,14 @@ def plan_for(
 
 
 def memory_limits(plan: Plan | None) -> dict[str, int]:
-    """What may be taken of each tier: what the plan was made for; else of host memory most of what there is."""
+    """Usable bytes of each tier: the plan's capacities; without a plan, 90 % of host memory."""
     if plan is None:
         return {"host": int(FREE_SHARE * memory_limit_bytes())}
     return {use.tier: use.capacity_bytes for use in plan.memory if use.tier != "disk"}
 
 
 def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
-    """Of the machine that was planned for, or of this one."""
+    """Speeds of the machine that was planned for, or of this one."""
     if plan is not None and plan.speeds is not None:
         return plan.speeds
     return speeds_of(hardware_for("auto", discrete=discrete))
@@ -120,11 +120,12 @@ _BESIDE: Mapping[str, Fixed] = {"attention_device": "cpu", "ffn_device": "gpu"}
 
 
 def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
-    """Where a planned engine attends and computes experts: beside its cache in host memory, and resident the pages; on the
-    GPU, with the cache in host memory, for orders that are about that. Without a GPU all orders attend on the CPU.
+    """Devices and cache placement of a planned engine. With a GPU: attention on the CPU beside the cache and experts on
+    the GPU, or both on the GPU with the cache in host memory if the schedule requires that. Without a GPU: all on the
+    CPU.
 
     Raises:
-        ConfigError: the order needs a GPU, and there is none.
+        ConfigError: the schedule needs a GPU, and there is none.
     """
     on_gpu = discrete and "cpu" not in NEEDS[schedule].attention
     reason = misfit(schedule, discrete=discrete, attention="gpu" if on_gpu else "cpu", experts="device")
@@ -136,8 +137,8 @@ def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
 
 
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
-    """The hardware profile ``hw``, with a disk in any case, and of its GPUs the one that is used. ``auto`` is this
-    machine where somebody has measured it (`moelight profile`), else a typical one of its kind.
+    """The hardware profile ``hw``, completed with a disk and reduced to one GPU. ``auto`` is this machine if it was
+    measured (`moelight profile`), else a typical one of its kind.
 
     Raises:
         ConfigError: no such profile, or one of a machine of the other kind.
@@ -156,15 +157,15 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
 
 
 def checkpoint_bytes(source: OpenCheckpoint) -> int:
-    """Every page lies in the checkpoint, so every one may be streamed from there."""
+    """Bytes of all expert pages: the checkpoint holds every page, so any page may be streamed from disk."""
     model = source.profile
     return len(pages(model)) * page_bytes(model, FLOAT32)
 
 
 def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dtype: DType) -> tuple[Policy, str]:
-    """``policy`` with ``host_pages`` decided, and why: pinned where the machine locks memory in place and the plan
-    leaves the system its share of it. Homes that are locked save the staging copy, and two thirds of what streamed
-    pages touch of host memory."""
+    """``policy`` with ``host_pages`` resolved, and the reason: ``pinned`` if the machine page-locks memory in place and
+    enough remains for the system. Pinned pages save the staging copy, and two thirds of the host memory traffic of
+    streamed pages."""
 
     def staged(reason: str) -> tuple[Policy, str]:
         return replace(policy, host_pages="staged"), reason
@@ -185,7 +186,7 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
 def choose_residents(
     policy: Policy, plan: Plan | None, options: ExpertOptions, model: ModelProfile, dtype: DType
 ) -> tuple[Policy, str]:
-    """``policy`` with the room that ``options`` ask for, and whether those who are resident may change, and why."""
+    """``policy`` with the expert capacity of ``options`` and ``residents`` resolved, and the reason."""
     if options.policy is not None:
         policy = with_room(policy, options.policy, model, dtype)
     if not options.learn:
@@ -196,9 +197,9 @@ def choose_residents(
 def resolve_residents(
     policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, wanted: bool
 ) -> tuple[Policy, str]:
-    """``policy`` with ``residents`` decided, and why: learned where small passes may come and it costs nothing that
-    the plan needs. Where the ring holds less than a layer, as many fewer experts stay as it must grow; that is done if
-    somebody asked for it (``wanted``), or if passes are small throughout. Nothing is learned beyond ``limits``."""
+    """``policy`` with ``residents`` resolved, and the reason: ``learned`` if on-demand passes can occur and their
+    memory is available within ``limits``. A ring that holds less than a layer must grow at the expense of resident
+    experts; that happens only on request (``wanted``), or if all decode passes are on-demand."""
 
     def static(reason: str) -> tuple[Policy, str]:
         return replace(policy, residents="static"), reason
@@ -224,12 +225,13 @@ def resolve_residents(
 
 
 def small_passes(model: ModelProfile, policy: Policy) -> bool:
-    """Whether passes in which all sequences decode bring routed pages only."""
+    """True if passes in which all sequences decode are on-demand passes."""
     return bool(routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens))
 
 
 def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footprint) -> Policy | None:
-    """``policy`` with the most experts resident that, with its ring, take no more than before; None if that is none."""
+    """``policy`` with the most resident experts that, with their ring, take no more memory than ``before``; None if not
+    even one fits."""
     total = len(place(model, policy).tiers)
     most = before.bytes_of("experts") + before.bytes_of("ring")
     stay = len(place(model, policy).resident)
@@ -244,12 +246,12 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
 
 
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
-    """``policy`` with nothing left open, or a refusal.
+    """``policy`` with nothing left open.
 
-    ``kv_tokens`` 0 becomes room for every sequence to reach 1024 tokens (or the model's context, if shorter).
+    ``kv_tokens`` 0 becomes enough for every sequence to reach 1024 tokens (or the model's context, if shorter).
 
     Raises:
-        ConfigError: the policy needs a device that is not there, or something this engine does not do.
+        ConfigError: the policy needs a device that is missing, or something this engine does not support.
     """
     SCHEDULES.get(policy.schedule)
     if policy.discrete != discrete:

@@ -1,6 +1,6 @@
-"""Prompts that begin alike: which of the cache's blocks hold a beginning that is wanted again.
+"""Prefix cache: finds the KV blocks that hold the beginning of a prompt and shares them between sequences.
 
-Knows token ids, blocks, and who is computing which. Refuses to know passes and micro-batches.
+Depends only on token ids, blocks and running sequences, not on passes and micro-batches.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ if TYPE_CHECKING:
     from moelight.engine.batcher import RunningSequence
 
 KEY_BYTES = 16
-MOST_WAITS = 2  # a row that goes on where the one before it ends would else begin one pass after it, and so for all
-WAIT_SHARE = 0.25  # of a prompt; a pass costs too much to wait for less, such as the head of a chat template
+MOST_WAITS = 2  # bounds chains of rows that each extend the row before: every link delays its row by a pass
+WAIT_SHARE = 0.25  # of a prompt; a shorter prefix, such as the head of a chat template, is not worth waiting a pass for
 
 
 class PrefixCache:
-    """What prompts have in common is computed once. A full block of a prompt has a key, the digest of all tokens up to
-    its end, under which the pool finds it.
+    """Computes a prefix that prompts have in common once. The key of a full block of a prompt is the digest of all
+    tokens up to the block's end; the pool finds blocks by key.
 
-    A sequence promises the blocks of its prompt that nobody has when it is admitted, and may share those that are
-    promised by another: then it waits until these are computed by passes that were launched, for lanes work in order.
-    Whoever it waits for was admitted before it, so whoever is alive the longest never waits.
+    On admission a sequence promises the blocks of its prompt that the pool does not hold yet. Another sequence may
+    share promised blocks; it waits until the passes that compute them have been launched, which suffices because lanes
+    run tasks in order. A sequence only waits for sequences admitted before it, so the longest-running sequence never
+    waits.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, enabled: bool = True, least_share: float = 0.0) -> None:
-        """``least_share``: of a prompt; a shorter beginning is not worth having."""
+        """``least_share``: shorter prefixes, as a share of the prompt, are not reused."""
         self._pool, self._size = pool, block_size
         self._enabled, self._least_share = enabled, least_share
         self._promised: dict[int, RunningSequence] = {}
 
     def find(self, generation: RunningSequence) -> list[int]:
-        """The blocks of the longest beginning of a prompt that is known, or promised if that is worth waiting for, in
-        order. At least one token of it is left over, and all whose logits are scored."""
+        """Return, in order, the blocks of the longest known prefix of a prompt, promised blocks included if the wait is
+        worthwhile. The prefix leaves at least one token uncomputed, and every token whose logits are scored."""
         if not self._enabled:
             return []
         request = generation.request
@@ -66,7 +67,8 @@ class PrefixCache:
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
     def admit(self, generation: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
-        """``generation`` holds ``shared``, which `find` named, and ``own``, and promises what it will compute."""
+        """Assign ``shared``, the blocks returned by `find`, and ``own`` to ``generation``, which promises the new
+        blocks it will compute."""
         generation.blocks = [*shared, *own]
         generation.cached = generation.computed = len(shared) * self._size
         for key, block in zip(islice(generation.keys, len(shared), None), own, strict=False):
@@ -74,34 +76,36 @@ class PrefixCache:
                 self._promised[block] = generation
 
     def waiting(self, generation: RunningSequence) -> bool:
-        """Whether it shares what no pass that was launched has computed yet."""
+        """True if the sequence shares blocks that no launched pass computes yet."""
         return bool(self._promised and self._awaited(generation))
 
     def computed(self, generation: RunningSequence, before: int) -> None:
-        """A pass is on its way after which ``generation.computed`` tokens are in the cache, and not ``before`` only."""
+        """Record that a launched pass raises the cached tokens of ``generation`` from ``before`` to
+        ``generation.computed``."""
         for block in generation.blocks[before // self._size : generation.computed // self._size]:
             self._promised.pop(block, None)
 
     def clear(self) -> None:
-        """What was promised will not be computed."""
+        """Forget all promised blocks; they will not be computed."""
         for block in self._promised:
             self._pool.forget(block)
         self._promised.clear()
 
     def _awaited(self, generation: RunningSequence) -> set[RunningSequence]:
-        """Whose promises it waits for."""
-        if generation.computed != generation.cached:  # it has begun
+        """The sequences whose promised blocks ``generation`` waits for."""
+        if generation.computed != generation.cached:  # the sequence has begun
             return set()
         shared = islice(generation.blocks, generation.cached // self._size)
         return {self._promised[block] for block in shared if block in self._promised}
 
     def _waits(self, generation: RunningSequence) -> int:
-        """How many passes must be launched one after another before it can begin."""
+        """Number of passes that must be launched one after another before ``generation`` can begin."""
         return max((1 + self._waits(owner) for owner in self._awaited(generation)), default=0)
 
 
 def keys_of(token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-    """A key of `KEY_BYTES` for each full block of a prompt: equal where it and all before it hold the same tokens."""
+    """A key of `KEY_BYTES` for each full block of a prompt: keys are equal if the block and all blocks before it hold
+    the same tokens."""
     tokens, step = memoryview(array("q", token_ids)).cast("B"), 8 * block_size
     digest, keys = hashlib.blake2b(digest_size=KEY_BYTES), []
     for end in range(step, len(tokens) + 1, step):

@@ -1,4 +1,4 @@
-"""Every form a prompt may take in Python, turned into requests once, at the border."""
+"""Converts every form that a prompt may take in Python into requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def requests_from(
     """One request per prompt, in order.
 
     Raises:
-        InputError: a prompt of no known form, or as many sampling parameters as there are not prompts.
+        InputError: a prompt has no known form, or the number of sampling parameters differs from that of the prompts.
     """
     if not isinstance(prompts, Iterable):
         raise InputError(f"prompts must be a prompt or a sequence of them, not {prompts!r}")

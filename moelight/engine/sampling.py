@@ -1,9 +1,9 @@
-"""From logits to the next token. A sampled token depends on its sequence's seed and position alone.
+"""From logits to the next token. A sampled token depends only on its sequence's seed and position.
 
-Knows rows of logits and sampling parameters; refuses to know sequences and text. The order is vLLM's: biases, the least
-number of tokens, penalties, what a grammar allows; then temperature, min-p, top-k, top-p.
+Does not depend on sequences and text. The operations have vLLM's order: biases, minimum number of tokens, penalties,
+grammar mask; then temperature, min-p, top-k, top-p.
 
-Legend: S rows, V vocabulary, K likeliest tokens asked for.
+Legend: S rows, V vocabulary, K likeliest tokens requested.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from moelight.core.request import SamplingParams
 
-DRAW_BYTES = 64  # of a logit that is drawn from: in float64, sorted, with its id, and what sorting takes
-CHANGE_BYTES = 32  # of a logit that is changed first: twice in float32, and its mask as numbers
-FREE_BYTES = 1 << 20  # that nobody announces
-NOT_FINITE = -1  # in the place of the token id of a row whose logits are not finite
+DRAW_BYTES = 64  # per sampled logit: float64 value, sorted copy, id, and the workspace of the sort
+CHANGE_BYTES = 32  # per changed logit: two float32 copies and the expanded mask
+FREE_BYTES = 1 << 20  # working memory that is not announced to the arenas
+NOT_FINITE = -1  # token id of a row whose logits are not finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What happens to a row of logits before a token is taken from it.
+    """Changes to one row of logits before its token is chosen.
 
-    ``biases`` are added. ``forbidden`` tokens cannot come. ``seen`` says how often each token of the sequence was
-    generated (0: it is only in the prompt), for the ``penalties`` (repetition, frequency, presence). Of ``allowed``
-    uint32 [V / 32] the bit of each token that may come is set; None: all may.
+    ``biases`` are added. ``forbidden`` tokens are masked. ``seen`` counts how often the sequence generated each token
+    (0: only in the prompt), for the ``penalties`` (repetition, frequency, presence). ``allowed`` uint32 [V / 32] is a
+    bit mask of the allowed tokens; None: all are.
     """
 
     biases: Mapping[int, float] = field(default_factory=dict)
@@ -42,8 +42,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Of one token a row: its ``logprobs`` float32 [S] and ``ranks`` int64 [S], and the likeliest tokens
-    ``top_ids`` int64 [S, K] with theirs. In host memory; complete once the pass has landed."""
+    """Scores of one token per row: ``logprobs`` float32 [S] and ``ranks`` int64 [S], and the likeliest tokens
+    ``top_ids`` int64 [S, K] with ``top_logprobs`` float32 [S, K]. In host memory; complete once the pass has been
+    collected."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -60,10 +61,10 @@ def next_tokens(
     likeliest: Tensor | None = None,
 ) -> Tensor:
     """One token id per row of ``logits`` float32 [S, V] -> int64 [S], on their device and without waiting for it.
-    ``likeliest`` int64 [S]: where the largest of each row is, if that is known.
+    ``likeliest`` int64 [S]: the argmax of each row, if already known.
 
-    Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (how many tokens the
-    sequence has already generated), so neither the batch nor the order of work can change it.
+    Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (the number of tokens
+    the sequence has already generated), so the token depends on neither the batch nor the schedule.
     """
     tokens = logits.argmax(dim=-1) if likeliest is None else likeliest.clone()
     drawn = [row for row, how in enumerate(params) if not how.greedy]
@@ -75,14 +76,15 @@ def next_tokens(
 
 
 def not_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Which rows of ``logits`` float32 [S, V] hold a NaN or have no finite maximum -> bool [S], on their device. A NaN
-    counts as the largest, and the largest are at ``likeliest`` int64 [S], so nothing else has to be read."""
+    """True for the rows of ``logits`` float32 [S, V] that hold a NaN or have no finite maximum -> bool [S], on their
+    device. Only the logits at ``likeliest`` int64 [S], the argmax of each row, are read: argmax treats NaN as the
+    largest value."""
     return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
 
 
 def blocks(rows: Sequence[int], logits: Tensor, logit_bytes: int) -> Iterator[Sequence[int]]:
-    """``rows`` in parts of which work that takes ``logit_bytes`` a logit takes no more memory than all of ``logits``
-    float32 [S, V]."""
+    """Split ``rows`` so that work which takes ``logit_bytes`` a logit needs no more memory per part than all of
+    ``logits`` float32 [S, V]."""
     least = FREE_BYTES // (logits.shape[1] * logit_bytes)
     most = max(1, least, len(logits) * 4 // logit_bytes)
     return (rows[first : first + most] for first in range(0, len(rows), most))
@@ -94,12 +96,12 @@ def uniform(seed: int, place: int) -> float:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The key of answer ``sample`` to a request with ``seed`` (below 2**64)."""
+    """The key of sample ``sample`` of a request with ``seed`` (below 2**64)."""
     return seed + (sample << 64)
 
 
 def change(logits: Tensor, changes: Sequence[Change]) -> None:
-    """Row s of ``logits`` float32 [S, V] as ``changes[s]`` says, in place and without waiting for their device."""
+    """Apply ``changes[s]`` to row s of ``logits`` float32 [S, V], in place and without waiting for their device."""
     _bias(logits, changes)
     forbidden = [
         (row, token) for row, each in enumerate(changes) for token in each.forbidden if token < logits.shape[1]
@@ -126,7 +128,7 @@ def _bias(logits: Tensor, changes: Sequence[Change]) -> None:
 
 
 def _penalise(logits: Tensor, changes: Sequence[Change]) -> None:
-    """Only the logits of tokens that were seen."""
+    """Penalise the logits of seen tokens; no others are read."""
     seen = [(row, each) for row, each in enumerate(changes) if each.seen]
     if not seen:
         return
@@ -146,8 +148,8 @@ def _penalise(logits: Tensor, changes: Sequence[Change]) -> None:
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
-    """The log-probability of ``tokens`` int64 [S] by ``logits`` float32 [S, V], before anything changed them, and of
-    the ``top`` likeliest ones (-1: all), without waiting for their device."""
+    """Log-probabilities of ``tokens`` int64 [S] and of the ``top`` likeliest tokens (-1: all) under the unchanged
+    ``logits`` float32 [S, V], without waiting for their device."""
     vocabulary = logits.shape[1]
     top = vocabulary if top < 0 else min(top, vocabulary)
     count = len(logits)
@@ -170,15 +172,15 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
 
 
 def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """How many come before ``tokens`` int64 [S, 1] in the order of ``logits``, then of ids, and one: int64 [S]."""
+    """1-based ranks of ``tokens`` int64 [S, 1] by descending logit, ties by ascending id -> int64 [S]."""
     own = logits.gather(1, tokens)
     before = (logits == own) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
     return (before | (logits > own)).sum(1) + 1
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    """Temperature, then min-p, top-k and top-p, then the inverse of the cumulative distribution at the row's number;
-    row by row, so that no row depends on another."""
+    """Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution at the row's number. Rows are
+    independent of each other."""
     vocabulary = logits.shape[1]
     limits = [how.top_k if 0 < how.top_k < vocabulary else vocabulary for how in params]
     temperatures = [how.temperature for how in params]
@@ -201,11 +203,11 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[fl
 
 
 def there(numbers: np.ndarray, beside: Tensor) -> Tensor:
-    """``numbers`` on the device of ``beside``, which is not waited for."""
+    """Copy ``numbers`` to the device of ``beside`` without waiting for it."""
     host = torch.from_numpy(numbers)
     return host if beside.device.type == "cpu" else host.pin_memory().to(beside.device, non_blocking=True)
 
 
 def _room(beside: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Host memory for what comes from the device of ``beside``."""
+    """Allocate host memory that receives a copy from the device of ``beside``."""
     return torch.empty(shape, dtype=dtype, pin_memory=beside.device.type != "cpu")

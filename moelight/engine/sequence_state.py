@@ -1,6 +1,6 @@
-"""What one sequence carries beside its tokens while it is alive: stop texts, a grammar, counts, log-probabilities.
+"""State of one running sequence besides its tokens: stop strings, a grammar, counts, log-probabilities.
 
-Knows one sequence. Refuses to know rows, batches and passes.
+Does not depend on rows, batches and passes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from moelight.engine.detokenizer import StopMatcher
 from moelight.engine.sampling import Change, Scores
 from moelight.engine.tokenizer import Tokenizer
 
-Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and which of them is ours
+Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and the row of this sequence
 UNCHANGED = Change()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """How a sequence ends: the ``reason``, the token that closes it and is no part of it, what ``stop`` it was, and
-    whether it was a stop text, which is then still to be found in the answer. Of an error, its ``code``."""
+    """The end of a sequence: its ``reason``; the ``closing`` token, which is not part of the answer; and the ``stop``
+    string or token id. ``by_text``: a stop string matched, and the answer is still to be cut there. ``code`` is the
+    code of an error."""
 
     reason: str
     closing: int | None = None
@@ -34,20 +35,21 @@ class SequenceEnd:
 
 
 def wants_state(how: SamplingParams) -> bool:
-    """Whether more is to be kept of a sequence than its tokens."""
+    """True if a sequence needs a `SequenceState`."""
     return bool(how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None)
 
 
 class SequenceState:
-    """Of one sequence.
+    """State of one sequence.
 
     Attributes:
-        matcher: watches for its stop texts, if it has some.
-        chooses: its tokens are chosen apart, for logits are changed or tokens scored.
-        needs_history: all its tokens must be known before the next one is chosen.
-        top: how many of the likeliest tokens are scored beside the chosen one; None where nothing is.
-        chosen: scores of its tokens on their way; ``prompt``: of its prompt's, at ``positions``.
-        logprobs: those of its tokens that have arrived.
+        matcher: matches stop strings, if there are any.
+        chooses: tokens are chosen separately, since logits are changed or tokens scored.
+        needs_history: all tokens must be known before the next one is chosen.
+        top: number of likeliest tokens scored besides the chosen one; None if none is scored.
+        chosen: scores of generated tokens that have not been collected yet.
+        prompt: scores of prompt tokens, at ``positions``.
+        logprobs: log-probabilities of the collected tokens.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, constraints: Constraints) -> None:
@@ -77,7 +79,7 @@ class SequenceState:
         self.prompt: list[tuple[Scores, int]] = []
 
     def change(self, place: int) -> Change:
-        """What happens to the logits of its token number ``place``."""
+        """The change to the logits of generated token number ``place``."""
         how = self._how
         forbidden = self._ends if place < how.min_tokens else ()
         allowed = None if self._constraint is None else self._constraint.allowed()
@@ -94,8 +96,8 @@ class SequenceState:
         )
 
     def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> SequenceEnd | None:
-        """``token`` has arrived. ``closes``: it ends the sequence and is no part of it. The end of a sequence that
-        could not go on."""
+        """Record ``token``. ``closes``: the token ends the sequence and is not part of it. Returns the end of a
+        sequence whose constraint allows no token, else None."""
         if self.top is not None:
             scores, row = self.chosen.popleft()
             if not closes:
@@ -108,7 +110,7 @@ class SequenceState:
         return None
 
     def ends(self, token: int) -> SequenceEnd | None:
-        """How the sequence ends with ``token``, which is a part of it, if it does."""
+        """The end of the sequence if ``token``, which is part of it, completes it; else None."""
         if self.matcher is not None and self.matcher.found(token):
             return SequenceEnd("stop", by_text=True)
         if self._constraint is not None:
@@ -119,11 +121,12 @@ class SequenceState:
 
     @property
     def scored_nan(self) -> bool:
-        """Whether a token of its prompt was scored by logits that are not finite; asked once all have been."""
+        """True if a prompt token was scored by logits that are not finite; valid once all are scored."""
         return any(math.isnan(scores.logprobs[row]) for scores, row in self.prompt)
 
     def prompt_logprobs(self, text: Callable[[int], str]) -> tuple[Mapping[int, Logprob] | None, ...] | None:
-        """One mapping a token of the prompt, None where it was not scored; None where nothing was asked for."""
+        """One mapping per prompt token, None where it was not scored; None if no prompt log-probabilities were
+        requested."""
         if self._how.prompt_logprobs is None:
             return None
         found: list[Mapping[int, Logprob] | None] = [None] * len(self._token_ids)
@@ -133,7 +136,7 @@ class SequenceState:
 
 
 def _changes(how: SamplingParams) -> bool:
-    """Whether logits are changed before a token is taken."""
+    """True if logits are changed before a token is chosen."""
     penalties = (how.repetition_penalty, how.frequency_penalty, how.presence_penalty)
     return bool(
         how.logit_bias or how.min_tokens or penalties != UNCHANGED.penalties or how.structured_outputs is not None
@@ -145,7 +148,7 @@ def _decoder(tokenizer: Tokenizer, how: SamplingParams) -> Callable[..., str]:
 
 
 def _logprobs(token: int, scores: Scores, row: int, text: Callable[[int], str]) -> Mapping[int, Logprob]:
-    """Of ``token`` and of the likeliest ones, in their order."""
+    """Log-probabilities of ``token``, then of the likeliest tokens in order."""
     found = {
         token: Logprob(logprob=float(scores.logprobs[row]), rank=int(scores.ranks[row]), decoded_token=text(token))
     }

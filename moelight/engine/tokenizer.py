@@ -1,7 +1,7 @@
-"""Text to token ids and back: the border behind which nothing sees text.
+"""Text to token ids and back; the rest of the engine handles ids only.
 
-Knows the checkpoint's tokenizer.json, its special tokens, its chat template and its end-of-sequence ids. Refuses to
-know models, sampling and files of prompts.
+Reads the checkpoint's tokenizer.json, special tokens, chat template and end-of-sequence ids. Does not depend on models,
+sampling or files of prompts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
-MOST_TOKENIZER_BYTES = 256 * MiB  # the largest in use has 34 million
+MOST_TOKENIZER_BYTES = 256 * MiB  # the largest in use has 34 MB
 _PIECES = ("tokenizer.model", "spiece.model")
 _READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")  # what conversions get wrong
-_ORDINARY = "The quick brown fox jumps over the lazy dog"  # patterns that try for ever need no more
+# Texts that faulty conversions encode differently.
+_PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")
+_ORDINARY = "The quick brown fox jumps over the lazy dog"  # enough to reveal a pattern that backtracks for ever
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that decide how it begins
-_LETTERS = 4  # that a token of an ordinary text has: one of fewer tokens than that is encoded at once
-_LONG_LETTERS = 1 << 16  # of a text whose encoding takes so long that what the library prints can be held back
-_CUT_TOKENS = 64  # of a text that is cut off, the last ones, which may be others in the whole
+_LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that affect how it begins
+_LETTERS = 4  # per token of an ordinary text; a text with fewer letters than this per allowed token is encoded at once
+_LONG_LETTERS = 1 << 16  # texts this long take so long to encode that silencing the library's stderr pays
+_CUT_TOKENS = 64  # last tokens of a truncated text, which can differ in the whole text
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -41,7 +42,8 @@ def _fails_at_the_text(said: str) -> InputError:
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint and its chat ``template``, if it has one. ``eos_token_ids`` end a completion."""
+    """The tokenizer of one checkpoint, with its chat ``template`` if there is one. ``eos_token_ids`` end a
+    completion."""
 
     def __init__(
         self,
@@ -60,7 +62,8 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
-        """The tokenizer of the checkpoint in ``directory``; ``chat_template`` is a file to take instead of its own.
+        """Load the tokenizer of the checkpoint in ``directory``; the file ``chat_template`` replaces the checkpoint's
+        template.
 
         Raises:
             CheckpointError: tokenizer.json is missing, or one of the tokenizer's files is damaged.
@@ -85,32 +88,32 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it knows, added ones included: ids are below this unless the ids have gaps."""
+        """Number of tokens, added tokens included; ids are smaller unless they have gaps."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def token_id(self, role: str) -> int | None:
-        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), if there is one."""
+        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), None if there is none."""
         text = self._named.get(role)
         return None if text is None else self._inner.token_to_id(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt.
 
-        A text of far more than ``most`` tokens, the model's context, is refused without being encoded whole: the
+        A text of far more than ``most`` tokens, the model's context, is rejected before it is encoded whole: the
         tokenizers library takes some 200 bytes a token.
 
         Raises:
-            InputError: ``text`` holds half of a surrogate pair, is far too long, or the tokenizers library fails at it.
+            InputError: ``text`` holds half of a surrogate pair, is far too long, or the tokenizers library fails on it.
         """
         return self._encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``, special tokens left out."""
+        """The text of ``token_ids``, by default without special tokens."""
         return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def context(self, token_ids: Sequence[int]) -> list[int]:
-        """Those of ``token_ids``, the last ones, that decide how the text of what follows them begins: none where every
-        token stands for itself, a few where the first one of a text loses its space."""
+        """The last of ``token_ids`` that affect how the following text is decoded: empty where every token decodes
+        independently, a few tokens where the first token of a text loses its space."""
         if not self._bytes.first_differs:
             return []
         for count in range(_LEAST_CONTEXT, _MOST_CONTEXT):
@@ -122,35 +125,37 @@ class Tokenizer:
     def decode_after(
         self, context: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
-        """The text that ``token_ids`` add to that of the ``context`` before them."""
+        """The text that ``token_ids`` add after the text of ``context``."""
         if not context:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         before = self.decode(context, skip_special_tokens=skip_special_tokens)
         whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
         if whole.startswith(before):
             return whole[len(before) :]
-        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)  # a character was cut at the border
+        # A character is split between context and text.
+        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for in the middle of a text, which may be a part of a character; none for an id
-        without a token."""
+        """The bytes of a token in the middle of a text, possibly part of a character; empty for an id without a
+        token."""
         return self._bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The same as text, with ``\ufffd`` for a part of a character."""
+        """The text of a token, with ``\ufffd`` for part of a character."""
         return self._bytes(token_id).decode(errors="replace")
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Ids of the special tokens."""
         return self._bytes.special_ids
 
     def render(self, conversation: Conversation | object, *, most: int | None = None) -> list[int]:
-        """The ids of a conversation as the chat template writes it; a plain list of messages is open for the answer.
+        """The ids of a conversation rendered by the chat template; a plain list of messages opens the assistant's turn.
         ``most`` is as for `encode`.
 
         Raises:
-            InputError: ``conversation`` is no such list or far too long, there is no template, or it refuses it.
+            InputError: ``conversation`` is no such list or is far too long, there is no template, or the template
+                rejects it.
         """
         if self.template is None:
             raise InputError(
@@ -170,12 +175,13 @@ class Tokenizer:
                     self._refuse_far_too_long(text, most)
                 return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
             except Exception as error:
-                if type(error) is not Exception:  # the library's own are bare
+                if type(error) is not Exception:  # the library raises bare Exceptions
                     raise
                 raise _fails_at_the_text(" ".join(str(error).split())) from None
 
     def _refuse_far_too_long(self, text: str, most: int) -> None:
-        """Judges by the text's beginning, of which only the last tokens may be others in the whole."""
+        """Reject ``text`` by the token count of its beginning, of which only the last tokens can differ in the whole
+        text."""
         most += _CUT_TOKENS
         count = _LETTERS * most
         while count < len(text):
@@ -195,7 +201,7 @@ class _DamageIn:
         self._path = path
 
     def error(self, said: object) -> CheckpointError:
-        """That the library ``said`` so of the file."""
+        """The error for the file, with the library's message ``said``."""
         return CheckpointError(f"{self._path}: not a usable tokenizer ({said})")
 
     def __enter__(self) -> None:
@@ -222,7 +228,7 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
-    """A SentencePiece tokenizer as transformers converts it, where that is installed."""
+    """Convert a SentencePiece tokenizer with transformers, if that is installed."""
     pieces = next((name for name in _PIECES if (directory / name).exists()), None)
     if pieces is None:
         raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
@@ -238,11 +244,11 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
         _read_object(directory / name)
     import transformers
 
-    sentencepiece = importlib.import_module("sentencepiece")  # no types, and not there for most
+    sentencepiece = importlib.import_module("sentencepiece")  # untyped and optional
 
     named = getattr(transformers, str(_read_object(directory / "tokenizer_config.json").get("tokenizer_class")), None)
     own = isinstance(named, type) and issubclass(named, transformers.PreTrainedTokenizerBase)
-    # AutoTokenizer takes a general class for some models, mixtral's among them, and loses the blank before a text.
+    # AutoTokenizer picks a generic class for some models, mixtral among them, and loses the leading blank of a text.
     kind: Any = named if own else transformers.AutoTokenizer
     try:
         loaded = kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, use_fast=True)
@@ -264,7 +270,8 @@ def _read_pieces(path: Path) -> bytes:
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows; one with a role is special whatever tokenizer.json says."""
+    """Add the tokens found only in tokenizer_config.json; a token with a role is special whatever tokenizer.json
+    has."""
     import tokenizers
 
     present = {token.content: token for token in inner.get_added_tokens_decoder().values()}
@@ -292,7 +299,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _content(token: object) -> str:
-    """The text of a token that is given as a string or as an object with ``content``; empty for anything else."""
+    """The text of a token given as a string or as an object with ``content``; empty for anything else."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else ""
 
@@ -311,7 +318,7 @@ def _read_eos_token_ids(directory: Path) -> frozenset[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty where there is no such file."""
+    """The JSON object in ``path``; empty if there is no such file."""
     try:
         return read_object(path)
     except FileNotFoundError:

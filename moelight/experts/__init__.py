@@ -1,4 +1,5 @@
-"""Which experts stay near, which come next, and where a missing one is computed. Keys and counters only; no bytes."""
+"""Expert cache, eviction policies, predictors and placement of misses. Works on keys and counters only, not on
+bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ __all__ = ["ExpertCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """`ExpertCache` when it is asked for: whoever only reads a policy needs no numpy."""
+    """Import `ExpertCache` on first use, so that a caller that only reads a policy needs no numpy."""
     if name == "ExpertCache":
         from moelight.experts.cache import ExpertCache
 

@@ -1,4 +1,4 @@
-"""What one batch met in the cache, and what all of them did: values and counters."""
+"""Result of one cache access and the counters of a cache: values only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One batch of one layer, served. Ids ascend; each is in `hits`, in `misses` or in `kept_out`.
+    """Result of one batch of one layer. Ids ascend; each is in exactly one of `hits`, `misses` and `kept_out`.
 
     Attributes:
         hits: int64 [n], expert ids that were resident, in the slots ``hit_slots`` int64 [n].
-        misses: int64 [m], expert ids that were not; ``slots`` int64 [m] says where each is to go, -1: nowhere (it is
-            streamed past the cache).
-        kept_out: int64 [o], expert ids that were not resident either, and that the caller wanted nowhere.
-        evictions: int64 [e, 2], (layer, expert) of who left, in order. Their slots may be among ``slots``.
+        misses: int64 [m], expert ids that were not resident; ``slots`` int64 [m] is the destination slot of each, -1 if
+            it bypasses the cache.
+        kept_out: int64 [o], expert ids that were not resident and that the caller excluded from admission.
+        evictions: int64 [e, 2], evicted (layer, expert), in order. Their slots may be among ``slots``.
         counts: int64 [num_experts], tokens of each expert.
     """
 
@@ -36,7 +36,8 @@ class Access:
 
 
 class Prefetch(NamedTuple):
-    """Guesses that found room: ``ids`` int64 [n] go to ``slots`` int64 [n]; ``evictions`` int64 [e, 2] left."""
+    """Admitted predictions: ``ids`` int64 [n] into ``slots`` int64 [n]; ``evictions`` int64 [e, 2] were evicted for
+    them."""
 
     ids: IntArray
     slots: IntArray
@@ -49,8 +50,10 @@ class CacheStats:
     Attributes:
         hits, misses: int64 [L, E], accesses; one for each distinct id of a batch.
         tokens: int64 [L, E], (token, expert) pairs.
-        evictions: all who left; ``expired`` and ``pressed`` of them by time to live and by memory pressure.
-        bypasses: misses that found no room. ``prefetched``: guesses that did.
+        evictions: all evicted pages; ``expired`` and ``pressed`` count those evicted by time to live and by memory
+            pressure.
+        bypasses: misses that were not admitted.
+        prefetched: predicted experts that were admitted.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -65,12 +68,12 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per access; 0 before the first."""
+        """Hits per access; 0 before the first access."""
         accesses = self.accesses
         return int(self.hits.sum()) / accesses if accesses else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; a layer that nobody asked anything has no rate."""
+        """Return the counters for JSON; ``hit_rate`` of a layer without accesses is None."""
         layers = [
             {"layer": layer, "accesses": (hits := int(h.sum())) + (misses := int(m.sum())), "hits": hits}
             | ({"hit_rate": hits / (hits + misses)} if hits + misses else {"hit_rate": None})

@@ -1,6 +1,6 @@
-"""Rules that change a running cache: ``when METRIC OP NUMBER for N accesses { ACTION }``, to the very access.
+"""Adaptation rules for a running cache: ``when METRIC OP NUMBER for N accesses { ACTION }``, exact to the access.
 
-Knows windowed metrics and when each rule fires; how an action is done is the business of whoever is in control.
+Decides when each rule fires, from windowed metrics; a `Controlled` object executes the actions.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ _COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operato
 
 
 class Controlled(Protocol):
-    """A running cache with all that belongs to it. Contents and statistics survive whatever is done."""
+    """A running cache with its components. Contents and statistics survive every action."""
 
     def in_force(self, action: Action) -> bool:
-        """Whether doing ``action`` would change nothing."""
+        """Return True if ``action`` would change nothing."""
 
     def shown(self, action: Action) -> str | None:
-        """What is in force in the place of ``action``'s value, in the language's words; None of a trigger."""
+        """Return the current value of the key of ``action``, in the syntax of the language; None for a trigger."""
 
     def do(self, action: Action) -> None:
-        """Do it.
+        """Execute ``action``.
 
         Raises:
-            UserError: it cannot be done; nothing has changed.
+            UserError: the action is not possible; nothing has changed.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertAdaptation:
-    """At ``access`` (counted from 1) ``rule`` fired: ``action`` made ``now`` of ``before``, or failed."""
+    """Record of a firing: at ``access`` (counted from 1) ``rule`` fired and ``action`` changed ``before`` to ``now``,
+    or failed."""
 
     access: int
     rule: str
@@ -53,7 +54,7 @@ class ExpertAdaptation:
     failure: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the record for JSON."""
         return {
             "access": self.access,
             "rule": self.rule,
@@ -65,14 +66,15 @@ class ExpertAdaptation:
 
 
 class AdaptRules:
-    """The rules of one policy, held against every access.
+    """The rules of one policy, evaluated at every access.
 
-    A rule fires at the access at which its condition has held over ``accesses`` accesses in a row, not again before its
-    cooldown, and never to change nothing (`Controlled.in_force`). Rules are looked at in their order, access by access;
-    what they change shows from the next batch on, because a batch is decided as a whole.
+    A rule fires at the access at which its condition has held for ``accesses`` consecutive accesses, not again before
+    its cooldown, and only if its action changes something (`Controlled.in_force`). Rules are evaluated in their order,
+    access by access; a change takes effect with the next batch, because a batch is decided as a whole.
 
     Attributes:
-        log: the last `LOG_KEPT` adaptations, failures among them. changes, failures: how many there were in all.
+        log: the last `LOG_KEPT` adaptations, including failures.
+        changes, failures: total number of each.
     """
 
     def __init__(self, rules: Sequence[AdaptRule], controlled: Controlled, monitor: Monitor) -> None:
@@ -83,11 +85,11 @@ class AdaptRules:
         self.log: deque[ExpertAdaptation] = deque(maxlen=LOG_KEPT)
         self.changes, self.failures = 0, 0
         self._controlled = controlled
-        self._streaks = [0] * len(rules)  # accesses in a row over which each condition has held
+        self._streaks = [0] * len(rules)  # consecutive accesses over which each condition has held
         self._ready_from = [0] * len(rules)  # the first access at which each may fire again
 
     def record(self, hits: int, misses: int, evictions: int) -> list[ExpertAdaptation]:
-        """A batch of so many accesses happened; do what it calls for, and say what was done."""
+        """Record a batch, execute the rules that fire, and return their adaptations."""
         first = self.monitor.accesses + 1
         metrics = self.monitor.record(hits, misses, evictions)
         if hits + misses == 0:
@@ -98,18 +100,18 @@ class AdaptRules:
         return self._fire(ready, first)
 
     def _ready(self, index: int, metrics: dict[str, Floats]) -> Ints:
-        """Places in the batch at which the condition of rule ``index`` has held for long enough."""
+        """Return the indices in the batch at which the condition of rule ``index`` has held long enough."""
         rule = self.rules[index]
         holds = _COMPARE[rule.op](metrics[rule.metric], rule.threshold)
         places = np.arange(len(holds))
-        # The place before the row of accesses that each belongs to; what came before the batch counts as its part.
+        # Index before the streak of each access; a streak may have begun before the batch, at a negative index.
         broken = np.maximum.accumulate(np.where(holds, -1 - self._streaks[index], places))
         streaks = places - broken
         self._streaks[index] = int(streaks[-1])
         return np.flatnonzero(streaks >= rule.accesses)
 
     def _fire(self, ready: list[Ints], first: int) -> list[ExpertAdaptation]:
-        """All that fires in the batch whose first access is ``first``, in the order of accesses, then of rules."""
+        """Execute the rules that fire in the batch whose first access is ``first``, ordered by access, then by rule."""
         queue: list[tuple[int, int]] = []
         in_force: set[int] = set()
         done: list[ExpertAdaptation] = []
@@ -125,7 +127,7 @@ class AdaptRules:
             cooldown = max(1, rule.cooldown)
             self._ready_from[index] = first + place + cooldown
             self._queue(queue, ready, index, place + cooldown)
-            # What was in force may no longer be: rules behind this one are looked at after it, at the same access.
+            # Actions that changed nothing may now do so: later rules are evaluated again at the same access.
             for other in in_force:
                 self._queue(queue, ready, other, place if other > index else place + 1)
             in_force.clear()
@@ -134,7 +136,7 @@ class AdaptRules:
 
     @staticmethod
     def _queue(queue: list[tuple[int, int]], ready: list[Ints], index: int, start: int) -> None:
-        """Rule ``index`` is looked at where it is next ready, from place ``start`` on."""
+        """Queue rule ``index`` at the next index, from ``start`` on, at which it is ready."""
         at = int(np.searchsorted(ready[index], start))
         if at < len(ready[index]):
             heapq.heappush(queue, (int(ready[index][at]), index))
@@ -154,18 +156,18 @@ class AdaptRules:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the log for JSON."""
         log = [each.as_dict() for each in self.log]
         return {"changes": self.changes, "failures": self.failures, "log": log}
 
 
 def condition_of(rule: AdaptRule) -> str:
-    """``when hit_rate < 0.4 for 100 accesses``."""
+    """Return the condition as text, such as ``when hit_rate < 0.4 for 100 accesses``."""
     return f"when {rule.metric} {rule.op} {rule.threshold:g} for {rule.accesses} accesses"
 
 
 def name_of(action: Action) -> str:
-    """``capacity``, ``trigger memory_pressure`` or ``rebalance``."""
+    """Return the name of an action: ``capacity``, ``trigger memory_pressure`` or ``rebalance``."""
     return action.name if action.kind == "set" else f"{action.kind} {action.name}".rstrip()
 
 

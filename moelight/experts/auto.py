@@ -1,6 +1,6 @@
-"""A policy for a model and a machine that nobody has recorded a trace of, with the reasons for each of its lines.
+"""Policy for a model and a machine without a recorded trace, with the reason for each line.
 
-Knows the sizing rule, the ledger's memory and `DEFAULT_POLICY`; a recorded trace knows better (``tune``).
+Uses the sizing rule, the memory ledger and `DEFAULT_POLICY`; with a recorded trace, ``tune`` finds a better policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moelight.hrm.footprint import fixed_bytes
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 
-KV_TOKENS = 1024  # a sequence's room in the cache where nobody says how long it gets, as in `Policy`
+KV_TOKENS = 1024  # KV cache tokens of a sequence of unknown length, as in `Policy`
 _WHY_EVICTION = {
     "lru": "who was not asked for longest leaves: on recorded traces no fixed order of the others was faster for all",
     "slru": "who was asked for twice is kept from those that were once; of these, the least asked for leave first",
@@ -35,7 +35,7 @@ _WHY_EVICTION = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoPolicy:
-    """``policy``, what it is for (``header``), and why each (block, key) is what it is."""
+    """``policy``, its ``header`` comment, and the reason for each (block, key)."""
 
     policy: ExpertPolicy
     plan: SlotPlan
@@ -45,7 +45,8 @@ class AutoPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMemory:
-    """Memory beside the processor of the experts: ``tier``, all of it, and what is not for experts by purpose."""
+    """Memory of the processor of the experts: ``tier``, its capacity, and the bytes not available for experts, by
+    purpose."""
 
     tier: str
     capacity_bytes: int
@@ -53,13 +54,13 @@ class ExpertMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What is left for experts."""
+        """Bytes left for experts."""
         return max(0, self.capacity_bytes - sum(self.taken.values()))
 
 
 def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size: int = 1) -> ExpertMemory:
-    """What ``batch_size`` sequences of `KV_TOKENS` tokens leave of the memory beside the compute unit: a GPU's, or the
-    host's where there is none; with the ring for pages on their way, which is the smaller the more of them stay."""
+    """Return the memory of the compute unit, a GPU's or else the host's, with the part taken by ``batch_size``
+    sequences of `KV_TOKENS` tokens and by the ring for pages in transfer, which shrinks as more pages are resident."""
     device = hardware.tier("device")
     tier = device if device is not None else hardware.tier("host")
     if tier is None:
@@ -91,8 +92,8 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
 
 
 def _ring_pages(model: ModelProfile, pages: int) -> int:
-    """Of room for ``pages``, those on their way: two layers of what does not stay, and at least a layer, for any of it
-    may be elsewhere (`hrm.footprint.ring_slots`); none where all have room."""
+    """Return the ring slots out of ``pages``: two layers of offloaded pages, and at least one whole layer, since any
+    page may be offloaded (`hrm.footprint.ring_slots`); 0 if all pages fit."""
     layers, experts = model.num_moe_layers, model.experts.num_experts
     if pages >= layers * experts:
         return 0
@@ -101,15 +102,16 @@ def _ring_pages(model: ModelProfile, pages: int) -> int:
 
 
 def met_experts(model: ModelProfile, tokens: int) -> int:
-    """Experts of a layer that ``tokens`` are expected to meet, rounded up."""
+    """Return the expected number of distinct experts of a layer for ``tokens``, rounded up."""
     return math.ceil(float(costs.distinct_experts(model, tokens)) - 1e-9)
 
 
 def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, batch_size: int = 1) -> AutoPolicy:
-    """What to begin with, for passes of ``batch_size`` tokens. ``name``: what the user calls the model.
+    """Return the initial policy for passes of ``batch_size`` tokens. ``name``: the user's name of the model.
 
     Raises:
-        BudgetError: not one expert has room. ConfigError: the model has none, or the machine lacks what it takes.
+        BudgetError: not one expert fits.
+        ConfigError: the model has no experts, or the hardware profile lacks a required entry.
     """
     machine = MachineCosts(model, hardware)
     room = room_for_experts(model, hardware, batch_size)
@@ -151,7 +153,8 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
 
 
 def _with_room(plan: SlotPlan, layers: int, experts: int) -> tuple[ExpertPolicy, dict[tuple[str, str], str]]:
-    """The default policy with the places of ``plan``: as many for each layer, if they are enough for that."""
+    """Return the default policy with the slots of ``plan``, equally many for each layer if there are enough, and its
+    reasons."""
     count = min(experts, plan.slots // layers)
     reasons: dict[tuple[str, str], str] = {}
     default = replace(DEFAULT_POLICY, name="auto")
@@ -190,7 +193,8 @@ def _why_capacity(model: ModelProfile, plan: SlotPlan, batch_size: int) -> str:
 
 
 def _with_schedule(policy: ExpertPolicy, machine: MachineCosts, reasons: dict[tuple[str, str], str]) -> ExpertPolicy:
-    """Beside a GPU, ``hybrid`` where the CPU is through with one token's expert before its page has come."""
+    """Set the schedule for a machine with a GPU: ``hybrid`` if the CPU computes one token's expert before its page is
+    transferred."""
     fetch_s = machine.fetch_s
     cpu_s = float(machine.cpu_s(np.array([1]))[0]) + machine.crossing_s(1.0)
     faster = cpu_s < fetch_s

@@ -1,4 +1,4 @@
-"""Tokens of a batch reduced to its distinct experts, with the refusals that belong to it."""
+"""Validation and reduction of a batch of routed tokens to its distinct experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moelight.experts.access import FloatArray, IntArray
 
 
 def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
-    """The experts of ``[tokens, k]`` as one int64 row.
+    """Return the experts of ``[tokens, k]`` as one int64 row.
 
     Raises:
-        ValueError: another shape, not integers, or an id that is none of ``num_experts``.
+        ValueError: wrong shape, not integers, or an id outside ``num_experts``.
     """
     given = np.asarray(ids)
     if given.ndim != 2:
@@ -20,17 +20,17 @@ def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
     if given.dtype.kind not in "iu" and given.size:
         raise ValueError(f"ids: expected integers, not {given.dtype}")
     flat: IntArray = np.ascontiguousarray(given, np.int64).reshape(-1)
-    # As unsigned numbers, negative ones are the largest: one look finds both kinds.
+    # Viewed as unsigned, negative ids are the largest, so one maximum finds both kinds of error.
     if flat.size and int(flat.view(np.uint64).max()) >= num_experts:
         raise ValueError(f"ids: {int(flat.min())} to {int(flat.max())} are not all among the {num_experts} experts")
     return flat
 
 
 def mass_of(scores: ArrayLike, flat: IntArray, shape: tuple[int, ...], num_experts: int) -> FloatArray:
-    """Router weight that each expert got in all, float64 [num_experts]; ``scores`` has the ``shape`` of the ids.
+    """Return the summed router weight of each expert, float64 [num_experts]; ``scores`` has the ``shape`` of the ids.
 
     Raises:
-        ValueError: another shape, or weights that are no finite numbers.
+        ValueError: wrong shape, or weights that are not finite.
     """
     given: NDArray[np.float64] = np.ascontiguousarray(scores, np.float64)
     if given.shape != shape:

@@ -1,4 +1,4 @@
-"""Belady's eviction, for replay only: it knows the future, and nobody with as many places finds more."""
+"""Belady's eviction, for replay only: it reads the future and is optimal in hits for its number of slots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _NEVER = 1 << 60
 
 
 class Belady(Ranked):
-    """Of all who are resident or asked for, those stay that are asked for again soonest; the rest leave or pass by.
+    """Of the residents and the requested keys, retain those that are used again soonest; the others are evicted or
+    bypassed.
 
-    `EvictionContext.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and its own
-    hits leave like anybody else: a kept key is an interval between two of its uses, and of intervals of which no more
-    than ``capacity`` may overlap, those that end first are the most (so is the sum of hits). Nothing is ever held.
+    `EvictionContext.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and
+    its own hits can be evicted like any other key. A retained key is an interval between two of its uses; of intervals
+    of which at most ``capacity`` may overlap, choosing those that end first maximises their number, and so the sum of
+    hits. Keys are never held.
 
     Ranks are ``(-batch of the next use, key, key)``.
     """
@@ -26,12 +28,12 @@ class Belady(Ranked):
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._batch, self._future = -1, setting.future
-        # Batches that use each key, the next one last.
+        # Batches that use each key, the next one last in the list.
         self._uses: dict[int, list[int]] = {}
         for batch in range(len(setting.future) - 1, -1, -1):
             for key in set(setting.future[batch]):
                 self._uses.setdefault(key, []).append(batch)
-        self._welcome: set[int] = set()  # of the batch's missing keys, those that come
+        self._welcome: set[int] = set()  # missing keys of the batch that are admitted
 
     def begin(self) -> None:
         self._batch += 1
@@ -39,7 +41,8 @@ class Belady(Ranked):
             self._decide(set(self._future[self._batch]))
 
     def _decide(self, batch: set[int]) -> None:
-        """Rank the hits anew and choose who is welcome, the soonest first while a later one can leave for it."""
+        """Update the ranks of the hits and choose the missing keys to admit, soonest next use first, while a key with a
+        later one can be evicted."""
         for key in batch & self.rank.keys():
             self.enter(key, 1.0)
         missing = sorted(self.entry_of(key, 1.0) for key in batch - self.rank.keys() - self.pinned.keys())[::-1]

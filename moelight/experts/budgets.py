@@ -1,4 +1,4 @@
-"""Places of one budget shared out to layers: exactly all of them, within bounds."""
+"""Distribution of a slot budget over layers: exact sum, within bounds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from moelight.core.errors import ConfigError
 from moelight.experts.access import FloatArray, IntArray
 
-_LEAST_WEIGHT = 1e-9  # of the largest; less is nothing, and the search for the factor stays within float64
+_LEAST_WEIGHT = 1e-9  # of the largest weight; smaller ones count as 0, which keeps the bisection within float64
 
 
 def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> IntArray:
-    """``total`` places in proportion to ``weights`` float [L], each layer within ``least`` and ``most`` int [L]; all
-    weights 0: in equal parts. Who is cut at a bound leaves the difference to the others; what rounding leaves over goes
-    to the largest remainders, of equals to the first layers. The sum is exactly ``total``.
+    """Distribute ``total`` slots in proportion to ``weights`` float [L], each layer within ``least`` and ``most`` int
+    [L]; equally if all weights are 0. The difference of a layer that is cut at a bound goes to the other layers; the
+    rounding remainder goes to the largest fractions, ties to the first layers. The sum is exactly ``total``.
 
     Raises:
         ConfigError: no shares within the bounds have that sum.
@@ -43,7 +43,8 @@ def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) 
 
 
 def _bounded(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> FloatArray:
-    """Real shares ``clip(a * weights, least, most)`` with the ``a`` that makes their sum ``total``, by halving."""
+    """Return real shares ``clip(a * weights, least, most)`` with the ``a`` that makes their sum ``total``, by
+    bisection."""
     positive = weights > 0
     below, above = 0.0, float((most[positive] / weights[positive]).max())
     for _ in range(100):
@@ -57,7 +58,7 @@ def _bounded(total: int, weights: FloatArray, least: IntArray, most: IntArray) -
 
 
 class Selections:
-    """The last ``window`` accesses of each layer, and how evenly they are spread over its experts."""
+    """The last ``window`` accesses of each layer, and their entropy over its experts."""
 
     def __init__(self, num_layers: int, num_experts: int, window: int) -> None:
         self._last = np.zeros((num_layers, window), np.int64)
@@ -71,7 +72,8 @@ class Selections:
         self._seen[layer] += len(ids)
 
     def entropies(self) -> FloatArray:
-        """Bits, float [L]; of a layer without accesses those of an even spread (of one expert: 1)."""
+        """Entropy of each layer's recent accesses in bits, float [L]; a layer without accesses gets that of a uniform
+        spread (1 bit if it has one expert)."""
         found = np.full(len(self._seen), np.log2(max(self._experts, 2)))
         for layer in np.flatnonzero(self._seen):
             counts = np.bincount(self._last[layer, : self._seen[layer]], minlength=self._experts)

@@ -1,7 +1,8 @@
-"""Which experts are resident: places, leases, pins and counters over an order of leaving.
+"""Expert cache: slots, leases, pins and counters over an eviction policy.
 
-The cache decides and counts; it holds no bytes and moves none. Whoever does is told what left (`ExpertCache.on_evict`,
-`Access.evictions`) and what is to be brought where (`Access.slots`, `Prefetch.slots`, `ExpertCache.preload`).
+The cache decides and counts; it holds and moves no bytes. The caller learns which experts were evicted
+(`ExpertCache.on_evict`, `Access.evictions`) and which pages to transfer to which slots (`Access.slots`,
+`Prefetch.slots`, `ExpertCache.preload`).
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from moelight.experts.policy import ExpertPolicy
 from moelight.experts.prefetch import Prefetcher
 from moelight.experts.slots import CacheSlots
 
-_MANY = 16  # picks an expert, on average, from which on their number ranks experts as well as their summed weights do
+_MANY = 16  # routed tokens per expert from which their count ranks experts as well as summed weights do
 
 
 class ExpertCache(CacheSlots):
-    """Places for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
+    """Slots for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
 
-    A batch is served as its distinct ids one after the other, first those that are resident, then the others, each in
-    ascending order, none of them ever leaving for another. Of two evictions, the residents of the first come before
-    those of the second. A miss that finds no room is a bypass.
+    The distinct ids of a batch are served one after the other, first the resident ones, then the missing ones, each in
+    ascending order; no expert of a batch is evicted for another one of it. With two evictions, the residents of the
+    first are served before those of the second. A miss that is not admitted is a bypass.
 
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
-        rules: the numbers evictions go by.
-        predictor: a name of `STRATEGIES` or a `Prefetcher`; told of every batch, asked by `prefetch_ahead`.
+        rules: parameters of the evictions.
+        predictor: a name of `STRATEGIES` or a `Prefetcher`; observes every batch, queried by `prefetch_ahead`.
         per_layer: each layer has a budget of its own, together ``capacity``.
-        pins: experts that are to stay, in every layer, as far as there is room (`preload`).
-        ttl: accesses after which an expert that had none leaves.
-        pressure: what counts as too little memory.
-        future: ``(layer, ids)`` of each batch to come, for ``belady``.
-        on_evict: called with (layer, expert, slot) once for everyone who left, whatever the cause, when the cache is
+        pins: experts to pin in every layer, as far as they fit (`preload`).
+        ttl: accesses after which an expert without an access is evicted.
+        pressure: threshold and headroom of memory pressure.
+        future: ``(layer, ids)`` of each coming batch, for ``belady``.
+        on_evict: called with (layer, expert, slot) once for each evicted expert, whatever the cause, when the cache is
             consistent again.
 
-    Slots are numbers from 0, below the largest capacity the cache ever had.
+    Slots are numbers from 0, below the largest capacity the cache has had.
 
     Raises:
         ConfigError: an unknown eviction, or budgets that cannot be met.
-        ValueError: no places, layers or experts.
+        ValueError: no slots, layers or experts.
     """
 
     def access(
@@ -62,8 +63,8 @@ class ExpertCache(CacheSlots):
 
         Args:
             ids: integers [tokens, k]; ``scores`` [tokens, k]: their router weights (None: all 1).
-            admit: False: count it and refresh what it finds, but bring in nothing; for passes over whole layers.
-            keep_out: experts that are counted like the others, but not brought in where they are missing.
+            admit: False: count the batch and refresh its hits, but admit nothing; for passes over whole layers.
+            keep_out: experts that are counted like the others, but not admitted if they miss.
 
         Raises:
             ValueError: ids or scores of a wrong kind, shape or range.
@@ -126,7 +127,7 @@ class ExpertCache(CacheSlots):
             self._drain(pool)
 
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
-        """The slot of each missing key, -1 for a bypass. Places are given once all who make room have left."""
+        """Return the slot of each missing key, -1 for a bypass. Slots are assigned after all evictions."""
         if not admit:
             self._pass_by(pool, keys)
             return [-1] * len(keys)
@@ -139,7 +140,7 @@ class ExpertCache(CacheSlots):
         return [next(placed) if there else -1 for there in brought]
 
     def _pass_by(self, pool: Eviction, keys: list[int]) -> None:
-        """Missing keys that do not come."""
+        """Count missing keys that are not admitted."""
         for key in keys:
             pool.note(key)
         self._drain(pool)
@@ -153,8 +154,8 @@ class ExpertCache(CacheSlots):
         self.clock += len(hits) + len(misses)
 
     def _after(self, layer: int, distinct: IntArray) -> None:
-        """What happens once a batch has been served: memory pressure, time, other budgets. None of it takes an expert
-        of the batch."""
+        """Apply memory pressure, time to live and rebalancing after a batch. None of them evicts an expert of the
+        batch."""
         if self.pressure is not None and (surplus := self.pressure.surplus(len(self))):
             self.stats.pressed += self._press(surplus)
         if self._expiry is not None:
@@ -169,18 +170,19 @@ class ExpertCache(CacheSlots):
 
     @property
     def relief(self) -> int:
-        """How many experts `relieve` would make leave now."""
+        """Number of experts that `relieve` would evict now."""
         surplus = 0 if self.pressure is None else self.pressure.beyond_headroom(len(self))
         if not surplus:
             return 0
         residents = np.flatnonzero(self._flat_table >= 0).tolist()
         return min(surplus, sum(not self._is_guarded(key) for key in residents))
 
-    # ---- guesses
+    # ---- predictions
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> Prefetch:
-        """Bring in ``ids`` that are not resident, in that order, as far as there is room: no access, and nobody leaves
-        for it who is leased, pinned, was just used (by the last batch of all, or of this layer) or just prefetched.
+        """Admit those of ``ids`` that are not resident, in that order, as far as slots allow. Not an access: no expert
+        that is leased, pinned, used by the last batch (of any layer or of this one) or just prefetched is evicted for
+        it.
 
         Raises:
             ValueError: an id out of range.
@@ -206,9 +208,9 @@ class ExpertCache(CacheSlots):
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._notify())
 
     def fill(self, keys: ArrayLike) -> IntArray:
-        """Bring in ``keys``, (layer, expert) int [n, 2], the most wanted first, where places are free; nobody leaves
-        for it, and it is no access. They enter as the last to leave, the first of them last of all. Returns
-        who found room with their slots, int64 [m, 3].
+        """Admit ``keys``, (layer, expert) int [n, 2], highest priority first, into free slots only; not an access. They
+        enter at the end of the eviction order, the first key last of all. Return (layer, expert, slot) of the admitted
+        keys, int64 [m, 3].
 
         Raises:
             ValueError: an expert out of range.
@@ -229,8 +231,8 @@ class ExpertCache(CacheSlots):
         return np.array(found, np.int64).reshape(-1, 3)
 
     def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
-        """Now that ``layer`` has been served: bring in what the predictor expects of layers to come, by layer, as
-        `prefetch` does it."""
+        """Prefetch what the predictor expects of coming layers after ``layer`` was served; return (layer, `Prefetch`)
+        pairs of the layers for which something was admitted."""
         if not self.predictor.is_on:
             return []
         predictions = self.predictor.ahead(layer, self._table >= 0)
@@ -243,7 +245,7 @@ class ExpertCache(CacheSlots):
     def of(
         cls, policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int | None = None
     ) -> ExpertCache:
-        """The cache that ``policy`` asks for, on a model whose experts take ``page_bytes`` each.
+        """Return the cache that ``policy`` describes, on a model with experts of ``page_bytes`` each.
 
         Raises:
             ConfigError: a capacity in bytes without ``page_bytes``, or budgets of layers that cannot be met.
@@ -276,8 +278,8 @@ class ExpertCache(CacheSlots):
         )
 
     def expect(self, shares: ArrayLike) -> None:
-        """What a profile says before the first access: the share of a layer's visits that use each expert, [L, E].
-        ``reuse`` goes by it until it has seen enough; no other eviction does.
+        """Set prior use rates from a profile: the share of a layer's visits that use each expert, [L, E]. Only
+        ``reuse`` uses them, until it has observed enough visits.
 
         Raises:
             ValueError: another shape.
@@ -291,8 +293,8 @@ class ExpertCache(CacheSlots):
     # ---- many accesses of one id
 
     def access_each(self, layers: ArrayLike, experts: ArrayLike, scores: ArrayLike | None = None) -> NDArray[np.bool_]:
-        """Exactly one `access` of one id after the other: ``experts`` [n] of ``layers`` [n], with ``scores`` [n]; which
-        of them were hits, bool [n]. `on_evict` hears of all who left at the end, in order.
+        """Equivalent to one `access` per id, in order: ``experts`` [n] of ``layers`` [n], with ``scores`` [n]. Return
+        True for each hit, bool [n]. `on_evict` is called for all evicted experts at the end, in order.
 
         Raises:
             ValueError: shapes that differ, or a layer or expert out of range.
@@ -310,7 +312,7 @@ class ExpertCache(CacheSlots):
                 hit[i] = len(self.access(int(at[i]), which[i : i + 1, None], score).hits)
             return hit
         keys = at * self.num_experts + which
-        # Runs of accesses that meet the same pool.
+        # Runs of consecutive accesses to the same pool.
         cuts = [0, len(at)] if self.per_layer is None else [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(at)]
         for begin, end in pairwise(cuts):
             if begin < end:
@@ -321,7 +323,8 @@ class ExpertCache(CacheSlots):
         return hit
 
     def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
-        """The accesses of `access_each` in one pool: which were hits. Counters are left to the caller."""
+        """Serve the accesses of `access_each` in one pool; return which were hits. Counters are updated by the
+        caller."""
         touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
         counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
         left, left_slots = self._left.append, self._left_slots.append

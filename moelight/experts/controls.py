@@ -1,6 +1,6 @@
-"""What rules can turn on a running cache: its eviction, its room, its predictor, and where the missing are computed.
+"""Controls of a running cache for adaptation rules: eviction, capacity, predictor and schedule mode.
 
-Everything is changed in place: residents, pins, leases, counters and what predictors have learned stay.
+All changes are made in place: residents, pins, leases, counters and learned predictor state are kept.
 """
 
 from __future__ import annotations
@@ -13,39 +13,40 @@ from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import ACTION_KEYS, MODES, Action, Capacity, ExpertPolicy, ScheduleRules
 
 Value = tuple[str, ...] | str | float | int
-PRESSURE_THRESHOLD = 0.9  # of the memory budget, where the policy names none: the language's
+PRESSURE_THRESHOLD = 0.9  # of the memory budget, if the policy gives none: the default of the language
 
 
 class Controls:
-    """The parts of one policy at work, as `adapt.Controlled`. ``schedule`` is what of it is in force now."""
+    """The components of one policy, as `adapt.Controlled`. ``schedule`` holds the current schedule rules."""
 
     def __init__(
         self, policy: ExpertPolicy, cache: ExpertCache, *, page_bytes: int | None = None, most_slots: int | None = None
     ) -> None:
-        """``page_bytes`` of one expert, for capacities in bytes; ``most_slots`` are allocated (None: no limit)."""
+        """``page_bytes``: size of one expert, for capacities in bytes; ``most_slots``: allocated slots (None: no
+        limit)."""
         self.schedule: ScheduleRules = policy.schedule
         self._policy, self._cache = policy, cache
         self._page_bytes, self._most_slots = page_bytes, most_slots
 
     def in_force(self, action: Action) -> bool:
-        """Whether ``action`` sets what is set, or makes room where memory is watched and nobody would leave.
-        Rebalancing always may do something."""
+        """Return True if ``action`` sets the current value, or relieves memory pressure that is watched and would evict
+        nothing. Rebalancing always may change something."""
         if action.kind == "trigger":
             return self._cache.pressure is not None and not self._cache.relief
         return action.kind == "set" and self._now(action.name) == self._meant(action)
 
     def shown(self, action: Action) -> str | None:
-        """What is in force, as the language spells it."""
+        """Return the current value in the syntax of the language."""
         if action.kind != "set":
             return None
         now = self._now(action.name)
         return " | ".join(now) if isinstance(now, tuple) else f"{now}"
 
     def do(self, action: Action) -> None:
-        """Do it.
+        """Execute ``action``.
 
         Raises:
-            ConfigError: it cannot be done; nothing has changed.
+            ConfigError: the action is not possible; nothing has changed.
         """
         if action.kind == "trigger":
             self._press()
@@ -93,14 +94,14 @@ class Controls:
         return values[name]
 
     def _meant(self, action: Action) -> Value | None:
-        """The value of ``action`` as it is in force once it is set: a capacity in slots of all layers together."""
+        """Return the value of ``action`` in the form of `_now`: a capacity is in slots of all layers together."""
         if not isinstance(action.value, Capacity):
             return action.value
         cache = self._cache
         return self._policy.slots_of(action.value, cache.num_layers, cache.num_experts, self._page_bytes)
 
     def _press(self) -> None:
-        """Watch memory from now on, and make room at once as if too much of it were in use."""
+        """Enable memory pressure and evict at once down to the headroom."""
         cache, rules = self._cache, self._policy.cache
         if cache.pressure is None:
             cache.pressure = MemoryPressure(

@@ -1,8 +1,8 @@
-"""Who leaves first: the order among resident experts, one small class a policy.
+"""Eviction policies: the order in which resident experts are evicted.
 
-A key is an integer, ``layer * num_experts + expert``. An eviction knows keys, accesses and scores; it knows nothing of
-slots, layers or statistics, which are the cache's. What leaves goes to its list `Eviction.gone`, which the cache
-empties. Pinned keys are no part of the order; held ones (leased, or of the batch that is being served) are passed over.
+A key is an integer, ``layer * num_experts + expert``. An eviction depends only on keys, accesses and scores; slots,
+layers and statistics belong to the cache. Evicted keys are appended to `Eviction.gone`, which the cache empties. Pinned
+keys are not part of the order; held keys (leased, or of the current batch) are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moelight.experts.policy import FALLBACK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvictionRules:
-    """The numbers evictions go by: ``decay`` of lfu, ``threshold`` and ``window`` (accesses) of frequency_threshold,
+    """Parameters of the evictions: ``decay`` of lfu, ``threshold`` and ``window`` (accesses) of frequency_threshold,
     ``alpha`` of score."""
 
     decay: float = 0.95
@@ -33,12 +33,12 @@ class EvictionRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvictionContext:
-    """What an eviction is built from.
+    """Constructor arguments of an eviction.
 
     Attributes:
-        population: keys that may ever come; who has room for all of them never evicts.
-        frequency: accesses of each key so far, kept by the cache (read by slru alone).
-        future: keys of each batch to come, for belady.
+        population: number of keys that can ever be accessed; a pool with that capacity never evicts.
+        frequency: accesses of each key so far, maintained by the cache (read by slru alone).
+        future: keys of each coming batch, for belady.
         first, experts: the lowest key, and keys of a layer (read by reuse alone).
     """
 
@@ -52,16 +52,16 @@ class EvictionContext:
 
 
 class Eviction(ABC):
-    """The residents of one pool of ``capacity`` places, in the order they would leave."""
+    """The residents of one pool of ``capacity`` slots, in eviction order."""
 
     uses_scores = False
-    # It reads `EvictionContext.frequency`, which the cache must then keep.
+    # True if the policy reads `EvictionContext.frequency`, which the cache must then maintain.
     uses_frequency = False
-    # Who is refused by `admit_all` is refused because all others are held; then everybody behind it is.
+    # True if `admit_all` rejects a key only because all other keys are held; all keys behind it are then rejected too.
     fills_in_order = False
-    # `begin` and `note` do something.
+    # True if `begin` is not a no-op.
     has_begin = False
-    # `visit` does something.
+    # True if `visit` is not a no-op.
     has_visit = False
     has_note = False
 
@@ -74,33 +74,34 @@ class Eviction(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Residents, pinned ones included."""
+        """Number of residents, pinned ones included."""
 
     @property
     def pinnable(self) -> int:
-        """How many keys may be pinned."""
+        """Number of keys that may be pinned."""
         return self.capacity
 
     def begin(self) -> None:  # noqa: B027
-        """An access begins, nothing has been looked up yet."""
+        """Called at the start of an access, before any lookup."""
 
     def visit(self, first: int, used: NDArray[np.bool_]) -> None:  # noqa: B027
-        """After `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts] of it."""
+        """Called after `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts] marks
+        its experts."""
 
     def expect(self, first: int, shares: NDArray[np.float64]) -> None:  # noqa: B027
-        """What somebody knows before the first access, of the layer whose lowest key is ``first``: the share of visits
-        that use each expert, float64 [experts]."""
+        """Set prior use rates of the layer whose lowest key is ``first``: the share of visits that use each expert,
+        float64 [experts]."""
 
     @abstractmethod
     def touch(self, key: int, score: float) -> None:
-        """An access found ``key``."""
+        """Record a hit of ``key``."""
 
     def note(self, key: int) -> None:  # noqa: B027
-        """An access did not find ``key``, and must not bring it in."""
+        """Record a miss of ``key`` without admitting it."""
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        """Bring in ``key``, which is missing; someone may leave for it. False: nobody could, or it is not worth it.
-        ``asked``: because of an access, not as a guess."""
+        """Admit the missing ``key``, evicting another one if necessary. Return False if nothing can be evicted or the
+        key ranks too low. ``asked``: True for an access, False for a prediction."""
         if asked:
             self.note(key)
         if len(self) >= self.capacity and not self.drop():
@@ -109,32 +110,32 @@ class Eviction(ABC):
         return True
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        """`touch` for each of ``keys``, all of them held; what left is in `gone`."""
+        """`touch` each of ``keys``, all of them held; evicted keys are in `gone`."""
         for key, score in zip(keys, scores, strict=True):
             self.touch(key, score)
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
-        """`admit` for each of ``keys``, all of them held, and who was brought in."""
+        """`admit` each of ``keys``, all of them held; return which were admitted."""
         return list(map(self.admit, keys, scores))
 
     def take(self, keys: Iterable[int]) -> None:
-        """Bring in ``keys``, one after the other, that nobody asked for and nobody holds. Who finds no place is in
-        `gone` like those who leave."""
+        """Admit ``keys``, one after the other, that were not accessed and are not held. Rejected keys go to `gone` like
+        evicted ones."""
         for key in keys:
             if not self.admit(key, 1.0, asked=False):
                 self.gone.append(key)
 
     @abstractmethod
     def enter(self, key: int, score: float) -> None:
-        """``key`` takes a free place as the newest."""
+        """Insert ``key`` into a free slot as the newest."""
 
     @abstractmethod
     def drop(self) -> bool:
-        """The next to leave goes to `gone`; False where all are held or pinned."""
+        """Evict the next key into `gone`; return False if all keys are held or pinned."""
 
     @abstractmethod
     def remove(self, key: int) -> None:
-        """``key`` leaves, pinned or not, without a word in `gone`."""
+        """Remove ``key``, pinned or not, without adding it to `gone`."""
 
     def remove_all(self, keys: Iterable[int]) -> None:
         """`remove` for each of ``keys``."""
@@ -143,7 +144,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def pin(self, key: int) -> bool:
-        """Take the resident ``key`` out of the order; False where there is no room for one more pin."""
+        """Take the resident ``key`` out of the order; return False if no further pin is possible."""
 
     @abstractmethod
     def unpin(self, key: int) -> None:
@@ -151,33 +152,33 @@ class Eviction(ABC):
 
     @abstractmethod
     def order(self) -> list[int]:
-        """Unpinned residents, the first to leave first."""
+        """Return the unpinned residents, the next to be evicted first."""
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """Take over residents of another eviction, the first to leave first."""
+        """Take over residents of another eviction, given in eviction order."""
         for key in keys:
             self.enter(key, 1.0)
 
     def hold(self, keys: Container[int]) -> None:
-        """From now on only ``keys`` must not leave."""
+        """Set the keys that may not be evicted to exactly ``keys``."""
         self.held = keys
 
     def flush(self) -> None:  # noqa: B027
-        """Some keys are no longer held."""
+        """Called when some keys are no longer held."""
 
     def resize(self, capacity: int) -> None:
-        """From now on ``capacity`` places; the surplus leaves as far as it can."""
+        """Set the capacity; the surplus is evicted as far as possible."""
         self.capacity = capacity
         while len(self) > capacity and self.drop():
             pass
 
     def retune(self, rules: EvictionRules) -> None:
-        """Other numbers, the same residents."""
+        """Set other parameters; the residents are kept."""
         self.rules = rules
 
 
 class Lru(Eviction):
-    """The one whose last access is longest ago leaves. Unpinned, a key counts as just used."""
+    """Evict the least recently used key. A key that is unpinned counts as just used."""
 
     fills_in_order = True
 
@@ -213,13 +214,13 @@ class Lru(Eviction):
         return [True] * there + [False] * (len(keys) - there)
 
     def take(self, keys: Iterable[int]) -> None:
-        # The newest are last to leave, so that all may enter before anybody does.
+        # The newest keys are evicted last, so all may enter before the first eviction.
         before = len(self._order)
         self._order.update(dict.fromkeys(keys))
         self._leave(min(len(self._order) - before, len(self) - self.capacity))
 
     def _leave(self, wanted: int) -> int:
-        """The next ``wanted`` leave, as far as they are not held; how many did."""
+        """Evict the next ``wanted`` keys that are not held; return how many were evicted."""
         if wanted <= 0:
             return 0
         held, found = self.held, []
@@ -287,10 +288,10 @@ EVICTIONS: Registry[type[Eviction]] = Registry(
 
 
 def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """``"lru"``, ``"lfu | lru"``, ``"fallback"`` or names already apart, as one or two known names.
+    """Return ``"lru"``, ``"lfu | lru"``, ``"fallback"`` or a sequence of names as one or two known names.
 
     Raises:
-        ConfigError: an unknown one, or more than two.
+        ConfigError: an unknown name, or more than two.
     """
     names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
     names = FALLBACK if names == ("fallback",) else names
@@ -302,7 +303,7 @@ def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def make_eviction(names: Sequence[str], setting: EvictionContext) -> Eviction:
-    """One name, or two: what the first gives up the second keeps for a while.
+    """Return the eviction of one name, or of two: the second retains what the first evicts.
 
     Raises:
         ConfigError: an unknown name.

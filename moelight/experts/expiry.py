@@ -1,4 +1,4 @@
-"""What makes experts leave although nobody needs their place: time, and memory that runs short."""
+"""Evictions that no admission causes: time to live and memory pressure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPressure:
-    """From ``threshold`` of ``budget_gb`` on, experts of ``expert_gb`` each leave until ``headroom`` of it is used.
+    """From ``threshold`` of ``budget_gb`` on, experts are evicted until ``headroom`` of the budget is used.
 
-    ``expert_gb`` is of one expert.
+    ``expert_gb`` is the size of one expert.
     """
 
     threshold: float
@@ -20,15 +20,15 @@ class MemoryPressure:
     expert_gb: float = 1.2
 
     def usage(self, residents: int) -> float:
-        """Share of the budget."""
+        """Share of the budget that ``residents`` experts use."""
         return residents * self.expert_gb / self.budget_gb
 
     def surplus(self, residents: int) -> int:
-        """How many of ``residents`` are to leave."""
+        """Number of ``residents`` to evict; 0 below the threshold."""
         return self.beyond_headroom(residents) if self.usage(residents) >= self.threshold else 0
 
     def beyond_headroom(self, residents: int) -> int:
-        """How many of ``residents`` are more than the headroom has room for."""
+        """Number of ``residents`` that exceed the headroom."""
         kept = residents
         while kept and self.usage(kept) > self.headroom:
             kept -= 1
@@ -36,14 +36,15 @@ class MemoryPressure:
 
 
 class Expiry:
-    """Keys by their last access; those who had none for ``ttl`` accesses are due. Costs what is due, no scan."""
+    """Keys by their last access; keys without an access for ``ttl`` accesses are due. The cost is proportional to the
+    due keys; there is no scan."""
 
     def __init__(self, ttl: int) -> None:
         self.ttl = ttl
         self._last: OrderedDict[int, int] = OrderedDict()
 
     def touch(self, keys: Iterable[int], clock: int) -> None:
-        """``keys`` are resident and were accessed, the last of them at access number ``clock``."""
+        """Record an access of the resident ``keys``, the last at access number ``clock``."""
         last = self._last
         for key in keys:
             last[key] = clock
@@ -53,7 +54,7 @@ class Expiry:
         self._last.pop(key, None)
 
     def due(self, clock: int, spared: Callable[[int], bool]) -> list[int]:
-        """Keys whose time is over, the oldest first; those who are ``spared`` are due as soon as they no longer are."""
+        """Return expired keys, the oldest first; a key for which ``spared`` is true is due once it no longer is."""
         found = []
         for key, last in self._last.items():
             if last > clock - self.ttl:

@@ -1,4 +1,4 @@
-"""Experts stay while they make up a share of the last accesses."""
+"""Frequency-threshold eviction: experts are resident while they have a minimum share of the recent accesses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from moelight.experts.scored import Entry, Ranked
 
 
 class FrequencyThreshold(Ranked):
-    """After each access, who has less than ``threshold`` of the last ``window`` accesses leaves; where more are left
-    than have room, the fewest do, of equals the least recent. Who comes has to have that share too.
+    """After each access, keys with less than ``threshold`` of the last ``window`` accesses are evicted. If the
+    remaining keys exceed the capacity, those with the fewest accesses are evicted, ties broken by least recent use. A
+    key needs the same share to be admitted.
 
-    A held key leaves when an access begins and it no longer is, before anything is looked up. Ranks are ``(accesses in
-    the window, moment of the last, key)``; an access changes those of two keys.
+    A held key below the threshold is evicted at the start of the first access at which it is no longer held, before any
+    lookup. Ranks are ``(accesses in the window, moment of the last, key)``; an access changes the ranks of two keys.
     """
 
     has_begin = True
@@ -24,7 +25,7 @@ class FrequencyThreshold(Ranked):
         super().__init__(setting)
         self._last: deque[int] = deque()
         self._counts: dict[int, int] = {}
-        self._need = 0  # the fewest accesses that are the threshold's share
+        self._need = 0  # the fewest accesses that reach the threshold
 
     def begin(self) -> None:
         if self._heap and self._heap[0][0] < self._need:
@@ -35,7 +36,7 @@ class FrequencyThreshold(Ranked):
         self._leave_rare()
 
     def _advance(self, key: int) -> int:
-        """One access more; how many of the window are now of ``key``."""
+        """Record one access; return the accesses of ``key`` in the window."""
         last, counts = self._last, self._counts
         self.number += 1
         last.append(key)
@@ -52,7 +53,7 @@ class FrequencyThreshold(Ranked):
             self._need += 1
 
     def _forget(self, current: int) -> None:
-        """The oldest access leaves the window."""
+        """Remove the oldest access from the window."""
         old = self._last.popleft()
         left = self._counts[old] - 1
         if left:
@@ -63,7 +64,7 @@ class FrequencyThreshold(Ranked):
             self.push((left, self.rank[old][1], old))
 
     def _leave_rare(self) -> None:
-        """All below the threshold leave. A key that was not before its access is not after it."""
+        """Evict all keys below the threshold. A key above it before its own access is also above it afterwards."""
         while (entry := self.lowest()) is not None and entry[0] < self._need:
             self.drop()
 
@@ -96,7 +97,7 @@ class FrequencyThreshold(Ranked):
         self.push((self._counts.get(key, 0), moment, key))
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """As if each had been accessed once."""
+        """Take over residents as if each had been accessed once."""
         for key in keys:
             self._advance(key)
             self.enter(key, 1.0)

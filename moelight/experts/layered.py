@@ -1,4 +1,4 @@
-"""Two evictions, one above the other: what the first gives up, the second keeps for a while."""
+"""Two-level eviction: keys that the first level evicts are demoted to the second."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moelight.experts.eviction import Eviction, EvictionContext, EvictionRules
 
 
 def split(capacity: int) -> tuple[int, int]:
-    """Places of the first and of the second: two thirds and the rest; of one place, all is the first's."""
+    """Slots of the first and the second level: two thirds and the rest; a single slot belongs to the first."""
     first = max(1, 2 * capacity // 3)
     return first, capacity - first
 
 
 class Layered(Eviction):
-    """New keys enter the first; its victims are demoted into the second, a hit there promotes back, and only what the
-    second gives up leaves. Where the first takes nobody (all pinned or held, or not frequent enough), the second does.
-    Both are told of all accesses. Pinned keys are in the first."""
+    """New keys enter the first level; its victims are demoted to the second, a hit there promotes them back, and only
+    victims of the second level are evicted from the cache. If the first level rejects a key (all pinned or held, or not
+    frequent enough), the second admits it. Both levels observe all accesses. Pinned keys are in the first level."""
 
     def __init__(self, setting: EvictionContext, first: Eviction, second: Eviction) -> None:
         super().__init__(setting)
@@ -29,7 +29,8 @@ class Layered(Eviction):
         self.has_begin = first.has_begin or second.has_begin
         self.has_visit = first.has_visit or second.has_visit
         self.has_note = first.has_note or second.has_note
-        # What leaves the second leaves altogether; what leaves the first is in its own list until `_demote`.
+        # Keys that the second level evicts are evicted for good; victims of the first are in its own list until
+        # `_demote`.
         second.gone = self.gone
         self._upper: set[int] = set()
 
@@ -87,14 +88,14 @@ class Layered(Eviction):
 
     @property
     def _in_turn(self) -> bool:
-        """Whether a batch may go through the first as a whole, and then through the second: neither holds more than
-        its share, and the second hears of nothing that the first serves."""
+        """True if a batch may go through the first level as a whole and then through the second: neither exceeds its
+        share, and the second need not observe accesses that the first serves."""
         first, second = self.first, self.second
         fits = len(first) <= first.capacity and len(second) <= second.capacity
         return fits and first.fills_in_order and second.fills_in_order and not second.has_note
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        """First those that the first has, then those of the second."""
+        """Touch the keys of the first level, then those of the second."""
         pairs = list(zip(keys, scores, strict=True))
         upper = self._upper
         here = [pair for pair in pairs if pair[0] in upper]
@@ -140,7 +141,8 @@ class Layered(Eviction):
         return self.second.admit(key, score, asked)
 
     def _is_crowded(self) -> bool:
-        """All is full though one level is not: the other had to keep more than its share when places were taken."""
+        """True if the pool is full but one level is not: the other kept more than its share when the capacity
+        shrank."""
         first, second = len(self.first), len(self.second)
         return first + second >= self.capacity and (first < self.first.capacity or second < self.second.capacity)
 
@@ -183,7 +185,7 @@ class Layered(Eviction):
         return [*self.second.order(), *self.first.order()]
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """The last to leave go to the first, as many as have room there beside its pins."""
+        """Take over residents; the last to be evicted enter the first level, as many as fit beside its pins."""
         keys = list(keys)
         cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
         self.second.adopt(keys[:cut])

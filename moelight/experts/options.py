@@ -1,4 +1,4 @@
-"""What a user may want of the residency of experts, beyond the plan."""
+"""User options for the residency of experts, beyond the plan."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from moelight.experts.policy import ExpertPolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertOptions:
-    """What the user wants of the experts' residency.
+    """User options for the residency of experts.
 
     Attributes:
-        policy: which experts stay; None: the default policy.
-        learn: False: those stay that the plan placed near, and nothing is fetched ahead.
-        profile: a file of counts to begin with, which must be of this model; wins over the policy's own.
-        record: count who is chosen in every pass, also where nobody needs to know.
-        trace: a file that gets a row for each choice.
-        plain: as a system does that has a cache and nothing else, to measure against: every pass that one micro-batch
-            could carry goes through the cache, prompts too, and nothing of the ring is found again.
+        policy: the expert policy; None: the default policy.
+        learn: False: the experts that the plan placed in the fast tier remain resident, and nothing is prefetched.
+        profile: file of counts to start from, recorded on this model; overrides the profile of the policy.
+        record: count the routed experts of every pass, including passes that do not need the counts.
+        trace: file that receives one row per routing decision.
+        plain: baseline of a system with a cache and nothing else: every pass that fits one micro-batch goes through the
+            cache, prompts too, and pages in the ring are not reused.
     """
 
     policy: ExpertPolicy | None = None
@@ -31,5 +31,5 @@ class ExpertOptions:
 
     @property
     def watches(self) -> bool:
-        """Whether choices must be looked at that no pass depends on."""
+        """True if routing must be recorded even where no pass depends on it."""
         return self.record or self.trace is not None

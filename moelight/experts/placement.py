@@ -1,6 +1,7 @@
-"""Where the missing experts of one layer are computed: fetched first, or where their pages lie.
+"""Placement of the missing experts of one layer: transferred first, or computed where the pages are stored.
 
-Pure arithmetic over arrays. What a fetch and a product cost is the caller's to say, from the ledger (``hrm``).
+Pure arithmetic over arrays; the caller supplies the seconds of a transfer and of a computation, from the ledger
+(``hrm``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from moelight.experts.predict import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MissPlacement:
-    """Places in the array of missing experts.
+    """Indices into the array of missing experts.
 
     Attributes:
-        fetched: int64, in the order in which they are fetched.
-        computed: int64, computed where they lie; the busiest first.
-        link_s: until the last fetch has arrived. cpu_s: until the last of the others is computed.
+        fetched: int64, experts to transfer, in order of transfer.
+        computed: int64, experts computed where they are stored; most tokens first.
+        link_s: seconds until the last transfer has arrived.
+        cpu_s: seconds until the last of the other experts is computed.
     """
 
     fetched: Ints
@@ -31,13 +33,13 @@ class MissPlacement:
 
     @property
     def seconds(self) -> float:
-        """Until the layer can go on: both at once."""
+        """Seconds until the layer can continue; transfers and computation overlap."""
         return max(self.link_s, self.cpu_s)
 
 
 def fetch_order(tokens: Ints, *, priority_routing: bool) -> Ints:
-    """Places of missing experts in the order in which to fetch them: as they stand, or those with the most ``tokens``
-    [n] first (equal ones as they stand), so that most work can begin soonest."""
+    """Return the transfer order of missing experts: as given, or by descending ``tokens`` [n] (ties as given), so that
+    most work can begin soonest."""
     return np.argsort(-tokens, kind="stable") if priority_routing else np.arange(len(tokens))
 
 
@@ -51,20 +53,20 @@ def place_misses(
     offload_threshold_s: float = 0.0,
     priority_routing: bool = False,
 ) -> MissPlacement:
-    """Fetch each of the missing experts, or compute it where it lies.
+    """Choose for each missing expert to transfer it or to compute it where it is stored.
 
-    ``hybrid`` takes least time of all subsets: fetches cost the same each, so whichever number of them is fetched, it
-    is those that are dearest to compute, and one pass over the n + 1 splits finds the best. Of equally fast ones it
-    takes the one with the most fetches, because what was fetched may stay.
+    ``hybrid`` takes the least time over all subsets. Transfers cost the same each, so for any number of transfers the
+    experts with the highest computation cost are transferred, and one pass over the n + 1 splits finds the best. Of
+    equally fast splits it takes the one with the most transfers, because transferred pages may become resident.
 
     Args:
-        tokens: int64 [n], of each missing expert.
-        fetch_s: seconds of one page over the link or from the disk; one after the other.
-        cpu_s: float64 [n], seconds to compute each for its tokens where it lies; one after the other.
-        fixed_s: seconds that hidden states take there and back, once, if anything is computed there.
-        mode: ``gpu_only`` fetches all, ``cpu_fallback`` none.
-        offload_threshold_s: in ``hybrid``, fetches that take no longer are never avoided.
-        priority_routing: the order of fetches, as in `fetch_order`.
+        tokens: int64 [n], tokens of each missing expert.
+        fetch_s: seconds of one page over the link or from the disk; pages are transferred one after the other.
+        cpu_s: float64 [n], seconds to compute each expert where it is stored; experts are computed one after the other.
+        fixed_s: seconds that the hidden states take to the CPU and back, once, if anything is computed there.
+        mode: ``gpu_only`` transfers all, ``cpu_fallback`` none.
+        offload_threshold_s: in ``hybrid``, transfers that take no longer are never avoided.
+        priority_routing: the order of transfers, as in `fetch_order`.
 
     Raises:
         ConfigError: an unknown mode.
@@ -92,7 +94,7 @@ def place_misses(
 
 
 def _best_split(descending_s: Floats, fetch_s: float, fixed_s: float) -> int:
-    """How many of the dearest are fetched, [0, n]."""
+    """Return how many of the most expensive experts to transfer, in [0, n]."""
     n = len(descending_s)
     computing = np.zeros(n + 1)
     computing[:n] = fixed_s + np.cumsum(descending_s[::-1])[::-1]

@@ -1,7 +1,7 @@
-"""An expert policy as a value: which experts stay, which are fetched ahead, where a missing one is computed.
+"""Expert policy as a value: cache, prefetch and placement rules of experts.
 
-The fields are those of the ``.moe`` language; ``lang`` turns text into these objects and back. Values are within the
-language's rules when they come from there; whoever builds them by hand may ask `lang.builder.check_expert_policy`.
+The fields are those of the ``.moe`` language; ``lang`` parses text into these objects and formats them. Values that
+``lang`` parses satisfy the rules of the language; `lang.builder.check_expert_policy` checks values built otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
 
 EVICTIONS = ("lru", "lfu", "slru", "score", "frequency_threshold", "reuse")
-# `fallback` is the language's word for lfu | lru.
+# `fallback` is a keyword of the language for lfu | lru.
 FALLBACK = ("lfu", "lru")
 STRATEGIES = ("none", "affinity", "history", "lookahead", "previous", "frequency", "next_router")
 MODES = ("gpu_only", "cpu_fallback", "hybrid")
@@ -23,16 +23,16 @@ CAPACITY_UNITS = ("slots", "percent", "bytes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """How many experts have room: ``value`` slots, percent of all experts, or bytes."""
+    """Cache capacity: ``value`` slots, percent of all experts, or bytes."""
 
     value: float
     unit: str = "slots"
 
     def slots(self, experts: int, page_bytes: int | None) -> int:
-        """Of a model of ``experts`` experts in all, each of ``page_bytes``; at most all of them.
+        """Return the capacity in slots, at most ``experts``, for a model of ``experts`` experts of ``page_bytes`` each.
 
         Raises:
-            ConfigError: bytes are asked for and nobody said how large an expert is, or not one fits.
+            ConfigError: a capacity in bytes without ``page_bytes``, or smaller than one expert.
         """
         if self.unit == "slots":
             return min(int(self.value), experts)
@@ -56,15 +56,16 @@ class CacheRules:
     """Block ``cache``.
 
     Attributes:
-        eviction: one of `EVICTIONS`, or two: what the first gives up, the second keeps for a while.
-        pin: experts that never leave, in every layer, as far as there is room.
-        frequency_decay, freq_threshold, freq_window, score_ema_alpha: what ``lfu``, ``frequency_threshold`` and
-            ``score`` go by.
-        memory_threshold, memory_headroom: shares of ``memory_budget_gb``; above the first, experts leave until the
-            second (None: never). ``expert_size_gb``: of one expert, for this alone.
-        ttl: accesses after which an expert that nobody asked for leaves (None: never).
-        warm_pin: accesses after which the busiest residents are pinned (None: never).
-        profile: a file of counts to begin with.
+        eviction: one of `EVICTIONS`, or two: the second retains what the first evicts.
+        pin: experts that are never evicted, in every layer, as far as they fit.
+        frequency_decay, freq_threshold, freq_window, score_ema_alpha: parameters of ``lfu``, ``frequency_threshold``
+            and ``score``.
+        memory_threshold, memory_headroom: shares of ``memory_budget_gb``; above the first, experts are evicted down to
+            the second (None: never).
+        expert_size_gb: size of one expert, used for memory pressure alone.
+        ttl: accesses after which an expert without an access is evicted (None: never).
+        warm_pin: accesses after which the most used residents are pinned (None: never).
+        profile: file of counts to start from.
     """
 
     capacity: Capacity
@@ -85,7 +86,7 @@ class CacheRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchRules:
-    """Block ``prefetch``: ``strategy`` guesses at most ``budget`` experts of a layer to come."""
+    """Block ``prefetch``: ``strategy`` predicts at most ``budget`` experts of a coming layer."""
 
     strategy: str = "none"
     lookahead: int = 1
@@ -96,8 +97,8 @@ class PrefetchRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRules:
-    """Block ``schedule``: where a missing expert is computed. ``offload_threshold_ms``: in ``hybrid``, fetches that
-    take longer may be computed where the expert lies, if that is estimated to be sooner."""
+    """Block ``schedule``: where a missing expert is computed. ``offload_threshold_ms``: in ``hybrid``, an expert whose
+    transfer takes longer may be computed where it is stored, if that is estimated to be faster."""
 
     mode: str = "gpu_only"
     offload_threshold_ms: float = 50.0
@@ -107,7 +108,7 @@ class ScheduleRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorRules:
-    """Block ``monitor``: figures over the last ``window`` accesses, noted every ``log_interval`` accesses."""
+    """Block ``monitor``: metrics over the last ``window`` accesses, noted every ``log_interval`` accesses."""
 
     metrics: tuple[str, ...] = ("hit_rate",)
     window: int = 100
@@ -116,7 +117,7 @@ class MonitorRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerLayerRules:
-    """Block ``per_layer``: every layer has a budget of its own; together ``total_budget`` slots (None: layers x
+    """Block ``per_layer``: every layer has a budget of its own, together ``total_budget`` slots (None: layers x
     ``cache.capacity``)."""
 
     allocation: str = "entropy"
@@ -129,9 +130,10 @@ class PerLayerRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What a rule does: ``set`` a key to ``value``, ``trigger`` something, or ``rebalance`` the layers' budgets.
+    """Action of a rule: ``set`` a key to ``value``, ``trigger`` an event, or ``rebalance`` the budgets of the layers.
 
-    ``value`` is a `Capacity` for ``capacity``, the tuple of `CacheRules` for ``eviction``, a word or a number else.
+    ``value`` is a `Capacity` for ``capacity``, the tuple of `CacheRules` for ``eviction``, otherwise a word or a
+    number.
     """
 
     kind: str
@@ -146,8 +148,9 @@ OPERATORS = ("<", ">", "<=", ">=", "!=")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptRule:
-    """``when metric op threshold for accesses``: once the condition has held over so many accesses in a row, do
-    ``action``, and not again before ``cooldown`` accesses. ``conditional``: written as ``key = A : B when ...``."""
+    """``when metric op threshold for accesses``: once the condition has held for that many consecutive accesses,
+    execute ``action``, and not again before ``cooldown`` accesses. ``conditional``: written as
+    ``key = A : B when ...``."""
 
     metric: str
     op: str
@@ -171,7 +174,7 @@ class ExpertPolicy:
     adapt: tuple[AdaptRule, ...] = ()
 
     def slots(self, num_layers: int, num_experts: int, page_bytes: int | None = None) -> int:
-        """Experts that have room at once, all layers together, on a model of ``num_layers`` layers with experts.
+        """Return the total capacity in slots, all layers together, on a model with ``num_layers`` MoE layers.
 
         Raises:
             ConfigError: as `Capacity.slots`.
@@ -182,13 +185,13 @@ class ExpertPolicy:
         return self.slots_of(self.cache.capacity, num_layers, num_experts, page_bytes)
 
     def slots_of(self, capacity: Capacity, num_layers: int, num_experts: int, page_bytes: int | None = None) -> int:
-        """The same once a rule has set ``capacity``: of the cache that all layers share, or of each layer's."""
+        """Return the same for another ``capacity``, of the shared cache or of each layer, as a rule sets it."""
         if self.per_layer is None:
             return capacity.slots(num_layers * num_experts, page_bytes)
         return num_layers * capacity.slots(num_experts, page_bytes)
 
 
-# What an engine goes by where nobody says otherwise; the reasons are in docs/guides/expert-policies.md.
+# Default policy of an engine; the reasons are in docs/guides/expert-policies.md.
 DEFAULT_POLICY = ExpertPolicy(
     name="default",
     cache=CacheRules(capacity=Capacity(value=25.0, unit="percent"), eviction=("reuse",)),

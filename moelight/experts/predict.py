@@ -1,7 +1,8 @@
-"""Which experts come next: guesses about layers to come, learned from what earlier batches chose.
+"""Predictors of the experts of coming layers, learned from the routing of earlier batches.
 
-Knows keys and counters of whole batches; refuses to know pages and devices. A guess never changes a result.
-Layers are numbered 0..L-1 in the order in which a pass visits them; behind the last comes the first of the next pass.
+Works on keys and counters of whole batches; does not depend on pages or devices. A prediction never changes a result.
+Layers are numbered 0..L-1 in the order in which a pass visits them; the last layer is followed by the first layer of
+the next pass.
 """
 
 from __future__ import annotations
@@ -20,61 +21,62 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
 
-FREQUENCY_DECAY = 0.98  # a batch is half forgotten after 34 more of its layer: some sentences at batch 1
-AFFINITY_DECAY = 0.99  # and a transition after 69 more of its expert: a row of the matrix needs more to be learned
+FREQUENCY_DECAY = 0.98  # a batch has half its weight after 34 more of its layer: some sentences at batch 1
+AFFINITY_DECAY = 0.99  # a transition has half its weight after 69 more of its expert: a matrix row needs more samples
 _NOTHING: Ints = np.zeros(0, dtype=np.int64)
 
 
 class Predictor(Protocol):
-    """What all predictors can do.
+    """Interface of all predictors.
 
-    ``steps`` is the number of layers ahead that it is worth asking about.
+    ``steps`` is the number of coming layers that the predictor can predict.
     """
 
     steps: int
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        """A batch chose the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with the summed
-        router weights ``mass`` [n] (None: nobody knows them, tokens count)."""
+        """Record a batch: it chose the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with
+        the summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
 
     def predict(self, layer: int, budget: int) -> Ints:
-        """At most ``budget`` distinct experts [<= budget] that the next batch of ``layer`` may choose, the likeliest
-        first; equally likely ones by id."""
+        """Return at most ``budget`` distinct experts that the next batch of ``layer`` may choose, the likeliest first,
+        ties by id."""
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """Somebody computed ``layer``'s router ahead of time: it would choose ``ids`` [n] with weights ``mass`` [n]."""
+        """Record an early evaluation of the router of ``layer``: it would choose ``ids`` [n] with weights ``mass``
+        [n]."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything learned."""
 
 
 def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
-    """The at most ``budget`` places of ``scores`` [E] that are above zero, the highest first, equal ones by place."""
+    """Return the indices of at most ``budget`` positive ``scores`` [E], the highest first, ties by index."""
     order = np.argsort(-scores, kind="stable")[: max(0, budget)]
     return order[scores[order] > 0]
 
 
 class NoPredictor:
-    """Guesses nothing: strategy ``none``."""
+    """Predicts nothing: strategy ``none``."""
 
     steps = 1
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        """Nothing is learned."""
+        """Do nothing."""
 
     def predict(self, layer: int, budget: int) -> Ints:  # noqa: ARG002
-        """No expert."""
+        """Return no expert."""
         return _NOTHING
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """Nothing is learned."""
+        """Do nothing."""
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
 
 class PreviousPredictor(NoPredictor):
-    """What a layer's last batch chose, by router weight; it will choose so again."""
+    """Predicts the choice of the layer's last batch, by router weight."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._mass = np.zeros((num_layers, num_experts))
@@ -92,7 +94,8 @@ class PreviousPredictor(NoPredictor):
 
 
 class FrequencyPredictor(NoPredictor):
-    """What a layer chooses most: the share of tokens of each expert, averaged over batches with ``decay`` a batch."""
+    """Predicts the most frequent experts: the share of tokens of each expert, averaged over batches with ``decay`` per
+    batch."""
 
     def __init__(self, num_layers: int, num_experts: int, *, decay: float = FREQUENCY_DECAY) -> None:
         self._decay = decay
@@ -112,7 +115,8 @@ class FrequencyPredictor(NoPredictor):
 
 
 class HistoryPredictor(NoPredictor):
-    """What most of a layer's last ``window`` batches chose; with ``steps`` above 1, ``lookahead``."""
+    """Predicts the experts that most of a layer's last ``window`` batches chose; with ``steps`` above 1, strategy
+    ``lookahead``."""
 
     def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
         self.steps = steps
@@ -138,19 +142,19 @@ class HistoryPredictor(NoPredictor):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransitionPredictor:
-    """What `AffinityPredictor` has learned: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
+    """Learned state of an `AffinityPredictor`: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
 
     matrix: Matrix
     times: Ints
 
 
 class AffinityPredictor(NoPredictor):
-    """How likely an expert is after one of the layer before, learned as batches go by.
+    """Predicts experts from the choice of the layer before, by learned transition probabilities.
 
-    ``matrix`` [L, E, E] float32: P(j in the layer behind l | i in l). Each time i is chosen in l and the layer behind
-    it is observed next, its row goes towards what was chosen there, by 1 / times at first (so that it is the exact
-    share), by 1 - ``decay`` later. ``times`` [L, E] int64: how often that was. A batch that chose more than half of the
-    experts teaches nothing: there, everything follows everything.
+    ``matrix`` [L, E, E] float32: P(j in the layer after l | i in l). Each time i is chosen in l and the layer after l
+    is observed next, the row of i moves towards the choice of that layer, by 1 / times at first (so that the row is the
+    exact share), by 1 - ``decay`` later. ``times`` [L, E] int64: number of updates of each row. A batch that chose more
+    than half of the experts is ignored, since there every expert follows every other one.
     """
 
     def __init__(
@@ -163,10 +167,10 @@ class AffinityPredictor(NoPredictor):
         self._last: _ChosenPredictor | None = None
 
     def learned(self, transitions: TransitionPredictor) -> None:
-        """Go on from ``transitions``, of a saved profile.
+        """Continue from ``transitions`` of a saved profile.
 
         Raises:
-            ConfigError: they are of another model.
+            ConfigError: the transitions are of another model.
         """
         matrix, times = transitions.matrix, transitions.times
         if matrix.shape != self.matrix.shape or times.shape != self.times.shape:
@@ -189,8 +193,8 @@ class AffinityPredictor(NoPredictor):
         )
 
     def predict(self, layer: int, budget: int) -> Ints:
-        """Experts that follow at least one of those just chosen in the layer before with at least the threshold; in
-        order of the router weight that they follow."""
+        """Return experts that follow at least one expert of the layer before with at least the threshold probability,
+        ordered by the router weight of the experts that they follow."""
         last = self._before(layer)
         if last is None:
             return _NOTHING
@@ -199,7 +203,7 @@ class AffinityPredictor(NoPredictor):
         return likeliest(scores, budget)
 
     def _before(self, layer: int) -> _ChosenPredictor | None:
-        """The batch of the layer before ``layer``, if it was the last one and chose anything."""
+        """Return the batch of the layer before ``layer`` if it was the last batch and chose an expert."""
         last = self._last
         return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
 
@@ -210,7 +214,7 @@ class AffinityPredictor(NoPredictor):
 
 
 class _ChosenPredictor(NamedTuple):
-    """One batch: ``mass`` of its ``ids``, and what is known to follow each, ``rows`` [n, E]."""
+    """One batch: the ``mass`` of its ``ids``, and the transition row of each id, ``rows`` [n, E]."""
 
     layer: int
     ids: Ints
@@ -219,9 +223,8 @@ class _ChosenPredictor(NamedTuple):
 
 
 class NextRouterPredictor(NoPredictor):
-    """What the layer's own router said of the hidden state of the layer before: only somebody above the waterline can
-    compute that, and gives it as a `hint`, of those that are sure enough to be worth a page. A hint is good for one
-    batch."""
+    """Predicts by the layer's own router, applied to the hidden state of the layer before. The caller evaluates the
+    router and passes the sufficiently certain experts as a `hint`, which is valid for one batch."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._mass = np.zeros((num_layers, num_experts))
@@ -242,10 +245,10 @@ class NextRouterPredictor(NoPredictor):
 
 
 def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> Predictor:
-    """The predictor that ``rules`` name, with nothing learned.
+    """Return a new predictor for ``rules``.
 
     Raises:
-        ConfigError: an unknown strategy; names the nearest.
+        ConfigError: an unknown strategy; the message suggests the nearest name.
     """
     shape = num_layers, num_experts
     makers: dict[str, Callable[[], Predictor]] = {

@@ -1,6 +1,6 @@
-"""Who is asked for guesses, how many are acted on, and what they were worth.
+"""Prefetch budget and the quality of predictions, over the predictors.
 
-Knows predictors and their quality; what is done about a guess is the pager's business.
+Returns the predicted experts; the caller transfers them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Quality:
-    """What one predictor's guesses were worth.
+    """Counters of one predictor's predictions.
 
     Attributes:
-        issued: guesses, each (layer, expert) once between two visits of its layer, however often it was repeated.
-        useful: of those, the ones that the layer's next visit chose. ``unused``: the ones that it did not.
-        used: experts that visits chose, guessed or not.
-        late: useful guesses that were not there in time; stall_removed_s: seconds that nobody waited thanks to those
-            that were. The pager adds to both.
+        issued: predictions; each (layer, expert) counts once between two visits of its layer, however often it is
+            repeated.
+        useful: issued predictions that the next visit of the layer chose.
+        unused: issued predictions that the next visit of the layer did not choose.
+        used: experts that visits chose, predicted or not.
+        late: useful predictions whose transfer was not complete in time; counted by the pager.
+        stall_removed_s: seconds of stall avoided by predictions that were in time; counted by the pager.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -34,13 +36,13 @@ class Quality:
         self._pending = np.zeros((num_layers, num_experts), dtype=np.bool_)
 
     def guessed(self, layer: int, ids: Ints) -> None:
-        """``ids`` of ``layer`` were predicted."""
+        """Record the prediction of ``ids`` of ``layer``."""
         row = self._pending[layer]
         self.issued += len(ids) - int(np.count_nonzero(row[ids]))
         row[ids] = True
 
     def visited(self, layer: int, ids: Ints) -> None:
-        """A batch chose the distinct ``ids`` of ``layer``: guesses about this visit are settled."""
+        """Record a batch that chose the distinct ``ids`` of ``layer``, and resolve the predictions for this visit."""
         row = self._pending[layer]
         useful = int(np.count_nonzero(row[ids]))
         self.used += len(ids)
@@ -50,17 +52,17 @@ class Quality:
 
     @property
     def precision(self) -> float:
-        """Of the guesses that are settled, the share that was right; 0 before any."""
+        """Share of the resolved predictions that were useful; 0 before any."""
         settled = self.useful + self.unused
         return self.useful / settled if settled else 0.0
 
     @property
     def recall(self) -> float:
-        """Of the experts that were chosen, the share that was guessed; 0 before any."""
+        """Share of the chosen experts that were predicted; 0 before any."""
         return self.useful / self.used if self.used else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the counters for JSON."""
         return {
             "issued": self.issued,
             "useful": self.useful,
@@ -74,8 +76,8 @@ class Quality:
 
 
 class Prefetcher:
-    """The predictor in force and its budget. Another one may take over at any time: what the first has learned, and
-    its figures, are kept for its return."""
+    """The current predictor and its budget. The predictor can be exchanged at any time; the state and counters of the
+    previous one are kept for later use."""
 
     def __init__(self, rules: PrefetchRules, *, num_layers: int, num_experts: int) -> None:
         self.rules = rules
@@ -86,10 +88,10 @@ class Prefetcher:
         self.use(rules.strategy)
 
     def use(self, strategy: str) -> None:
-        """Ask ``strategy`` from now on.
+        """Make ``strategy`` the current predictor.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: an unknown strategy.
         """
         rules = replace(self.rules, strategy=strategy)
         shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
@@ -101,42 +103,42 @@ class Prefetcher:
         self.rules = rules
 
     def know(self, transitions: TransitionPredictor) -> None:
-        """What ``affinity`` goes on from, whenever it is used for the first time.
+        """Set the transitions with which ``affinity`` starts, now or at its first use.
 
         Raises:
-            ConfigError: it is of another model.
+            ConfigError: the transitions are of another model.
         """
         self._known = transitions
         if (found := self.affinity) is not None:
             found.learned(transitions)
 
     def allow(self, budget: int) -> None:
-        """Fetch at most ``budget`` guesses a layer from now on."""
+        """Set the ``budget`` of prefetched experts per layer."""
         self.rules = replace(self.rules, budget=budget)
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody is asked."""
+        """True if the strategy is not ``none``."""
         return self.rules.strategy != "none"
 
     @property
     def predictor(self) -> Predictor:
-        """The one in force."""
+        """The current predictor."""
         return self._predictors[self.rules.strategy]
 
     @property
     def quality(self) -> Quality:
-        """Of the one in force."""
+        """Counters of the current predictor."""
         return self.qualities[self.rules.strategy]
 
     @property
     def affinity(self) -> AffinityPredictor | None:
-        """What is worth saving, if there is any."""
+        """The affinity predictor, whose transitions can be saved; None if it was never used."""
         found = self._predictors.get("affinity")
         return found if isinstance(found, AffinityPredictor) else None
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None = None) -> None:
-        """As `Predictor.observe`; settles the guesses about this visit first."""
+        """Resolve the predictions for this visit, then observe the batch as `Predictor.observe`."""
         if self.is_on:
             self.quality.visited(layer, ids)
             self.predictor.observe(layer, ids, counts, mass)
@@ -146,11 +148,11 @@ class Prefetcher:
         self.predictor.hint(layer, ids, mass)
 
     def ahead(self, layer: int, resident: Mask | None = None) -> Iterator[tuple[int, Ints]]:
-        """``(layer to come, experts)`` worth fetching now that ``layer`` has chosen, the most urgent first.
+        """Yield ``(coming layer, experts)`` to prefetch after ``layer`` has routed, the most urgent first.
 
-        The budget is spent on the next layer; what of it is left, because too few come to mind, goes to the layers
-        behind it that the predictor looks at. Experts that are there already (``fast_tier`` [L, E]) cost nothing of it; they
-        count as guesses as far as they are likelier than one that is worth fetching.
+        The budget is spent on the next layer; the unused part goes to the layers after it, up to the steps of the
+        predictor. Experts that are already in the fast tier (``resident`` [L, E]) cost no budget; they count as
+        predictions if they are likelier than an expert to prefetch.
         """
         left = self.rules.budget
         for step in range(1, self.predictor.steps + 1):

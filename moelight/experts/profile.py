@@ -1,6 +1,6 @@
-"""How often each expert of each layer was chosen: counted as a job runs, kept in a file, merged, compared.
+"""Activation profiles: how often each expert of each layer was chosen; counting, merging and comparing.
 
-Knows keys and counts; which model they belong to is a fingerprint of plain values that the caller gives.
+Works on keys and counts; a fingerprint of plain values, given by the caller, identifies the model.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from moelight.core.errors import ConfigError
 from moelight.experts.predict import Floats, Ints, TransitionPredictor, likeliest
 
 Facts = Mapping[str, str | int | float | bool | None]
-_OLD = 256.0  # half-lives after which counts are written down in units of today, far from the end of float64
+_OLD = 256.0  # half-lives after which counts are rescaled to current units, far below float64 overflow
 
 
 def facts_of_model(
     *, model_type: str, moe_layers: int, num_experts: int, top_k: int | None, expert_numbers: int
 ) -> Facts:
-    """What tells a model from others, told alike by its configuration and by its modules: its type, its layers with
-    experts, experts of each, experts of a token and the numbers in an expert. Not its dtype, nor what it was trained
-    on."""
+    """Return the values that identify a model, equal whether read from its configuration or its modules: type, MoE
+    layers, experts per layer, experts per token and numbers in an expert. The dtype and the training data are not
+    included."""
     return {
         "type": model_type,
         "moe_layers": moe_layers,
@@ -35,17 +35,18 @@ def facts_of_model(
 
 
 def fingerprint_of(model: Facts) -> str:
-    """A name for a model by its plain values (type, layers, experts, top_k, sizes), whatever their order."""
+    """Return the fingerprint of a model's plain values (type, layers, experts, top_k, sizes), independent of their
+    order."""
     return hashlib.sha256(json.dumps(dict(model), sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distance:
-    """How far two profiles are apart, layer by layer.
+    """Distance of two profiles, per layer.
 
     Attributes:
-        total_variation: [L], half the sum of differences of shares: 0 the same, 1 nothing in common.
-        overlap: [L], the share of the ``top`` busiest experts that both have.
+        total_variation: [L], half the sum of the differences of shares: 0 for equal, 1 for disjoint profiles.
+        overlap: [L], the share of the ``top`` most used experts that both profiles have.
     """
 
     top: int
@@ -54,10 +55,10 @@ class Distance:
 
 
 class ActivationProfile:
-    """Tokens that chose each expert of each layer, [L, E] float64, as a half-life leaves them.
+    """Tokens that chose each expert of each layer, [L, E] float64, with exponential decay by a half-life.
 
-    An access is one distinct expert of one batch; after ``half_life`` of them, what was counted before weighs half
-    (None: nothing is ever forgotten, and counts are whole).
+    An access is one distinct expert of one batch; after ``half_life`` accesses, earlier counts have half their weight
+    (None: no decay, and counts are integers).
     """
 
     def __init__(self, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None) -> None:
@@ -67,22 +68,22 @@ class ActivationProfile:
         self.num_layers, self.num_experts, self.half_life = num_layers, num_experts, half_life
         self.accesses = 0
         self.transitions: TransitionPredictor | None = None
-        # Counts in units of the day that ages count from: a token now weighs 2^age of them.
+        # Counts in units of the time at which the age was 0: a token counts 2^age units now.
         self._counts = np.zeros((num_layers, num_experts))
         self._age = 0.0
 
     @property
     def fingerprint(self) -> str:
-        """Of the model that was counted."""
+        """Fingerprint of the counted model."""
         return fingerprint_of(self.model)
 
     @property
     def counts(self) -> Floats:
-        """[L, E], in tokens of now; a copy."""
+        """[L, E], in tokens of the current weight; a copy."""
         return np.asarray(self._counts * 2.0**-self._age)
 
     def record(self, layer: int, ids: Ints, counts: Ints) -> None:
-        """A batch chose the distinct ``ids`` [n] of ``layer`` for ``counts`` [n] tokens each."""
+        """Count a batch that chose the distinct ``ids`` [n] of ``layer`` for ``counts`` [n] tokens each."""
         self.accesses += len(ids)
         if self.half_life is None:
             self._counts[layer, ids] += counts
@@ -93,23 +94,24 @@ class ActivationProfile:
         self._counts[layer, ids] += counts * 2.0**self._age
 
     def add(self, counts: Floats | Ints, accesses: int) -> None:
-        """Add ``counts`` [L, E] of as many ``accesses`` that somebody else counted, without ageing anything."""
+        """Add ``counts`` [L, E] of ``accesses`` from another profile, without decay."""
         self._counts += counts * 2.0**self._age
         self.accesses += accesses
 
     def layer_counts(self) -> Floats:
-        """Tokens x top_k of each layer, [L]."""
+        """Return tokens x top_k of each layer, [L]."""
         return np.asarray(self.counts.sum(axis=1))
 
     def top_experts(self, layer: int, n: int) -> Ints:
-        """The at most ``n`` busiest of ``layer`` that were chosen at all, the busiest first, equal ones by id."""
+        """Return at most ``n`` most used experts of ``layer`` with a positive count, the most used first, ties by
+        id."""
         return likeliest(self._counts[layer], n)
 
     def residents(self, capacity: int | Ints) -> Ints:
-        """What to begin with: ``(layer, expert)`` [<= capacity, 2], the most wanted first.
+        """Return the initial residents: ``(layer, expert)`` [<= capacity, 2], highest priority first.
 
         Args:
-            capacity: slots that all layers share, filled rank by rank: each layer's busiest expert before any layer's
+            capacity: slots that all layers share, filled rank by rank: each layer's most used expert before any layer's
                 second, within a rank by count. Or slots of each layer, [L].
         """
         order = np.argsort(-self._counts, axis=1, kind="stable")
@@ -122,9 +124,10 @@ class ActivationProfile:
         return found[by_want][: capacity if isinstance(capacity, int) else None]
 
     def distance(self, other: ActivationProfile, top: int) -> Distance:
-        """To ``other``, of a model of the same shape; with the ``top`` busiest experts of each layer compared.
+        """Return the distance to ``other``, of a model of the same shape, comparing the ``top`` most used experts of
+        each layer.
 
-        A layer that nobody counted is as far from one that was as can be, and at no distance from another such.
+        A layer without counts has distance 1 from a layer with counts, and distance 0 from another layer without.
         """
         _same_shape(self, other)
         mine, others = _shares(self.counts), _shares(other.counts)
@@ -139,10 +142,10 @@ class ActivationProfile:
 
 
 def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
-    """All counts of ``profiles`` added up; transitions weighted by how often each was seen.
+    """Return the sum of the counts of ``profiles``; transitions are averaged, weighted by their number of observations.
 
     Raises:
-        ConfigError: there is none, or two are of different models.
+        ConfigError: no profile, or profiles of different models.
     """
     if not profiles:
         raise ConfigError("no expert profile to merge; give at least one")
@@ -160,7 +163,8 @@ def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
 
 
 def differing(here: Facts, there: Facts) -> str:
-    """``" (hidden_size 64 and 128)"``: the first values in which two models differ, if they do."""
+    """Return the first values in which two models differ, such as ``" (hidden_size 64 and 128)"``, or an empty
+    string."""
     keys = [key for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
     shown = ", ".join(f"{key} {here.get(key)} and {there.get(key)}" for key in keys[:3])
     return f" ({shown})" if shown else ""

@@ -1,7 +1,7 @@
-"""Expert profiles on disk: JSON, written whole or not at all, read strictly.
+"""Expert profile files: JSON, written atomically, read strictly.
 
 The keys are ``format``, ``fingerprint``, ``model``, ``num_layers``, ``num_experts``, ``half_life``, ``accesses``,
-``counts`` [L][E] and, where something was learned, ``affinity``: ``times`` [L][E] and ``per_10000`` [L][E][E].
+``counts`` [L][E] and, if transitions were learned, ``affinity``: ``times`` [L][E] and ``per_10000`` [L][E][E].
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from moelight.experts.profile import ActivationProfile, Facts, differing, finger
 FORMAT = "moelight expert profile 1"
 _REQUIRED = ("format", "fingerprint", "num_layers", "num_experts", "counts")
 _KNOWN = (*_REQUIRED, "model", "half_life", "accesses", "affinity")
-_UNIT = 10_000  # of a probability: finer than it can be learned, and a zero takes two characters
-_MOST_BYTES = 256 * MiB  # 128 layers of 512 experts with their affinities stay below
+_UNIT = 10_000  # of a probability: finer than the learning error, and a zero takes two characters
+_MOST_BYTES = 256 * MiB  # enough for 128 layers of 512 experts with affinities
 _ANEW = "make a new one with --save-expert-profile"
 
 
 def save_profile(profile: ActivationProfile, path: Path) -> None:
-    """Write ``profile`` to ``path``, whole or not at all.
+    """Write ``profile`` to ``path`` atomically.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     counts = profile.counts
     whole = profile.half_life is None and bool(np.all(counts == np.rint(counts)))
@@ -57,10 +57,10 @@ def save_profile(profile: ActivationProfile, path: Path) -> None:
 def load_profile(
     path: Path, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None
 ) -> ActivationProfile:
-    """What was counted on this very model; counting goes on with ``half_life``.
+    """Read a profile that was counted on this model; further counts decay with ``half_life``.
 
     Raises:
-        ConfigError: unreadable, not such a file, or counted on another model; names file, key and remedy.
+        ConfigError: the file is unreadable, not a profile, or of another model; the message names file, key and remedy.
     """
     found = _read(path)
     if found["format"] != FORMAT:
@@ -94,7 +94,7 @@ def _transitions(path: Path, found: Any, layers: int, experts: int) -> Transitio
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The object in ``path``, with all keys that there must be and none that is unknown."""
+    """Return the object in ``path``, with all required keys and no unknown ones."""
     try:
         found = parse_json(read_text(path, most=_MOST_BYTES), pairs=lambda pairs: _once(path, pairs))
     except OSError as error:
@@ -123,7 +123,7 @@ def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(path: Path, key: str, value: Any, shape: tuple[int, ...]) -> Floats:
-    """``value`` as finite numbers of at least 0 of that ``shape``."""
+    """Return ``value`` as finite non-negative numbers, float64 of the given ``shape``."""
     wanted = " x ".join(map(str, shape))
     try:
         found = np.array(value)

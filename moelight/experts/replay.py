@@ -1,7 +1,7 @@
-"""What a policy would have done with a recorded trace: hits and misses, and the seconds they are estimated to take.
+"""Replay of a recorded trace under a policy: hits, misses and estimated seconds.
 
-A row of the trace is one batch of one layer, an access one distinct expert of it, as in `ExpertCache.access`. A replay
-begins with no expert near but those that the policy pins. Knows rows and counters; reads nothing but the trace.
+A row of the trace is one batch of one layer; an access is one distinct expert of it, as in `ExpertCache.access`. At the
+start only the pins of the policy are resident. Reads nothing but the trace.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from moelight.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a trace is of: ``layers`` with experts, by their numbers in the model, each with ``num_experts``.
+    """Shape of a trace: ``layers`` with experts, by their numbers in the model, each with ``num_experts``.
 
-    ``page_bytes`` of an expert and ``top_k`` of a token are None where nobody named the model.
+    ``page_bytes`` of an expert and ``top_k`` of a token are None if no model was given.
     """
 
     layers: tuple[int, ...]
@@ -40,12 +40,12 @@ class Shape:
 
     @property
     def experts(self) -> int:
-        """Of all layers."""
+        """Number of experts of all layers."""
         return len(self.layers) * self.num_experts
 
     @classmethod
     def of(cls, model: ModelProfile) -> Shape:
-        """Of all layers of ``model`` that have experts."""
+        """Return the shape of all MoE layers of ``model``."""
         return cls(
             layers=tuple(np.flatnonzero(model.moe_layers).tolist()),
             num_experts=model.experts.num_experts,
@@ -55,14 +55,15 @@ class Shape:
 
 
 class Trace:
-    """The rows of a file, as often as they are asked for, with layers counted from 0 among those with experts.
+    """Re-iterable rows of a trace file, with layers numbered from 0 among the MoE layers.
 
-    A file is read anew each time, so that memory does not depend on its length; what can be read but once, a pipe, is
-    kept. Without a model the layers are those that occur, with as many experts as the largest id asks for.
+    A file is read again for each iteration, so memory does not depend on its length; input that can be read only once,
+    such as a pipe, is kept in memory. Without a model, the layers are those that occur, and the largest id gives the
+    number of experts.
     """
 
     def __init__(self, path: Path, model: ModelProfile | None = None) -> None:
-        """Raises ConfigError: the trace cannot be read, or is not of ``model``; or it has no rows."""
+        """Raises ConfigError: the trace cannot be read, does not match ``model``, or has no rows."""
         self.path = path
         self._name = "" if model is None else model.name
         self._kept = None if path.is_file() else list(read_rows(path))
@@ -84,7 +85,7 @@ class Trace:
         return read_rows(self.path) if self._kept is None else self._kept
 
     def __iter__(self) -> Iterator[TraceRow]:
-        """Raises ConfigError: a row is not of the model."""
+        """Raises ConfigError: a row does not match the model."""
         for row in self._read():
             at = self._row_of.get(row.layer)
             if at is None:
@@ -99,7 +100,7 @@ class Trace:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0 to 15``, or all of them where some are left out."""
+    """Return ``0 to 15``, or all numbers if some are missing."""
     if len(numbers) == numbers[-1] - numbers[0] + 1:
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers))
@@ -107,14 +108,16 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one policy did with one trace.
+    """Result of one policy on one trace.
 
     Attributes:
-        slots: experts that had room, as the run began. page_bytes: of one (None: unknown model).
-        bytes: pages that moved, misses and guesses, each once; None without a model.
-        stall_s: seconds in which nothing could be computed for want of a page; ``total_s`` of all. ``tokens_per_s``:
-            tokens of the trace, prompts included, in a second. None without a machine.
-        notes: what the replay could not do as the policy says.
+        slots: capacity in experts at the start.
+        page_bytes: size of one expert (None: unknown model).
+        bytes: transferred bytes, misses and predictions, each page once; None without a model.
+        stall_s: seconds without computation while a page is transferred; None without a machine.
+        total_s: seconds of the whole replay; None without a machine.
+        tokens_per_s: tokens of the trace per second, prompts included; None without a machine.
+        notes: parts of the policy that the replay could not follow.
     """
 
     policy: str
@@ -133,29 +136,28 @@ class Outcome:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per access; 0 without any."""
+        """Hits per access; 0 without accesses."""
         return self.hits / self.accesses if self.accesses else 0.0
 
     @property
     def memory_bytes(self) -> int | None:
-        """What the room for experts takes."""
+        """Bytes of all slots; None without a model."""
         return None if self.page_bytes is None else self.slots * self.page_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the outcome for JSON."""
         names = ("policy", "accesses", "hits", "misses", "hit_rate", "evictions", "max_resident", "bytes", "stall_s")
         return {name: getattr(self, name) for name in (*names, "tokens_per_s")}
 
 
 class Replay:
-    """One policy under way through a trace.
+    """Replay of one policy over a trace.
 
-    Where missing experts are computed needs costs to decide by: without a machine, and on one without a GPU, every miss
-    is fetched. What predictors guess is fetched beside the cache, as the engine does it: it makes misses shorter, and
-    no hits.
+    Computing misses on the CPU needs a machine with a GPU to compare costs; otherwise every miss is transferred.
+    Predicted experts are prefetched beside the cache, as in the engine: a prefetch shortens misses and adds no hits.
 
     Attributes:
-        begins_with: (layer, expert) of those that are near before the first batch.
+        begins_with: (layer, expert) of the residents before the first batch.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Replay:
         *,
         cache: ExpertCache | None = None,
     ) -> None:
-        """``cache``: in the place of the one that ``policy`` describes.
+        """Create a replay; ``cache`` replaces the cache that ``policy`` describes.
 
         Raises:
             ConfigError: the policy cannot be met.
@@ -188,7 +190,7 @@ class Replay:
         if cache is not None:
             self._residency.cache = cache
         self._pages, self._tokens, self._confidence = 0, 0.0, PrefetchConfidence()
-        self._guessed: IntArray = np.zeros(0, np.int64)  # keys of the layer visited next
+        self._guessed: IntArray = np.zeros(0, np.int64)  # predicted keys of the next layer
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
         if self._may_compute and self._mode == "cpu_fallback":
@@ -205,13 +207,14 @@ class Replay:
         return self._residency.controls.schedule.mode
 
     def _fill(self) -> None:
-        """Where no miss ever comes near, those stay that do at the start: the first of each layer, as many as fit."""
+        """Fill the cache with the first experts of each layer; in ``cpu_fallback`` no miss is admitted, so they remain
+        resident."""
         layers, experts = len(self.shape.layers), self.shape.num_experts
         first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
         self._residency.cache.fill(first)
 
     def step(self, row: TraceRow) -> None:
-        """One batch; ``row.layer`` counts layers with experts."""
+        """Replay one batch; ``row.layer`` counts MoE layers."""
         tokens = len(row.ids) / (self.shape.top_k or 1)
         self._tokens += tokens
         if self._clock is not None:
@@ -228,7 +231,7 @@ class Replay:
             self._most = max(self._most, len(self._residency.cache))
 
     def _leave(self, row: TraceRow, tokens: float) -> tuple[IntArray, float]:
-        """Missing experts of the batch that the CPU computes where they lie, and how long it takes."""
+        """Return the missing experts that the CPU computes where they are stored, and the seconds that takes."""
         if self._machine is None:
             return row.ids[:0], 0.0
         counts = np.bincount(row.ids, minlength=self.shape.num_experts)
@@ -248,7 +251,7 @@ class Replay:
             self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
     def _prediction(self, coming: int) -> None:
-        """What is fetched ahead for the layer ``coming`` of this pass: guesses of a kind that mostly comes true."""
+        """Prefetch the predicted experts of the layer ``coming`` of this pass that are likely enough."""
         predictor = self._residency.cache.predictor
         if not predictor.is_on:
             return
@@ -263,7 +266,7 @@ class Replay:
             self._clock.prediction(self._guessed.tolist())
 
     def outcome(self) -> Outcome:
-        """Of everything so far."""
+        """Return the outcome of all rows so far."""
         clock, page = self._clock, self.shape.page_bytes
         stats = self._residency.cache.stats
         tokens = self._tokens / len(self.shape.layers)
@@ -296,10 +299,10 @@ def _notes(policy: ExpertPolicy, may_compute: bool) -> Iterator[str]:
 def replay_trace(
     rows: Iterable[TraceRow], shape: Shape, policies: Sequence[ExpertPolicy], machine: MachineCosts | None = None
 ) -> list[Outcome]:
-    """Each of ``policies`` over the same ``rows``, which are read once and not kept.
+    """Replay ``rows`` under each of ``policies``; the rows are read once and not kept.
 
     Raises:
-        ConfigError: a policy cannot be met, or the rows end in an error.
+        ConfigError: a policy cannot be met, or reading the rows fails.
     """
     replays = []
     for policy in policies:
@@ -321,12 +324,12 @@ def bound(
     *,
     policies: Sequence[ExpertPolicy] = (),
 ) -> Outcome:
-    """Belady's eviction with room for ``slots`` experts, which all layers share: no replay with so much room finds
-    more, whatever its batches, and whether or not it lets misses pass by.
+    """Replay Belady's eviction with ``slots`` slots shared by all layers: an upper bound of the hits of any replay with
+    as many slots, whatever its batches, and with or without bypassing.
 
-    It begins with no expert near, or with as many as it likes of those that ``policies`` begin with. Seconds are those
-    of fetching every miss, so a policy that guesses or computes misses where they lie may take less. The rows are kept,
-    because it looks at those to come.
+    The replay starts with no resident, or with the best subset of the experts with which ``policies`` start. The
+    seconds assume that every miss is transferred, so a policy that predicts or computes misses on the CPU may take
+    less. The rows are kept in memory, because the eviction reads ahead.
 
     Raises:
         ConfigError: one of ``policies`` cannot be met.

@@ -1,6 +1,6 @@
-"""One policy at work on one model: cache, predictor, rules, warm pins, counts and figures, wired to each other.
+"""One expert policy on one model: cache, predictor, rules, warm pins, counts and metrics.
 
-Knows keys and counters; whoever moves pages tells it of every batch and does what it answers.
+Works on keys and counters; the caller reports every batch and performs the transfers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moelight.experts.windowed_stats import Monitor
 
 
 class Residency:
-    """What `ExpertPolicy` ``policy`` asks for, as one object.
+    """Components of an `ExpertPolicy` as one object.
 
     Attributes:
-        cache: who is resident. Its predictor is the policy's.
-        begin_with: int64 [n, 3], (layer, expert, slot) of all who are to be brought in before the first batch: the
-            policy's pins, then as far as there is room the busiest of ``known``.
-        counted: what this run counts into; None: nothing.
+        cache: the expert cache, with the predictor of the policy.
+        begin_with: int64 [n, 3], (layer, expert, slot) of the experts to load before the first batch: the pins of the
+            policy, then the most used experts of ``known``, as far as they fit.
+        counted: profile into which this run counts; None: nothing is counted.
     """
 
     def __init__(
@@ -48,15 +48,21 @@ class Residency:
         batch: int = 1,
         most_slots: int | None = None,
     ) -> None:
-        """``active``: experts that a token chooses; ``known``: a profile of this model to begin with; ``page_bytes``:
-        of one expert; ``batch``: tokens of a pass; ``most_slots``: that will ever be allocated (None: no limit).
+        """Create the components.
+
+        Args:
+            active: experts per token.
+            page_bytes: size of one expert.
+            known: profile of this model to start from.
+            batch: tokens of a pass.
+            most_slots: largest number of slots that will be allocated (None: no limit).
 
         Raises:
-            ConfigError: the policy cannot be followed on this model, or says something that is not implemented.
+            ConfigError: the policy cannot be applied to this model, or uses something that is not implemented.
         """
         self.policy, self.counted, self._active = policy, counted, active
         self.cache = ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes)
-        self._sizing: SlotPlan | None = None  # nobody says what a token needs
+        self._sizing: SlotPlan | None = None  # experts per token not given
         if active is not None:
             self._sizing = judge_slots(
                 self.cache.capacity,
@@ -77,7 +83,7 @@ class Residency:
             self._start_from(known)
 
     def _start_from(self, known: ActivationProfile) -> None:
-        """Residents and affinities that ``known`` has."""
+        """Take residents, use rates and affinities from ``known``."""
         layers = self.policy.per_layer
         wanted = known.residents(self.cache.capacity if layers is None else np.array(self.cache.budgets))
         self.begin_with = np.concatenate([self.begin_with, self.cache.fill(wanted)])
@@ -98,7 +104,7 @@ class Residency:
         keep_out: Collection[int] = (),
         rules: bool = True,
     ) -> Access:
-        """Serve one batch, as `ExpertCache.access`; then count it, and do what ``rules`` and warm-pinning call for."""
+        """Serve one batch as `ExpertCache.access`, count it, and apply the adaptation ``rules`` and warm-pinning."""
         if self.warm is not None and self.warm.due(self.cache.clock):
             self._warm_pin(self.warm)
         found = self.cache.access(layer, ids, scores, admit=admit, keep_out=keep_out)
@@ -106,14 +112,14 @@ class Residency:
             distinct = np.flatnonzero(found.counts)
             self.counted.record(layer, distinct, found.counts[distinct])
         if self.adapting is not None and rules:
-            # Those who left for guesses since the last batch count with this one.
+            # Experts evicted by prefetches since the last batch count with this batch.
             misses = len(found.misses) + len(found.kept_out)
             self.adapting.record(len(found.hits), misses, self.cache.stats.evictions - self._evictions)
             self._evictions = self.cache.stats.evictions
         return found
 
     def ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
-        """What to fetch ahead now that ``layer`` has been served, as `ExpertCache.prefetch_ahead`."""
+        """Prefetch after ``layer`` was served, as `ExpertCache.prefetch_ahead`."""
         return self.cache.prefetch_ahead(layer)
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
@@ -121,7 +127,7 @@ class Residency:
         self.cache.predictor.hint(layer, ids, mass)
 
     def place(self, tokens: Ints, *, fetch_s: float, cpu_s: Floats, fixed_s: float = 0.0) -> MissPlacement:
-        """Where the missing experts of a batch are computed, as `place_misses` under the mode that is in force."""
+        """Place the missing experts of a batch as `place_misses` does, under the current schedule mode."""
         schedule = self.controls.schedule
         return place_misses(
             tokens,
@@ -135,25 +141,25 @@ class Residency:
 
     @property
     def adaptations(self) -> list[ExpertAdaptation]:
-        """The last ones."""
+        """The most recent adaptations."""
         return list(self.adapting.log) if self.adapting is not None else []
 
     @property
     def transitions(self) -> TransitionPredictor | None:
-        """The affinities learned so far, a copy; None where nobody learns them."""
+        """A copy of the learned affinities; None without an affinity predictor."""
         learned = self.cache.predictor.affinity
         return (
             None if learned is None else TransitionPredictor(matrix=learned.matrix.copy(), times=learned.times.copy())
         )
 
     def profile(self) -> ActivationProfile | None:
-        """What was counted, with the affinities learned, ready to be saved."""
+        """Return the counts with the learned affinities, ready to be saved."""
         if self.counted is not None:
             self.counted.transitions = self.transitions
         return self.counted
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Everything that is known of the run, as `expert_stats`."""
+        """Return all statistics of the run, as `expert_stats`."""
         said = self.cache.stats.as_dict()
         shown = ("evictions", "expired", "pressed", "bypasses", "prefetched")
         return expert_stats(
@@ -183,6 +189,6 @@ class Residency:
             stats.misses,
             cache.slot_table >= 0,
             capacity=cache.capacity,
-            pinnable=cache.capacity,  # `pin` refuses what has no room among the protected
+            pinnable=cache.capacity,  # `pin` rejects experts beyond the protected slots
             pin=cache.pin,
         )

@@ -1,7 +1,7 @@
-"""Who is near in one engine: a `Residency` in the model's own layer numbers, over the slots that the engine has.
+"""Expert residency of one engine: a `Residency` addressed by the layer numbers of the model, over the slots of the
+engine.
 
-Layers without experts do not exist below it. Knows keys, slots and counters; refuses to know bytes, files and devices.
-One thread at a time.
+Layers without experts are not passed to `Residency`. Depends only on keys, slots and counters; not thread-safe.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
 
-MISSING_DECAY = 0.95  # a layer's visit is half forgotten after 14 more
+MISSING_DECAY = 0.95  # a visit has half its weight after 14 more of its size
 _NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What must be known of a model: ``moe_layers`` says which of its layers have experts; ``facts`` tell it from
-    others in profiles."""
+    """Model properties used by the manager: ``moe_layers`` marks the layers with experts; ``facts`` identify the model
+    in profiles."""
 
     moe_layers: tuple[bool, ...]
     num_experts: int
@@ -37,13 +37,13 @@ class ModelFacts:
 
 
 class ResidencyManager:
-    """Who is near, as passes go by.
+    """Tracks the resident experts over the passes of an engine.
 
     Attributes:
-        residency: the policy at work.
-        learns: those who are near make way for others.
-        table: int32 [layers, experts], the near slot of each expert or -1.
-        version: a number that changes with it.
+        residency: the policy applied to the model.
+        learns: True if residents may be evicted for other experts.
+        table: int32 [layers, experts], the slot of each resident expert, else -1.
+        version: number that changes whenever ``table`` does.
     """
 
     def __init__(
@@ -56,10 +56,13 @@ class ResidencyManager:
         profile: ActivationProfile | None = None,
         batch: int = 1,
     ) -> None:
-        """There is room for as many as are ``resident`` at first; they make way for others if it ``learns``.
+        """Create a cache with as many slots as there are pages in ``resident``; they are the first residents.
 
-        ``profile``: what is known of the model's routing; the busiest experts are the first residents then. ``batch``:
-        sequences of a pass.
+        Args:
+            learns: residents may be evicted for other experts.
+            profile: known routing of the model; if it ``learns``, the most used experts are the first residents
+                instead.
+            batch: sequences of a pass.
 
         Raises:
             ConfigError: the policy cannot be met.
@@ -81,35 +84,38 @@ class ResidencyManager:
             most_slots=len(resident),
         )
         self._confidence, self._decision = PrefetchConfidence(), PrefetchDecision(model.num_experts)
-        self._missing: dict[int, float] = {}  # by the binary digits of a number of tokens
+        self._missing: dict[int, float] = {}  # by the bit length of the number of tokens
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
         if profile is None or not learns:
             named = [(self._row[page.layer], page.expert) for page in resident]
-            # Budgets of layers need not be what is resident in them: others take the places that are left.
+            # Layer budgets may differ from the residents of the layers: other experts fill the remaining slots.
             others = [(row, expert) for expert in range(model.num_experts) for row in range(rows)] if resident else []
             self.residency.cache.fill(np.array([*named, *others], dtype=np.int64).reshape(-1, 2))
         self._follow()
 
     @property
     def ahead(self) -> bool:
-        """Whether anything is guessed at all."""
+        """True if experts are prefetched by prediction."""
         return self.learns and self.residency.cache.predictor.is_on
 
     @property
     def predicts_experts(self) -> bool:
-        """Whether guesses need the routers of layers to come."""
+        """True if predictions need the routers of coming layers."""
         return self.residency.cache.predictor.rules.strategy == "next_router"
 
     def pages(self) -> frozenset[Page]:
-        """Everyone who is near."""
+        """Return the resident pages."""
         return frozenset(Page(layer=int(layer), expert=int(e)) for layer, e in np.argwhere(self.table >= 0))
 
     def choose(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
-        """A small pass routes to ``ids`` int [T, k] of ``layer`` with ``weights`` [T, k]: who of them is near, who
-        comes, and where to. ``leave``: missing ones that are computed where they lie, and do not come."""
+        """Access the cache for an on-demand pass that routes to ``ids`` int [T, k] of ``layer`` with ``weights`` [T,
+        k].
+
+        ``leave``: missing experts that are computed where they are stored and not admitted.
+        """
         row, missing_before = self._row[layer], self._away(layer)
         self._confidence.flush(row, ids)
         self._decision.flush(row, ids)
@@ -119,13 +125,13 @@ class ResidencyManager:
         return found
 
     def note(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
-        """A pass that streams whole layers routed to ``ids`` [T, k]: counted, and nobody comes or goes."""
+        """Count a whole pass that routed to ``ids`` [T, k]; no expert is admitted or evicted."""
         found = self.residency.access(self._row[layer], ids, weights, admit=False, rules=False)
         self._count_missing(len(ids), len(found.misses), self._away(layer))
 
     def missing_share(self, tokens: int) -> float | None:
-        """Of the experts that are not near, the share that as many ``tokens`` were routed to of late; None: not known.
-        Tokens of one text choose alike, so this is less than chance has it."""
+        """Return the share of the offloaded experts that passes of as many ``tokens`` routed to recently; None if
+        unknown. Tokens of one text route alike, so the share is below that of random routing."""
         return self._missing.get(tokens.bit_length())
 
     def _away(self, layer: int) -> int:
@@ -137,8 +143,8 @@ class ResidencyManager:
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
 
     def prediction(self, layer: int) -> IntArray:
-        """Experts of ``layer`` to fetch ahead, the one before having chosen: not near, and likely enough, the likeliest
-        first."""
+        """Return the experts of ``layer`` to prefetch once the layer before has routed: offloaded and likely enough,
+        the likeliest first."""
         row, resident = self._row[layer], self.residency.cache.slot_table >= 0
         if self.predicts_experts:
             self.residency.hint(row, *self._decision.likely(row))
@@ -148,32 +154,32 @@ class ResidencyManager:
         return _NOTHING
 
     def hint(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
-        """The router of ``layer`` was asked ahead of time, and would choose ``ids`` [T, k] with ``weights`` [T, k] for
-        the next tokens of the pass."""
+        """Record an early evaluation of the router of ``layer``: ``ids`` [T, k] with ``weights`` [T, k] for the next
+        tokens of the pass."""
         self._decision.add(self._row[layer], ids, weights)
 
     def lease(self, layer: int, ids: IntArray) -> None:
-        """Keep ``ids`` of ``layer``, who are near, until `release`."""
+        """Forbid the eviction of the resident ``ids`` of ``layer`` until `release`."""
         self.residency.cache.lease(self._row[layer], ids.tolist())
 
     def release(self, layer: int, ids: IntArray) -> None:
-        """End one lease of each."""
+        """End one lease of each of ``ids``."""
         self.residency.cache.release(self._row[layer], ids.tolist())
 
     def profile(self) -> ActivationProfile:
-        """How often each expert was chosen, and what else is worth knowing another time."""
+        """Return the routing counts and learned affinities of this run."""
         self._counted.transitions = self.residency.transitions
         return self._counted
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Everything that is known, for JSON; layers are those with experts, and say their number in the model."""
+        """Return all statistics for JSON; layers are MoE layers, with their numbers in the model."""
         found = self.residency.stats(stalls)
         for each in (*found["layers"], *found["pinned"]):
             each["layer"] = self._layers[each["layer"]]
         return found
 
     def _follow(self) -> None:
-        """Take over who is near now."""
+        """Copy the slot table of the cache into ``table``."""
         now = self.residency.cache.slot_table
         if not np.array_equal(self.table[self._layers], now):
             self.table[self._layers] = now
@@ -181,11 +187,11 @@ class ResidencyManager:
 
 
 def _within(policy: ExpertPolicy, slots: int) -> ExpertPolicy:
-    """``policy`` with so many slots in all."""
+    """Return ``policy`` with a total of ``slots`` slots."""
     rules = None if policy.per_layer is None else replace(policy.per_layer, total_budget=slots)
     return replace(policy, cache=replace(policy.cache, capacity=Capacity(value=slots)), per_layer=rules)
 
 
 def _unmoved(policy: ExpertPolicy, slots: int) -> ExpertPolicy:
-    """A policy for who only counts: nobody comes or goes."""
+    """Return a policy with static residents, for counting only."""
     return ExpertPolicy(name="static", cache=CacheRules(capacity=Capacity(value=slots)), schedule=policy.schedule)

@@ -1,4 +1,5 @@
-"""Who is least likely to be asked for at the next visit of its layer leaves; nobody comes who is less likely still."""
+"""Reuse eviction: evict the expert least likely to be used at the next visit of its layer, and bypass misses that are
+less likely still."""
 
 from __future__ import annotations
 
@@ -11,27 +12,28 @@ from numpy.typing import NDArray
 from moelight.experts.access import FloatArray
 from moelight.experts.eviction import Eviction, EvictionContext
 
-# Visits that shares of use look back on, about: short ones follow tasks that change, long ones tell rare experts apart
-# where nothing changes. How much each counts is learned (docs/log.md).
+# Approximate windows, in visits, of the shares of use: short windows follow changing tasks, long ones separate rare
+# experts where nothing changes. The weight of each is learned (docs/log.md).
 HORIZONS = (16, 128, 1024)
-RATE = 0.3  # of learning, the first step's; AdaGrad makes the later ones shorter
-FIRST_SHARE = 0.1  # of an expert that nobody has seen
-EXPECTED_VISITS = 64  # that shares from a profile count as; more gain on mixed work and lose on one task (docs/log.md)
+RATE = 0.3  # learning rate of the first step; AdaGrad shortens later steps
+FIRST_SHARE = 0.1  # of an expert without observations
+EXPECTED_VISITS = 64  # weight of profile shares, in visits; more gains on mixed work, loses on one task (docs/log.md)
 _LEAST_STEPS = np.array([[1.0 / each] for each in HORIZONS])
 _WEIGHTS = (0.0, *(1.0 / len(HORIZONS) for _ in HORIZONS), 0.5)
 
 
 class Reuse(Eviction):
-    """Chances are learned while it runs, from the accesses alone.
+    """Eviction by use probabilities that are learned online, from the accesses alone.
 
-    A visit is one batch of one layer. Before each, an expert's chance of being used is taken as ``sigmoid(w0 + sum of
-    w_h * logit(share_h) + w * last)``, with ``share_h`` of the layer's last ``h`` visits, about, that used it (for each
-    of `HORIZONS`), and ``last`` 1 where the last one did; the weights of a layer follow its visits by one step of
-    logistic regression each. A miss is brought in only if its chance is above that of the one who would leave for it,
-    else it is a bypass. Without that, every visit to a layer would push out what the layers to come are about to need.
+    A visit is one batch of one layer. Before each visit, the probability that an expert is used is
+    ``sigmoid(w0 + sum of w_h * logit(share_h) + w * last)``, where ``share_h`` is the share of about the last ``h``
+    visits of the layer that used it (for each ``h`` of `HORIZONS`), and ``last`` is 1 if the last visit did. The
+    weights of a layer are updated by one step of logistic regression per visit. A miss is admitted only if its
+    probability is above that of its victim, else it is a bypass; otherwise every visit to a layer would evict the
+    experts that the coming layers need.
 
-    It does best where each layer has a budget of its own. Arrays over keys have an item for each of the ``population``
-    keys from ``Setting.first`` on; H is the number of horizons, E of a layer's experts.
+    Works best with one budget per layer. Arrays over keys have one item for each of the ``population`` keys from
+    ``EvictionContext.first`` on; H is the number of horizons, E the number of experts of a layer.
     """
 
     has_visit = True
@@ -41,25 +43,25 @@ class Reuse(Eviction):
         self._first, self._experts = setting.first, setting.experts
         layers = self.population // self._experts
         self._shares = np.full((layers, len(HORIZONS), self._experts), FIRST_SHARE)
-        # [layers, H + 1, E]: logits of the shares, then who was used by the last visit.
+        # [layers, H + 1, E]: logits of the shares, then 1 for experts that the last visit used.
         self._features = np.zeros((layers, len(HORIZONS) + 1, self._experts))
-        # The logit of each chance: what everything is ordered by.
+        # Logit of each probability, the eviction order.
         self._chance = np.zeros(self.population)
-        self._weights = np.tile(_WEIGHTS, (layers, 1))  # [layers, 1 + H + 1], that of 1 first
+        self._weights = np.tile(_WEIGHTS, (layers, 1))  # [layers, 1 + H + 1], the bias first
         self._squares = np.full_like(self._weights, 1e-3)
         self._visits = [0] * layers
         self._here = np.zeros(self.population, np.bool_)
         self._pinned = np.zeros(self.population, np.bool_)
         self._count = 0
-        # When each came; of equal chances, which are those of layers that were not visited yet, the oldest leaves.
+        # Admission time of each key; of equal probabilities, as in layers without visits, the oldest key is evicted.
         self._entered = np.zeros(self.population, np.int64)
         self._number = 0
         self._visited = slice(0, 0)
-        self._used = np.zeros(0, np.bool_)  # by the last visit, of its layer
-        # Whoever is below it is not brought in at this visit: others of the batch deserve the places more. None: to be
-        # found, as the queue.
+        self._used = np.zeros(0, np.bool_)  # experts of the visited layer that the last visit used
+        # Least logit for admission at this visit, so that likelier experts of the batch get the slots. None: not
+        # computed yet, likewise for the queue.
         self._bar: float | None = None
-        # Unpinned residents that are not held, the next to leave last.
+        # Unpinned residents that are not held, the next to be evicted last.
         self._queue: list[int] | None = None
 
     def __len__(self) -> int:
@@ -90,26 +92,27 @@ class Reuse(Eviction):
         return slice(layer * self._experts, (layer + 1) * self._experts)
 
     def _judge(self, layer: int) -> None:
-        """The chances of one layer, from its shares and its last visit."""
+        """Compute the probabilities of one layer from its shares and its last visit."""
         shares, features, chance = self._shares[layer], self._features[layer], self._chance[self._part(layer)]
-        # A hundredth away from never and from always, whose logits are infinite.
+        # Offset by 0.01 from 0 and 1, whose logits are infinite.
         np.log((shares + 0.01) / (1.01 - shares), out=features[:-1])
         bias, *weights = self._weights[layer].tolist()
-        # Not a product of matrices: experts with equal features must get equal chances, to the last bit.
+        # Not a matrix product: experts with equal features must get bitwise equal probabilities.
         chance.fill(bias)
         for weight, feature in zip(weights, features, strict=True):
             chance += weight * feature
         self._queue = self._bar = None
 
     def _learn(self, layer: int, used: FloatArray) -> None:
-        """One step for the weights of ``layer``, from what its last chances were off by."""
+        """Update the weights of ``layer`` by one step, from the error of its last probabilities."""
         missed = used - 1.0 / (1.0 + np.exp(-self._chance[self._part(layer)]))
         slopes = np.concatenate([[missed.sum()], self._features[layer] @ missed]) / self._experts
         self._squares[layer] += slopes * slopes
         self._weights[layer] += RATE * slopes / np.sqrt(self._squares[layer])
 
     def _find_bar(self) -> float:
-        """The chance of the last who would stay if all who may leave and all who are missing were ranked together."""
+        """Return the lowest probability that is kept when all evictable residents and all missing experts are ranked
+        together."""
         part = self._visited
         used = self._used
         leaving = self._here & ~self._pinned
@@ -154,7 +157,7 @@ class Reuse(Eviction):
             self._queue = None
 
     def _leaving(self) -> list[int]:
-        """Unpinned residents that are not held, the next to leave last."""
+        """Return the unpinned residents that are not held, the next to be evicted last."""
         if self._queue is None:
             self._queue = [key for key in self.order()[::-1] if key not in self.held]
         return self._queue

@@ -1,4 +1,4 @@
-"""Evictions that go by a number: the lowest leaves, and a lazy heap finds it."""
+"""Evictions by a numeric rank: the lowest key is evicted, found by a lazy heap."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from moelight.experts.eviction import Eviction, EvictionContext
 
-DECAY_EVERY = 100  # accesses, the reference's
+DECAY_EVERY = 100  # accesses, as in the reference implementation
 
 Entry = tuple[float, int, int]
 
 
 class Ranked(Eviction):
-    """Residents by rank ``(value, number, key)``, the lowest leaves; a lazy heap finds it.
+    """Residents by rank ``(value, number, key)``; the lowest is evicted, found by a lazy heap.
 
-    Invariant: the heap holds, for each key of `rank`, an entry not above its rank, unless that entry is parked. So a
-    rank may rise without touching the heap; who lowers one pushes it. Entries of keys that left are dropped at the top.
+    Invariant: the heap holds, for each key of `rank`, an entry not above its rank, unless that entry is parked. A rank
+    may therefore rise without a heap operation; a lowered rank must be pushed. Entries of removed keys are discarded at
+    the top.
     """
 
     def __init__(self, setting: EvictionContext) -> None:
@@ -26,16 +27,16 @@ class Ranked(Eviction):
         self.pinned: dict[int, Entry] = {}
         self.number = 0
         self._heap: list[Entry] = []
-        # Entries of held keys that came to the top: back in the heap once those are no longer held.
+        # Entries of held keys that reached the top; returned to the heap once the keys are no longer held.
         self._parked: list[Entry] = []
 
     def __len__(self) -> int:
         return len(self.rank) + len(self.pinned)
 
     def push(self, entry: Entry) -> None:
-        """The rank of ``entry``'s key is new, or lower than it was."""
+        """Set the rank of the key of ``entry``, which is new or lower than before."""
         self.rank[entry[2]] = entry
-        if len(self._heap) > 2 * len(self.rank) + 64:  # mostly entries of the past
+        if len(self._heap) > 2 * len(self.rank) + 64:  # mostly stale entries
             self._heap = list(self.rank.values())
             heapify(self._heap)
         else:
@@ -43,13 +44,13 @@ class Ranked(Eviction):
 
     @abstractmethod
     def entry_of(self, key: int, score: float) -> Entry:
-        """The rank ``key`` would enter with now."""
+        """Return the rank with which ``key`` would enter now."""
 
     def enter(self, key: int, score: float) -> None:
         self.push(self.entry_of(key, score))
 
     def push_all(self, entries: Sequence[Entry]) -> None:
-        """`push` for each."""
+        """`push` each entry."""
         self.rank.update({entry[2]: entry for entry in entries})
         if len(self._heap) + len(entries) > 2 * len(self.rank) + 64:
             self._heap = list(self.rank.values())
@@ -59,7 +60,7 @@ class Ranked(Eviction):
                 heappush(self._heap, entry)
 
     def leave(self, wanted: int) -> int:
-        """The lowest ``wanted`` leave, as far as they are not held; how many did."""
+        """Evict the lowest ``wanted`` keys that are not held; return how many were evicted."""
         heap, rank, held, parked, gone = self._heap, self.rank, self.held, self._parked, self.gone
         before = len(gone)
         while wanted > 0 and heap:
@@ -95,14 +96,14 @@ class Ranked(Eviction):
         return True
 
     def replace(self, top: Entry, entry: Entry) -> None:
-        """`lowest` leaves, a new key takes its place."""
+        """Evict `lowest` and insert a new key in its place."""
         heapreplace(self._heap, entry)
         del self.rank[top[2]]
         self.rank[entry[2]] = entry
         self.gone.append(top[2])
 
     def lowest(self) -> Entry | None:
-        """The top of the heap: the entry of the next to leave."""
+        """Return the top of the heap, the entry of the next key to be evicted."""
         heap, rank, held = self._heap, self.rank, self.held
         while heap:
             top = heap[0]
@@ -151,10 +152,11 @@ class Ranked(Eviction):
 
 
 class Lfu(Ranked):
-    """The fewest accesses since it came leave, of equals the oldest; every 100th access all counts but those of pinned
-    keys shrink by ``decay``.
+    """Evict the key with the fewest accesses since its admission, ties broken by age; every 100th access, the counts of
+    all unpinned keys are multiplied by ``decay``.
 
-    Instead of shrinking counts, what one access adds grows (by powers of two it is brought back before it overflows).
+    Instead of decaying the counts, the increment of an access grows; it is rescaled by a power of two before it
+    overflows.
     """
 
     has_note = True
@@ -162,7 +164,7 @@ class Lfu(Ranked):
 
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
-        self._one = 1.0  # what an access adds now
+        self._one = 1.0  # increment of an access
         self._until_decay = DECAY_EVERY
 
     def note(self, key: int) -> None:
@@ -217,7 +219,7 @@ class Lfu(Ranked):
         return [True] * there + [False] * (len(keys) - there)
 
     def _between_decays(self, accesses: int, act: Callable[[int, int], None]) -> None:
-        """So many accesses: ``act(begin, end)`` for those of them between which counts do not shrink."""
+        """Process a number of accesses: call ``act(begin, end)`` for each run of accesses without a decay."""
         at = 0
         while at < accesses:
             end = min(accesses, at + self._until_decay - 1)
@@ -225,7 +227,7 @@ class Lfu(Ranked):
                 act(at, end)
                 self._until_decay -= end - at
                 at = end
-            if at < accesses:  # the access at which they shrink counts after it
+            if at < accesses:  # the access at which counts decay is added after the decay
                 self._decay()
                 self._until_decay += 1
 
@@ -244,8 +246,8 @@ class Lfu(Ranked):
 
 
 class Score(Ranked):
-    """The lowest router score leaves, of equals the oldest: the score it came with, then a moving average of those of
-    its accesses. A pinned key's stands still."""
+    """Evict the key with the lowest router score, ties broken by age. A score starts with that of the admission and
+    follows the accesses as a moving average; the score of a pinned key does not change."""
 
     uses_scores = True
     fills_in_order = True

@@ -1,7 +1,7 @@
-"""How many experts should have room, and how many can: the sizing rule with its statuses.
+"""Sizing rule of the expert cache: recommended and possible numbers of slots, with a status.
 
-Basis: about twice the experts that one token activates is where caches of single sequences balance speed and memory
-(arXiv 2505.16056); a batch meets more of them.
+Basis: caches of single sequences balance speed and memory at about twice the experts that one token activates (arXiv
+2505.16056); a batch routes to more experts.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ RESERVE_BYTES = 512 * MiB
 
 
 class Status(str, Enum):
-    """What is to be thought of a `SlotPlan`."""
+    """Assessment of a `SlotPlan`."""
 
     EMPTY = "EMPTY"  # there is nothing to cache
     UNKNOWN_EXPERT_SIZE = "UNKNOWN_EXPERT_SIZE"  # the caller decides
-    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"  # not one fits: stream, or compute where they lie
+    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"  # no expert fits: stream pages, or compute where they are stored
     BELOW_RECOMMENDED = "BELOW_RECOMMENDED"
     OK = "OK"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
-    """``slots`` to allocate, how many are ``recommended``, how many the memory has room for (``budget``)."""
+    """``slots`` to allocate, ``recommended`` slots, and slots that fit in memory (``budget``)."""
 
     slots: int
     recommended: int
@@ -38,7 +38,7 @@ class SlotPlan:
     status: Status
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan for JSON."""
         return {
             "slots": self.slots,
             "recommended_slots": self.recommended,
@@ -57,17 +57,17 @@ def plan_slots(
     reserve_bytes: int = RESERVE_BYTES,
     batch: int = 1,
 ) -> SlotPlan:
-    """Slots for the experts of ``layers`` layers.
+    """Return the slots for the experts of ``layers`` layers.
 
     Args:
-        layers: with experts that may be cached.
-        num_experts: of each of them.
-        active: of them, how many a token chooses.
-        free_bytes: as read when weights, cache and scratch are allocated.
-        per_expert_bytes: of an expert with all its tensors, as the allocator rounds it, the largest over all layers.
-        reserve_bytes: of the free ones, what is left alone.
-        batch: tokens of a pass. For one, twice its experts are recommended; for more, those that they are expected to
-            meet, if these are more.
+        layers: layers with experts that may be cached.
+        num_experts: experts of each layer.
+        active: experts per token.
+        free_bytes: free memory once weights, KV cache and scratch are allocated.
+        per_expert_bytes: largest expert over all layers, with all its tensors, as the allocator rounds it.
+        reserve_bytes: part of the free bytes that is not used.
+        batch: tokens of a pass. For one token, twice its experts are recommended; for more, the expected number of
+            distinct experts if that is larger.
 
     Raises:
         ConfigError: ``batch`` below 1.
@@ -77,7 +77,7 @@ def plan_slots(
     total = layers * num_experts
     if total <= 0:
         return SlotPlan(slots=0, recommended=0, budget=0, status=Status.EMPTY)
-    # 1e-9: an expectation that is whole in exact arithmetic is not rounded up.
+    # 1e-9: an expectation that is an integer in exact arithmetic is not rounded up.
     met = math.ceil(float(expected_distinct(num_experts, min(active, num_experts), batch)) - 1e-9) if batch > 1 else 0
     recommended = min(total, layers * min(num_experts, max(2 * active, met)))
     if per_expert_bytes <= 0:
@@ -90,8 +90,8 @@ def plan_slots(
 
 
 def judge_slots(slots: int, *, allocated: int, layers: int, num_experts: int, active: int, batch: int = 1) -> SlotPlan:
-    """What the rule says of a cache of ``slots`` where memory for ``allocated`` was given, whoever decided that; the
-    others as in `plan_slots`."""
+    """Assess an existing cache of ``slots`` with memory for ``allocated`` slots; the other arguments as in
+    `plan_slots`."""
     plan = plan_slots(
         layers=layers,
         num_experts=num_experts,

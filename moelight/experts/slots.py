@@ -1,4 +1,4 @@
-"""Who is resident, where, and who may not leave: places, leases, pins and budgets over one or more evictions."""
+"""Slots, leases, pins and layer budgets of the expert cache, over one or more eviction policies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FEW = 12  # keys up to which a loop over them is faster than numpy
 
 
 class CacheSlots:
-    """What `ExpertCache` knows about places; see there for the arguments.
+    """Slot bookkeeping of `ExpertCache`; the arguments are documented there.
 
-    Invariants: `slot_table` and the pools name the same keys; a slot is one key's or free; whoever leaves goes through
-    `_drain`, once, and `_notify` reports it when the public call that made it leave ends.
+    Invariants: `slot_table` and the pools contain the same keys; a slot is free or holds exactly one key. Each evicted
+    key goes through `_drain` once, and `_notify` reports it at the end of the public call that evicted it.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class CacheSlots:
         self.clock = 0
         self._future = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._table = np.full((num_layers, num_experts), -1, np.int32)
-        # The same memory by key, and once more as what is faster where items are met one by one.
+        # The same memory by key, and as a memoryview, which is faster for single items.
         self._flat_table = self._table.reshape(-1)
         self._slot_of = self._flat_table.data
         self._free: list[int] = list(range(self.capacity))[::-1]
-        self._made = self.capacity  # slots that there are or have been
+        self._made = self.capacity  # largest number of slots so far
         self._leases: dict[int, int] = {}
         self._pinned: dict[int, None] = {}
         self._frequency = [0] * (num_layers * num_experts)
-        # Who left since the last public call began, with their slots.
+        # Keys evicted since the last public call began, with their slots.
         self._left: list[int] = []
         self._left_slots: list[int] = []
         self._expiry = Expiry(ttl) if ttl else None
@@ -93,7 +93,7 @@ class CacheSlots:
         self._distinct = self._pools
 
     def _make_pool(self, capacity: int, layer: int, layers: int, future: Sequence[Sequence[int]]) -> Eviction:
-        """Of ``layers`` from ``layer`` on."""
+        """Return the eviction pool of ``layers`` layers, beginning with ``layer``."""
         setting = EvictionContext(
             capacity=capacity,
             population=layers * self.num_experts,
@@ -108,7 +108,7 @@ class CacheSlots:
         return pool
 
     def _preload(self, pins: list[int]) -> tuple[tuple[int, int, int], ...]:
-        """Bring in and pin ``pins`` in every layer; (layer, expert, slot) of those that found room."""
+        """Admit and pin ``pins`` in every layer; return (layer, expert, slot) of those that fit."""
         found = []
         for layer in range(self.num_layers):
             for expert in dict.fromkeys(pins):
@@ -131,28 +131,28 @@ class CacheSlots:
 
     @property
     def slot_table(self) -> NDArray[np.int32]:
-        """int32 [L, E]: the slot of each expert, -1 where it is not resident. A view that cannot be written to."""
+        """int32 [L, E]: the slot of each expert, -1 if it is not resident. A read-only view."""
         view: NDArray[np.int32] = self._table.view()
         view.flags.writeable = False
         return view
 
     @property
     def pinned(self) -> list[tuple[int, int]]:
-        """(layer, expert) of all pins, in the order they were made."""
+        """(layer, expert) of all pins, in the order in which they were made."""
         return [divmod(key, self.num_experts) for key in self._pinned]
 
     @property
     def pinnable(self) -> int:
-        """How many experts may be pinned, all layers together."""
+        """Number of experts that may be pinned, all layers together."""
         return sum(pool.pinnable for pool in self._distinct)
 
     @property
     def budgets(self) -> list[int]:
-        """Places of each layer, or one number for all of them."""
+        """Slots of each layer, or one number if all layers share them."""
         return [pool.capacity for pool in self._distinct]
 
     def lease(self, layer: int, ids: Iterable[int]) -> None:
-        """None of ``ids``, resident or still to come, may leave until `release`; leases add up."""
+        """Forbid the eviction of ``ids``, resident or not yet resident, until `release`; leases add up."""
         for expert in ids:
             key = self._key(layer, expert)
             self._leases[key] = self._leases.get(key, 0) + 1
@@ -161,7 +161,7 @@ class CacheSlots:
         """End one lease of each of ``ids``.
 
         Raises:
-            ValueError: one of them has none.
+            ValueError: an expert has no lease.
         """
         for expert in ids:
             key = self._key(layer, expert)
@@ -175,7 +175,8 @@ class CacheSlots:
         self._pools[layer].flush()
 
     def pin(self, layer: int, expert: int) -> bool:
-        """Keep a resident expert for good. False, and nothing changes: not resident, or no room for one more pin."""
+        """Exclude a resident expert from eviction. Return False, without a change, if it is not resident or no further
+        pin is possible."""
         key = self._key(layer, expert)
         if key in self._pinned:
             return True
@@ -188,7 +189,7 @@ class CacheSlots:
         return pinned
 
     def unpin(self, layer: int, expert: int) -> bool:
-        """Make a pinned expert an ordinary one again; False: it was not pinned."""
+        """Allow the eviction of a pinned expert again; return False if it was not pinned."""
         key = self._key(layer, expert)
         if key not in self._pinned:
             return False
@@ -207,7 +208,7 @@ class CacheSlots:
         return key in self._pinned or key in self._leases or key in self._last_batch
 
     def _place(self, keys: list[int]) -> list[int]:
-        """Free slots for ``keys``, which are resident from now on."""
+        """Assign free slots to ``keys``, which are resident from now on; return the slots."""
         if not keys:
             return []
         slots = self._free[: -len(keys) - 1 : -1]
@@ -220,7 +221,7 @@ class CacheSlots:
         return slots
 
     def _drain(self, pool: Eviction) -> None:
-        """Empty the places of all who left ``pool``."""
+        """Free the slots of all keys that ``pool`` evicted."""
         gone, slot_of = pool.gone, self._slot_of
         if not gone:
             return
@@ -242,14 +243,14 @@ class CacheSlots:
         gone.clear()
 
     def _remove(self, key: int) -> None:
-        """It leaves for a reason that its pool knows nothing of."""
+        """Evict a key for a reason outside its pool."""
         pool = self._pools[key // self.num_experts]
         pool.remove(key)
         pool.gone.append(key)
         self._drain(pool)
 
     def _notify(self) -> IntArray:
-        """(layer, expert) of all who left, int64 [e, 2], once `on_evict` has heard of them."""
+        """Call `on_evict` for all evicted keys; return their (layer, expert), int64 [e, 2]."""
         left, slots = self._left, self._left_slots
         self._left, self._left_slots = [], []
         self.stats.evictions += len(left)
@@ -262,14 +263,15 @@ class CacheSlots:
         return pairs
 
     def relieve(self) -> IntArray:
-        """Memory is short, whatever its threshold says: experts leave until only its headroom is used. Without
-        `pressure`, nothing happens. Returns who left, int64 [e, 2]."""
+        """Evict experts until memory use is at the headroom, even below the pressure threshold. Without `pressure`, do
+        nothing. Return the evicted (layer, expert), int64 [e, 2]."""
         if self.pressure is not None:
             self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
         return self._notify()
 
     def _press(self, surplus: int) -> int:
-        """The next ``surplus`` in the pools' order leave, each time from the fullest; how many could."""
+        """Evict up to ``surplus`` keys in the order of the pools, each from the fullest pool; return how many were
+        evicted."""
         pools, left = list(self._distinct), 0
         for pool in pools:
             pool.hold(self._last_batch | self._leases.keys())
@@ -284,7 +286,7 @@ class CacheSlots:
         return left
 
     def _release(self, pools: Iterable[Eviction]) -> None:
-        """Only leases hold from now on."""
+        """Reduce the held keys to the leased ones."""
         for pool in pools:
             pool.hold(self._leases)
             pool.flush()
@@ -295,10 +297,10 @@ class CacheSlots:
             self.stats.expired += 1
 
     def clear(self) -> IntArray:
-        """Everyone leaves, pinned or not; counters stay. Returns them, int64 [e, 2].
+        """Evict all experts, pinned or not; counters are kept. Return the evicted (layer, expert), int64 [e, 2].
 
         Raises:
-            ValueError: some are leased.
+            ValueError: some experts are leased.
         """
         leased = [key for key in self._leases if self._slot_of[key] >= 0]
         if leased:
@@ -312,8 +314,8 @@ class CacheSlots:
         return self._notify()
 
     def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
-        """Another order of leaving, or other numbers; residents, pins, leases and counters stay. The residents enter
-        the new eviction in the order in which they would have left the old one. A pin that has no room there ends.
+        """Replace the eviction policy or its parameters; residents, pins, leases and counters are kept. The residents
+        enter the new policy in the eviction order of the old one. A pin that the new policy cannot hold ends.
 
         Raises:
             ConfigError: an unknown eviction.
@@ -335,7 +337,7 @@ class CacheSlots:
                 pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
                 residents = [*pool.order(), *pins]
                 fresh.adopt(residents)
-                fresh.hold(residents)  # nobody makes room for a pin
+                fresh.hold(residents)  # no resident is evicted for a pin
                 for key in pins:
                     if not fresh.pin(key):
                         del self._pinned[key]
@@ -345,11 +347,12 @@ class CacheSlots:
         self._distinct = list(made.values())
 
     def resize(self, capacity: int) -> IntArray:
-        """Room for ``capacity`` experts from now on. Who has none leaves, in the pools' order; where pins need more
-        than that, the latest of them end. Returns who left, int64 [e, 2].
+        """Set the capacity to ``capacity`` experts. The surplus is evicted in the order of the pools; if the pins
+        exceed the capacity, the latest pins end. Return the evicted (layer, expert), int64 [e, 2].
 
         Raises:
-            ValueError: no room for the leased ones. ConfigError: budgets of layers that cannot be met.
+            ValueError: the leased experts do not fit.
+            ConfigError: budgets of layers that cannot be met.
         """
         leased = {key for key in self._leases if self._slot_of[key] >= 0}
         if capacity < max(1, len(leased)):
@@ -370,14 +373,15 @@ class CacheSlots:
         return self._notify()
 
     def rebalance(self) -> None:
-        """Share the places out to the layers anew, by what their last accesses look like; only the surplus of layers
-        that shrink leaves. Without budgets of layers, nothing happens."""
+        """Redistribute the slots to the layers by the entropy of their recent accesses; only the surplus of shrinking
+        layers is evicted. Without layer budgets, do nothing."""
         if self.per_layer is not None:
             self._rebalanced = self.clock
             self._apply(self._shares(self.capacity))
 
     def _shares(self, total: int) -> IntArray:
-        """Budgets int64 [L] of exactly ``total`` places. No layer gets fewer than it has experts that must stay."""
+        """Return budgets int64 [L] that sum to ``total``. Each layer gets at least as many slots as it has experts that
+        may not be evicted."""
         rules = self.per_layer
         if rules is None:
             raise ValueError("no budgets of layers")
@@ -391,7 +395,7 @@ class CacheSlots:
         return share_out(total, weights, least, most)
 
     def _apply(self, shares: IntArray) -> None:
-        """New budgets: first who shrinks, then who grows."""
+        """Set new budgets: layers that shrink first, then layers that grow."""
         for layer in np.argsort(shares - [pool.capacity for pool in self._pools], kind="stable").tolist():
             pool = self._pools[layer]
             pool.hold(self._last_batch | self._leases.keys())

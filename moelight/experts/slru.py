@@ -1,8 +1,9 @@
-"""Segmented LRU: new experts are on probation, those that are asked for again are protected.
+"""Segmented LRU: a new expert is on probation, an expert with a second access is protected.
 
-A quarter of the places are probation. A hit there moves a key to the protected; where those are full, their least
-recent goes back to probation. Only probation is left: by the fewest accesses so far, of equals the least recent. The
-newest never leaves in favour of older ones: victims are chosen before it enters.
+A quarter of the slots is probation. A hit there moves a key to the protected segment; if that segment is full, its
+least recently used key returns to probation. Victims are taken from probation only: the key with the fewest accesses so
+far, ties broken by least recent use. A victim is chosen before the new key enters, so the newest key is never evicted
+in favour of older ones.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from moelight.experts.scored import Entry, Ranked
 
 
 class Slru(Ranked):
-    """`Ranked.rank` is probation, by ``(accesses, moment it entered, key)``: neither changes while a key is there,
-    since an access takes it out or to the head. Pinned keys count as protected and keep their place among them."""
+    """Segmented LRU eviction.
+
+    `Ranked.rank` is probation, by ``(accesses, moment it entered, key)``. Neither value changes while a key is on
+    probation, since an access removes the key or moves it to the head. Pinned keys count as protected and keep their
+    position in that segment.
+    """
 
     uses_frequency = True
 
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._frequency = setting.frequency
-        # Key to the moment of its last use, least recent first; pinned ones are in `pinned`.
+        # Key to the moment of its last use, least recent first; pinned keys are in `pinned`.
         self._protected: OrderedDict[int, int] = OrderedDict()
         self._set_caps()
 
     def _set_caps(self) -> None:
-        """25/75, of one place all on probation; where all keys have room, nobody has to leave."""
+        """Split the capacity 25/75; a single slot is probation. Probation is unbounded if all keys fit."""
         capacity = self.capacity
         quarter = min(capacity, max(1, capacity // 4))
         self.probation_cap = capacity if capacity >= self.population else quarter
@@ -65,11 +70,11 @@ class Slru(Ranked):
             del self.rank[key]
             self._demote()
             self._protected[key] = self.number
-        else:  # all that is protected is pinned
+        else:  # all protected keys are pinned
             self.push((self._frequency[key], self.number, key))
 
     def _demote(self) -> None:
-        """The least recent of the protected goes to the head of probation."""
+        """Move the least recently used protected key to the head of probation."""
         key, _ = self._protected.popitem(last=False)
         self.number += 1
         self.push((self._frequency[key], self.number, key))
@@ -90,7 +95,8 @@ class Slru(Ranked):
         return (self._frequency[key], self.number, key)
 
     def drop(self) -> bool:
-        """For shrinking: probation but for its newest, then the least recent of the protected, then that newest."""
+        """Evict one key while shrinking: probation except its newest key, then the least recent protected key, then
+        that newest key."""
         newest = max(self.rank.values(), key=lambda entry: entry[1])[2] if self.rank else -1
         older = [entry for entry in self.rank.values() if entry[2] != newest and entry[2] not in self.held]
         if older:
@@ -130,7 +136,7 @@ class Slru(Ranked):
         return [*super().order(), *self._protected]
 
     def adopt(self, keys: Iterable[int]) -> None:
-        """The last to leave become protected, as many as have room there."""
+        """Take over residents; the last to be evicted become protected, as many as fit."""
         keys = list(keys)
         cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned) - len(self._protected)))
         for key in keys[:cut]:

@@ -1,6 +1,6 @@
-"""What a run's experts did, as one JSON object: overall, layer by layer, before and after warm-pinning, and why.
+"""Expert statistics of a run as one JSON object: overall, per layer, before and after warm-pinning, and stalls.
 
-Knows counters; a rate of nothing is said to be of nothing.
+A rate without accesses is reported as such.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOP = 3  # experts named for each layer
 
 
 def layer_stats(hits: Ints, misses: Ints) -> list[dict[str, Any]]:
-    """One row for each layer of ``hits`` and ``misses`` [L, E]; one without accesses says so."""
+    """Return one entry per layer of ``hits`` and ``misses`` int64 [L, E]; a layer without accesses carries a note."""
     return [_layer(layer, hits[layer], misses[layer]) for layer in range(len(hits))]
 
 
@@ -59,15 +59,16 @@ def expert_stats(
     sizing: SlotPlan | None = None,
     stalls: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Everything that is known, for JSON; what a run does not have is null.
+    """Return all statistics of a run for JSON; absent parts are null.
 
     Args:
-        hits: int64 [L, E]. misses: likewise.
-        policy: its name.
-        cache: what else the cache says of itself.
-        pinned: (layer, expert) of everything that is pinned now.
-        warm, prefetcher, monitor, adapting, sizing: what the run had of these.
-        stalls: seconds that somebody waited, by what for.
+        hits: int64 [L, E].
+        misses: int64 [L, E].
+        policy: name of the policy.
+        cache: further fields of the cache.
+        pinned: (layer, expert) of all pinned experts.
+        warm, prefetcher, monitor, adapting, sizing: the components of the run, if any.
+        stalls: stall seconds by cause.
     """
     total_hits, total_misses = int(hits.sum()), int(misses.sum())
     accesses = total_hits + total_misses
@@ -99,10 +100,10 @@ def _predictor(prefetcher: Prefetcher) -> dict[str, Any]:
 
 
 def save_stats(stats: Mapping[str, Any], path: Path) -> None:
-    """Write ``stats`` to ``path``, whole or not at all.
+    """Write ``stats`` to ``path`` atomically.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         write_whole(path, json.dumps(stats, indent=2) + "\n")

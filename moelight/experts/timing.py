@@ -1,6 +1,6 @@
-"""Seconds of a routing trace on a machine: what computing takes by the ledger, and what waits for pages.
+"""Seconds of a routing trace on a machine: computation by the ledger, and stalls for pages.
 
-Knows the ledger (``hrm``) and one clock for one link. Refuses to know who is resident.
+Depends on the ledger (``hrm``) and on one clock for one link; does not depend on residency.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from moelight.hrm.machine_model import Unit, speeds_of
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 
-# A trace does not say how long its sequences are. Attention over so many tokens is what they are taken to cost.
+# Assumed attention context in tokens; a trace does not record sequence lengths.
 CONTEXT = 512
-HOST_SHARE = 0.8  # of host memory that experts may take beside a GPU; what has no room there comes from disk
+HOST_SHARE = 0.8  # of host memory that experts may use beside a GPU; other experts are read from disk
 
 
 class MachineCosts:
-    """What the tokens of a trace cost on one machine with one model.
+    """Costs of the tokens of a trace, on one machine with one model.
 
     Attributes:
-        page_bytes: of one expert. top_k: experts of a token.
-        fetch_s: seconds of one page, over the link or from the disk, whichever binds.
-        discrete: whether there is a GPU, so that a missing expert may be computed where it lies.
+        page_bytes: bytes of one expert.
+        top_k: experts per token.
+        fetch_s: seconds of one page over the link or from the disk, whichever is slower.
+        discrete: True if there is a GPU, so that a missing expert may be computed where it is stored.
     """
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
-        """Raises ConfigError: the model has no experts, or the machine nothing that they could come from."""
+        """Raises ConfigError: the model has no experts, or the machine has no tier to read them from."""
         if not model.num_moe_layers:
             raise ConfigError(f"the model {model.name} has no experts")
         speeds, self.discrete = speeds_of(hardware), hardware.tier("device") is not None
@@ -50,8 +51,8 @@ class MachineCosts:
         self.lead_s = lru_cache(maxsize=1 << 14)(self._lead_s)
 
     def _lead_s(self, row: int, tokens: float) -> float:
-        """Seconds between the experts of the layer with experts before and the choice of layer number ``row`` of those
-        with experts, for ``tokens``: attention and router, layers without experts, and the head between two passes."""
+        """Return the seconds for ``tokens`` between the experts of one MoE layer and the routing of the next, MoE layer
+        number ``row``: attention and router, layers without experts, and the head between two passes."""
         cost_model, layer = self._acts, self.layers[row]
         first = 0 if row == 0 else self.layers[row - 1] + 1
         passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
@@ -64,39 +65,39 @@ class MachineCosts:
         return seconds
 
     def schedule(self, mode: str) -> ScheduleRules:
-        """``mode`` with a threshold that lets ``hybrid`` choose freely here: half of what a fetch takes."""
+        """Return ``mode`` with a threshold of half the time of a transfer, so that ``hybrid`` decides by cost alone."""
         rules = ScheduleRules(mode=mode)
         if mode != "hybrid":
             return rules
         return replace(rules, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
 
     def crossing_s(self, tokens: float) -> float:
-        """Seconds that the hidden states of ``tokens`` take from a GPU to the CPU and back."""
+        """Return the seconds to transfer the hidden states of ``tokens`` from a GPU to the CPU and back."""
         size = tokens * costs.residual_bytes(self.model, self._acts.dtype, 1)
         return float(self._acts.down_s(size) + self._acts.up_s(size))
 
     def resident_s(self, counts: IntArray) -> FloatArray:
-        """Seconds of experts that are near, [n], for ``counts`` tokens [n] each."""
+        """Return the seconds of resident experts, [n], for ``counts`` tokens [n] each."""
         if counts.size and int(counts.max()) >= len(self._table_s):
             self._table_s = self._table(self._acts.expert_unit, int(counts.max()))
         return self._table_s[counts]
 
     def cpu_s(self, counts: IntArray) -> FloatArray:
-        """The same where the CPU computes them in host memory."""
+        """Return the seconds of experts that the CPU computes in host memory, [n], for ``counts`` tokens [n] each."""
         if counts.size and int(counts.max()) >= len(self._cpu):
             self._cpu = self._table(self._acts.speeds.cpu, int(counts.max()))
         return self._cpu[counts]
 
     def _table(self, unit: Unit, most: int) -> FloatArray:
-        """Seconds of one expert by its number of tokens, [> most]."""
+        """Return the seconds of one expert by its number of tokens, [> most]."""
         rows = np.arange(2 * most + 1, dtype=np.float64)
         found: FloatArray = np.where(rows > 0, self._acts.expert_s(unit, rows), 0.0)
         return found
 
 
 def _fetch_s(cost_model: CostModel, hardware: HardwareProfile) -> float:
-    """Seconds of a page that is not near: from the disk; or over the link, with the share that host memory has no room
-    for as slow as the disk."""
+    """Return the seconds to transfer an offloaded page: from the disk; or over the link, where the share that exceeds
+    host memory is limited by the disk."""
     size, disk, host = cost_model.page_bytes(), cost_model.speeds.disk, hardware.tier("host")
     if not cost_model.discrete:
         if not disk:
@@ -114,30 +115,32 @@ def _fetch_s(cost_model: CostModel, hardware: HardwareProfile) -> float:
 
 
 class Clock:
-    """The time of one run: a unit that computes, and a link that brings one page after the other, in the order asked.
+    """Simulated time of one run: a compute unit, and a link that transfers one page after the other, in request order.
 
-    Experts that are near are computed while the missing ones come, and those when all of them are there. What was
-    guessed is for the layer visited next; a wrong page is not broken off, and dropped when that layer has chosen.
+    Resident experts are computed while the missing ones are transferred; the missing ones are computed when all have
+    arrived. Predictions are for the layer visited next; the transfer of a wrong page is not aborted, and the page is
+    dropped when that layer has routed.
 
     Attributes:
-        now: seconds since the run began. stall_s: of those, the ones in which nothing could be computed.
-        pages: that crossed the link.
+        now: seconds since the run began.
+        stall_s: seconds of ``now`` without computation.
+        pages: pages transferred over the link.
     """
 
     def __init__(self, machine: MachineCosts, *, overlap: bool) -> None:
         self._machine, self._overlap = machine, overlap
         self.now, self.stall_s, self.pages = 0.0, 0.0, 0
         self._link_free, self._routed = 0.0, 0.0
-        self._arrivals: dict[int, float] = {}  # of what was guessed, by key
+        self._arrivals: dict[int, float] = {}  # arrival of predicted pages, by key
 
     def route(self, row: int, tokens: float) -> None:
-        """Until the router of layer number ``row`` has chosen for ``tokens``."""
+        """Advance to the time at which the router of MoE layer number ``row`` has chosen for ``tokens``."""
         self.now += self._machine.lead_s(row, tokens)
         self._routed = self.now
 
     def serve(self, hits: IntArray, misses: IntArray, missing: Iterable[int], computed_s: float = 0.0) -> None:
-        """The experts of one batch: ``hits`` [n] and ``misses`` [m] tokens each, the latter with the keys ``missing``;
-        for all others, the CPU takes ``computed_s``."""
+        """Advance by the experts of one batch: ``hits`` [n] and ``misses`` [m] are tokens per expert, ``missing`` the
+        keys of the misses; the CPU computes all other experts in ``computed_s``."""
         begun = there = self.now
         fetched = len(misses)
         if self._arrivals:
@@ -155,7 +158,8 @@ class Clock:
         self.now += float(self._machine.resident_s(misses).sum())
 
     def prediction(self, keys: Iterable[int]) -> None:
-        """Fetch ``keys`` behind what the last batch misses; they were asked for when its router had chosen."""
+        """Prefetch ``keys`` after the misses of the last batch; the prefetch was requested when the router of that
+        batch had chosen."""
         for key in keys:
             self._arrivals[key] = self._fetch(1, self._routed)
         if not self._overlap:

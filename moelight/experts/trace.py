@@ -1,7 +1,7 @@
-"""Routing traces: which experts each batch of a layer chose, one JSON object a line, written and read back strictly.
+"""Routing traces: the experts that each batch of a layer chose, one JSON object per line, parsed strictly.
 
 A row is ``{"l": layer, "e": [ids], "s": [scores]}``: the ids of all tokens one after the other, repeats kept, and the
-router weight of each; ``s`` may be missing. Files may be gzipped. Knows the file; what a row means is the reader's.
+router weight of each id; ``s`` is optional. Files may be gzipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moelight.profiles.model import MOST_EXPERTS, MOST_LAYERS
 
 KEYS = ("l", "e", "s")
 MOST_LINE_BYTES = 16 << 20  # a pass of 100,000 tokens with eight experts each takes 10 MB
-MOST_SCORE = 1e9  # weights are about 1; what is summed up must stay finite
+MOST_SCORE = 1e9  # weights are about 1; sums of scores must be finite
 SCORE_DIGITS = 4
 _GZIP = b"\x1f\x8b"
 _BUFFER_BYTES = 1 << 20
@@ -35,7 +35,7 @@ Refuse = Callable[[str], NoReturn]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRow:
-    """One batch of one layer, from ``line`` of its file: ``ids`` int64 [n] and ``scores`` float64 [n], if there are."""
+    """One batch of one layer, from ``line`` of its file: ``ids`` int64 [n] and, if given, ``scores`` float64 [n]."""
 
     line: int
     layer: int
@@ -44,10 +44,10 @@ class TraceRow:
 
 
 def read_rows(path: Path) -> Iterator[TraceRow]:
-    """The rows of ``path`` in order, one at a time; empty lines are passed over.
+    """Yield the rows of ``path`` in order, one at a time; empty lines are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no row; names the line and what is wrong with it.
+        ConfigError: the file cannot be read, or a line is not a row; the message names the line and the error.
     """
     try:
         with path.open("rb") as raw:
@@ -91,7 +91,7 @@ def _row(path: Path, number: int, data: bytes) -> TraceRow:
 
 
 def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
-    """The object of a line, with the keys of a row and no others."""
+    """Parse a line as an object with exactly the keys of a row."""
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=list, parse_constant=_no_number)
     except UnicodeDecodeError as error:
@@ -102,7 +102,7 @@ def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
         refuse(f"is not JSON ({error.msg}, column {error.colno})")
     except ValueError:
         refuse("is not JSON (NaN, Infinity or a number of thousands of digits)")
-    # Objects come as lists of pairs, so that a key given twice is seen; other lists never hold tuples.
+    # Objects are parsed as lists of pairs, so that duplicate keys are detected; other lists never contain tuples.
     if not isinstance(found, list) or not all(isinstance(pair, tuple) for pair in found):
         refuse('is not an object; write {"l": LAYER, "e": [IDS], "s": [SCORES]}')
     keys = [key for key, _ in found]
@@ -142,10 +142,10 @@ def _refuse(path: Path, number: int, complaint: str) -> NoReturn:
 
 
 class RoutingTrace:
-    """A trace being written. An earlier file of that name is replaced at once; `close` ends it."""
+    """Writer of a trace. An existing file of that name is replaced immediately; `close` ends the trace."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError: no file can be written there."""
+        """Raises ConfigError: the file cannot be written."""
         self._path = path
         try:
             self._file = path.open("wb", buffering=_BUFFER_BYTES)
@@ -153,14 +153,14 @@ class RoutingTrace:
             raise self._fault(error) from None
 
     def write(self, layer: int, ids: ArrayLike, weights: ArrayLike) -> None:
-        """One batch of ``layer``: its ``ids`` int [T, k] and router ``weights`` float [T, k]; on a disk in time.
+        """Write one batch of ``layer``: ``ids`` int [T, k] and router ``weights`` float [T, k]. Writes are buffered.
 
         Raises:
-            ConfigError: it cannot be written; the disk is full, say.
+            ConfigError: the row cannot be written, for example because the disk is full.
         """
         chosen, shares = np.asarray(ids).ravel(), np.asarray(weights, np.float64).ravel()
         row: dict[str, Any] = {"l": int(layer), "e": chosen.tolist()}
-        if math.isfinite(float(shares.sum())):  # else no reader would take the row
+        if math.isfinite(float(shares.sum())):  # else `read_rows` would reject the row
             row["s"] = shares.round(SCORE_DIGITS).tolist()
         try:
             self._file.write(json.dumps(row).encode() + b"\n")
@@ -169,7 +169,7 @@ class RoutingTrace:
             raise self._fault(error) from None
 
     def close(self) -> None:
-        """What is buffered goes to the file. Closing twice is once.
+        """Flush and close the file. May be called twice.
 
         Raises:
             ConfigError: as `write`.
@@ -181,7 +181,7 @@ class RoutingTrace:
             raise self._fault(error) from None
 
     def _give_up(self) -> None:
-        """After a failed write, closing fails once more, and the first failure is the one to report."""
+        """Close after a failed write. Closing may fail again; the first failure is the one to report."""
         with contextlib.suppress(OSError):
             self._file.close()
 

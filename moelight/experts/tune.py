@@ -1,9 +1,9 @@
-"""The policy that is estimated to take the least time for a recorded trace, for each amount of memory.
+"""Search for the policy with the least estimated time on a recorded trace, for each amount of memory.
 
-For each capacity a search in rounds: each eviction with its parameters, one cache or a budget a layer, on the first
-eighth of the trace; the best of each eviction on half of it, for some learn longer than others; the best of all with
-each predictor and budget; the last few on the whole trace. Nothing is drawn by chance, and of equally fast ones the
-first wins, so that the same question has the same answer.
+For each capacity the search runs in rounds: each eviction with its parameters, with one cache or a budget per layer, on
+the first eighth of the trace; the best of each eviction on half of it, since some learn longer than others; the best of
+all with each predictor and budget; the last few on the whole trace. The search is deterministic: there are no random
+draws, and the first of equally fast policies wins.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from moelight.experts.replay import Outcome, Replay, Shape
 from moelight.experts.timing import MachineCosts
 from moelight.experts.trace import TraceRow
 
-# Shares of each layer's experts that are tried, beside all of them and as many as have room.
+# Shares of each layer's experts that are tried, beside the largest possible one.
 SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
-# A replay cannot hint next_router, and lookahead acts on the layer that comes next alone, as history does.
+# A replay cannot hint next_router, and lookahead predicts the next layer alone in a replay, as history does.
 PREDICTORS = ("previous", "frequency", "history", "affinity")
 BUDGETS = (2, 4, 8)
-# Of the trace what the rounds see. 1,600 rows take some seconds in all.
+# Shares of the trace that the rounds replay. 1,600 rows take some seconds in all.
 FIRST, SECOND, GUESSING = 1 / 8, 1 / 2, 1 / 4
-LEAST_PASSES = 8  # of what a round sees: caches are still cold before
-MOST_ROWS = 20_000  # of a longer trace the first ones; the last round takes a second for each candidate then
+LEAST_PASSES = 8  # least length of a round: caches are cold before
+MOST_ROWS = 20_000  # a longer trace is cut; the last round then takes a second for each candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """The fastest policy found with so much room, and what it did with the trace. ``on_front``: nothing that takes
-    less memory is as fast."""
+    """The fastest policy found for one capacity, and its replay of the trace. ``on_front``: True if no policy with less
+    memory is as fast."""
 
     policy: ExpertPolicy
     outcome: Outcome
@@ -40,7 +40,7 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """The answer: one row for each capacity, by memory; the fastest of them; how many replays it took."""
+    """Result of the search: one entry per capacity, by memory; the fastest of them; and the number of replays."""
 
     found: tuple[Tuned, ...]
     best: Tuned
@@ -49,17 +49,17 @@ class Tuning:
 
     @property
     def front(self) -> tuple[Tuned, ...]:
-        """More memory only where it is faster."""
+        """Entries of the Pareto front of memory and time."""
         return tuple(each for each in self.found if each.on_front)
 
 
 def tune_policy(
     rows: Sequence[TraceRow], shape: Shape, machine: MachineCosts, *, most_slots: int | None = None
 ) -> Tuning:
-    """Search policies with room for at most ``most_slots`` experts (None: all), as many in each layer.
+    """Search policies for at most ``most_slots`` experts (None: all), equally many in each layer.
 
     Raises:
-        ValueError: no rows, or not one slot for each layer.
+        ValueError: no rows, or less than one slot for each layer.
     """
     rows = rows[:MOST_ROWS]
     most = shape.num_experts if most_slots is None else min(shape.num_experts, most_slots // len(shape.layers))
@@ -77,14 +77,14 @@ def tune_policy(
 
 
 def share_of(count: int, num_experts: int) -> Capacity:
-    """``count`` of the ``num_experts`` of every layer, as a share that means so many, whatever a shared cache or a
-    budget a layer makes of it."""
+    """Return ``count`` of the ``num_experts`` of every layer as a percentage that yields exactly ``count`` slots per
+    layer, for a shared cache and for layer budgets."""
     exact = Decimal(100 * count) / num_experts
     return Capacity(value=float(exact.quantize(Decimal("0.0001"), rounding=ROUND_CEILING)), unit="percent")
 
 
 def uniform_layers(count: int) -> PerLayerRules:
-    """A budget of ``count`` for every layer."""
+    """Return rules with a budget of ``count`` for every layer."""
     rules = PerLayerRules(allocation="uniform")
     return replace(rules, min_capacity=min(rules.min_capacity, count), max_capacity=max(rules.max_capacity, count))
 
@@ -94,7 +94,7 @@ def _seconds(outcome: Outcome) -> float:
 
 
 class _TuneSearch:
-    """Replays of parts of one trace, counted."""
+    """Replays policies on parts of one trace and counts the replays."""
 
     def __init__(self, rows: Sequence[TraceRow], shape: Shape, machine: MachineCosts) -> None:
         self._rows, self._shape, self._machine = rows, shape, machine
@@ -102,7 +102,8 @@ class _TuneSearch:
         self.replays = 0
 
     def best(self, count: int, before: ExpertPolicy | None) -> tuple[ExpertPolicy, Outcome]:
-        """With room for ``count`` experts of each layer; ``before``: the best with less room, which joins the last."""
+        """Return the best policy with ``count`` experts of each layer; ``before``, the best with less memory, enters
+        the last round."""
         kinds: dict[tuple[str, ...], list[ExpertPolicy]] = {}
         for policy in self._structures(count):
             kinds.setdefault(policy.cache.eviction, []).append(policy)
@@ -122,7 +123,7 @@ class _TuneSearch:
         )
 
     def _fastest(self, policies: list[ExpertPolicy], part: float, kept: int) -> list[ExpertPolicy]:
-        """The ``kept`` fastest on the first ``part`` of the trace."""
+        """Return the ``kept`` fastest policies on the first ``part`` of the trace."""
         if len(policies) <= kept:
             return policies
         seconds = [_seconds(self._run(policy, part)) for policy in policies]
@@ -130,7 +131,7 @@ class _TuneSearch:
         return [policies[place] for place in order[:kept]]
 
     def _run(self, policy: ExpertPolicy, part: float) -> Outcome:
-        """``policy`` over the first ``part`` of the trace."""
+        """Replay ``policy`` over the first ``part`` of the trace."""
         self.replays += 1
         least = LEAST_PASSES * len(self._shape.layers)
         run = Replay(policy, self._shape, self._machine)
@@ -139,15 +140,16 @@ class _TuneSearch:
         return run.outcome()
 
     def _structures(self, count: int) -> Iterator[ExpertPolicy]:
-        """Orders of leaving, alike for every layer or over all of them; where a GPU is, with and without its help."""
-        # hybrid never takes longer for a batch than either of the others.
+        """Yield eviction policies per layer and over all layers; with a GPU, each with and without computing misses on
+        the CPU."""
+        # hybrid never takes longer for a batch than gpu_only or cpu_fallback.
         modes = ("gpu_only", "hybrid") if self._machine.discrete else ("gpu_only",)
         layers, capacity = len(self._shape.layers), share_of(count, self._shape.num_experts)
         for mode in modes:
             for per_layer in (uniform_layers(count), None):
                 window = 100 * (1 if per_layer else layers)
                 for rules in _orders(capacity, window, scored=self._scored):
-                    # The language wants a predictor beside it (V15).
+                    # The language requires a predictor beside score (V15).
                     scores = PrefetchRules(strategy="previous", budget=BUDGETS[0])
                     yield ExpertPolicy(
                         name=f"tuned_{count}",
@@ -156,7 +158,7 @@ class _TuneSearch:
                         schedule=self._machine.schedule(mode),
                         per_layer=per_layer,
                     )
-                    if count == self._shape.num_experts:  # nobody leaves
+                    if count == self._shape.num_experts:  # nothing is ever evicted
                         break
 
     def _guessing(self, policy: ExpertPolicy) -> Iterator[ExpertPolicy]:
@@ -168,7 +170,7 @@ class _TuneSearch:
 
 
 def _orders(capacity: Capacity, window: int, *, scored: bool) -> Iterator[CacheRules]:
-    """Each eviction with the parameters that are tried."""
+    """Yield each eviction with the parameters that are tried."""
     rules = CacheRules(capacity=capacity)
     for name in EVICTIONS:
         eviction = (name,)

@@ -1,6 +1,6 @@
-"""Warm-pinning: once, after enough accesses, the busiest residents of the busiest layers are pinned.
+"""Warm-pinning: once, after enough accesses, pin the most used residents of the most used layers.
 
-Knows counts and residency; the pinning itself is the cache's.
+Chooses the experts; the cache pins them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from moelight.experts.prefetch import Mask
 
 
 def busiest_residents(counts: Ints, resident: Mask, *, per_layer: int, budget: int) -> Ints:
-    """``(layer, expert)`` [<= budget, 2]: of each layer's ``per_layer`` busiest experts those that are resident.
+    """Return ``(layer, expert)`` [<= budget, 2]: the residents among the ``per_layer`` most used experts of each layer.
 
-    Layers come by descending accesses (equal ones by number), so that the budget goes where the work is; a layer
-    without accesses ends it. ``counts`` and ``resident`` are [L, E].
+    Layers are ordered by descending accesses (ties by number), so that the budget goes to the most used layers; layers
+    without accesses are excluded. ``counts`` and ``resident`` are [L, E].
     """
     found: list[tuple[int, int]] = []
     of_layer = counts.sum(axis=1)
@@ -32,17 +32,17 @@ def busiest_residents(counts: Ints, resident: Mask, *, per_layer: int, budget: i
 
 
 class WarmPin:
-    """Waits for ``after`` accesses (hits and misses), then pins, once.
+    """Pins once, after ``after`` accesses (hits and misses).
 
     Attributes:
-        fired: whether it has.
-        pinned: what was pinned, [n, 2] (layer, expert), by layer, then id.
-        pre_hits, pre_misses: totals of the moment; 0 before.
+        fired: True once the experts have been pinned.
+        pinned: pinned (layer, expert) [n, 2], sorted by layer, then id.
+        pre_hits, pre_misses: totals at the time of pinning; 0 before.
     """
 
     def __init__(self, after: int, *, per_layer: int | None = None, active: int | None = None) -> None:
-        """``per_layer`` experts of each layer (0: off); None: as many as a token chooses, ``active``, or one where
-        that is unknown, and none where all experts have room.
+        """Pin ``per_layer`` experts of each layer (0: off). None: as many as a token chooses (``active``), one if that
+        is unknown, and none if all experts fit.
 
         Raises:
             ConfigError: ``after`` is below 1, or ``per_layer`` below 0.
@@ -58,7 +58,7 @@ class WarmPin:
         self.pre_hits, self.pre_misses = 0, 0
 
     def due(self, accesses: int) -> bool:
-        """Whether the access after these many is the one to pin before."""
+        """Return True if the experts are to be pinned before the access after ``accesses``."""
         return not self.fired and accesses >= self.after
 
     def fire(
@@ -71,10 +71,10 @@ class WarmPin:
         pinnable: int,
         pin: Callable[[int, int], bool],
     ) -> None:
-        """Pin, and remember what was before. ``hits``, ``misses`` and ``resident`` are [L, E].
+        """Pin, and record the totals before. ``hits``, ``misses`` and ``resident`` are [L, E].
 
-        At most half of the ``capacity`` is pinned and at most ``pinnable`` (what is protected from eviction);
-        ``pin(layer, expert)`` says whether it could.
+        At most half of the ``capacity`` is pinned, and at most ``pinnable`` (protected from eviction);
+        ``pin(layer, expert)`` returns True if it could pin.
         """
         self.fired = True
         self.pre_hits, self.pre_misses = int(hits.sum()), int(misses.sum())
@@ -93,7 +93,8 @@ class WarmPin:
         return 0 if capacity >= layers * experts else min(experts, self._active or 1)
 
     def as_dict(self, hits: int, misses: int) -> dict[str, Any]:
-        """For JSON, with the totals of now: rates before and after, and what is pinned, layer by layer."""
+        """Return, for JSON and the current totals, the hit rates before and after pinning and the pinned experts of
+        each layer."""
         before, total = self.pre_hits + self.pre_misses, hits + misses
         after = total - before
         overall = hits / total if total else 0.0

@@ -1,7 +1,7 @@
-"""Windowed figures of a cache, access by access, though accesses come in batches.
+"""Windowed metrics of a cache, per access, although accesses arrive in batches.
 
-The accesses of a batch are taken one after the other as they happen: its hits, then its misses; evictions belong to its
-last misses, because room that is free is used first.
+The accesses of a batch are ordered hits first, then misses; evictions are attributed to the last misses of the batch,
+because free slots are used first.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.experts.policy import METRICS, MonitorRules
 from moelight.experts.predict import Floats, Ints
 
-NOTES_KEPT = 1000  # the last ones; a long job writes millions
+NOTES_KEPT = 1000  # a long job writes millions
 
 
 class Monitor:
-    """``hit_rate`` and ``eviction_rate`` (evictions an access) over the last ``window`` accesses, or over all while
-    there are fewer. Every ``log_interval`` accesses the metrics asked for are noted.
+    """``hit_rate`` and ``eviction_rate`` (evictions per access) over the last ``window`` accesses, or over all accesses
+    while there are fewer. Every ``log_interval`` accesses the requested metrics are noted.
 
     Attributes:
-        accesses: so far.
-        notes: the last `NOTES_KEPT`, each ``{"access": number, metric: value}``.
+        accesses: number of accesses so far.
+        notes: the last `NOTES_KEPT` notes, each ``{"access": number, metric: value}``.
     """
 
     def __init__(self, rules: MonitorRules | None = None) -> None:
@@ -39,15 +39,15 @@ class Monitor:
                 raise ConfigError(f"monitor: unknown metric {metric!r}{near}; known: {', '.join(METRICS)}")
         self.accesses = 0
         self.notes: deque[dict[str, Any]] = deque(maxlen=NOTES_KEPT)
-        # Totals of hits and evictions after each access; the first column is where the window's memory begins.
+        # Totals of hits and evictions after each access; the first column is the start of the window.
         self._totals = np.zeros((2, 2 * self.rules.window + 2), dtype=np.int64)
         self._end = 0
 
     def record(self, hits: int, misses: int, evictions: int) -> dict[str, Floats]:
-        """A batch of so many; returns each metric after each of its accesses, [hits + misses].
+        """Record a batch; return each metric after each of its accesses, float64 [hits + misses].
 
-        Evictions beyond the misses (of a trigger, say) count with the last access; of a batch without accesses they
-        cannot be part of any rate, and are left out.
+        Evictions beyond the misses (by a trigger, for example) count with the last access. Evictions of a batch without
+        accesses cannot be part of a rate and are ignored.
         """
         n = hits + misses
         if n == 0:
@@ -69,13 +69,13 @@ class Monitor:
         return found
 
     def now(self) -> dict[str, float]:
-        """Each metric after the last access; 0 before any."""
+        """Return each metric after the last access; 0 before any access."""
         begin = max(self._end - self.rules.window, 0)
         inside = self._totals[:, self._end] - self._totals[:, begin]
         return dict(zip(METRICS, (inside / max(1, self._end - begin)).tolist(), strict=True))
 
     def _room_for(self, n: int) -> Ints:
-        """The totals, with room for ``n`` more; what lies before the window is dropped when it must be."""
+        """Return the totals with space for ``n`` more columns; columns before the window are dropped if necessary."""
         if self._end + n < self._totals.shape[1]:
             return self._totals
         kept = min(self._end, self.rules.window)

@@ -1,1 +1,1 @@
-"""Floor 2, the Hierarchical Roofline Model: flops, bytes, seconds. Plain arithmetic over profiles and policies."""
+"""The Hierarchical Roofline Model: flops, bytes and seconds computed from profiles and policies."""

@@ -1,7 +1,7 @@
-"""Seconds of each act of a micro-batch in one layer: the ledger's bytes and flops over a machine's speeds.
+"""Seconds of each layer phase of a micro-batch: the ledger's bytes and flops over a machine's speeds.
 
-The estimate adds them up and the simulator lays them out in time. Tokens may be numbers or arrays. Refuses to know
-orders of work.
+The estimate adds the seconds up; the simulator schedules the phases in time. Token counts may be numbers or arrays.
+Does not depend on schedules.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from moelight.hrm.machine_model import Speeds, Unit
 from moelight.profiles.model import ModelProfile
 
 # Bytes touched by norms, rotations, residuals, routing and the gathering of rows, for each number of the hidden state:
-# an act reads and writes it in float32 a few times, and the experts' side once more for every routed copy.
+# a phase reads and writes the number in float32 a few times, and the expert phase once more for every routed copy.
 TOUCHED_BEFORE = 40
 TOUCHED_AFTER = 40
 TOUCHED_PER_EXPERT = 16
-# Kernels that one act launches on a GPU, beside those of each expert.
+# Kernels that one phase launches on a GPU, in addition to those of each expert.
 KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """One model in its dtypes on one machine. ``dtype`` is what units work in, ``page_dtype`` the experts' own.
+    """Costs of one model in its dtypes on one machine.
 
-    ``pinned_pages``: experts at home in host memory cross the link from there.
+    ``dtype`` is the compute and activation dtype, ``page_dtype`` the dtype of the expert weights. ``pinned_pages``:
+    expert pages in host memory are page-locked and cross the link without a staging copy.
     """
 
     model: ModelProfile
@@ -43,12 +44,12 @@ class CostModel:
 
     @property
     def discrete(self) -> bool:
-        """Whether a GPU takes part."""
+        """True if a GPU takes part."""
         return self.ffn_device != "cpu" or self.attention_device == "gpu"
 
     @property
     def expert_unit(self) -> Unit:
-        """The unit of norms, projections, routers and the head."""
+        """The unit that runs norms, projections, routers and the head."""
         gpu = self.speeds.gpu
         return gpu if self.discrete and gpu is not None else self.speeds.cpu
 
@@ -57,7 +58,7 @@ class CostModel:
         return costs.layer_kinds(self.model)
 
     def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
-        """Norm, projections and rotations of ``tokens``."""
+        """Seconds of the norm, projections and rotations of ``tokens``."""
         touched = tokens * self.model.hidden_size * TOUCHED_BEFORE
         return (
             self.expert_unit.product_s(tokens, elements.before_attention, self.dtype)
@@ -66,7 +67,8 @@ class CostModel:
         )
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
-        """Output projection, norm, router, shared experts or dense layer, and the moving of rows; experts aside."""
+        """Seconds of the output projection, norm, router, shared experts or dense layer, and row gathering; routed
+        experts excluded."""
         copies = (
             self.model.router.top_k if moe and self.expert_unit.experts is None else 0
         )  # else measured with the experts
@@ -78,54 +80,56 @@ class CostModel:
         )
 
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
-        """A ``share`` of one layer's experts on ``unit``: those that ``tokens`` meet, each page read once."""
+        """Seconds of a ``share`` of the distinct experts of one layer to which ``tokens`` are routed, on ``unit``; each
+        page is read once."""
         met = costs.distinct_experts(self.model, tokens)
         rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
         return share * met * self.expert_s(unit, rows)
 
     def expert_s(self, unit: Unit, rows: Any) -> Any:
-        """One expert on ``unit``, met by ``rows`` tokens."""
+        """Seconds of one expert on ``unit`` over ``rows`` tokens."""
         launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
         each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
         return each + launches * unit.launch_s
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
-        """One layer's (average) attention of ``tokens`` sequences over ``context`` cached tokens each."""
+        """Seconds of one (average) layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""
         seen = self.seen(context)
         size = tokens * seen * costs.kv_layer_bytes(self.model, self.kv_dtype)
         flops = costs.attention_flops(self.model, tokens * seen)
         return unit.attention_s(size, flops, context) + self._overhead_s(unit, KERNELS["attention"])
 
     def prefill_attention_s(self, unit: Unit, tokens: Any, prompt_len: Any) -> Any:
-        """One layer's attention of prompts of ``prompt_len``, ``tokens`` in all, over themselves (eq. of A_g = 1)."""
+        """Seconds of one layer's attention of prompts of ``prompt_len`` tokens, ``tokens`` in all, over themselves (eq.
+        of A_g = 1)."""
         pairs = tokens * self.seen((prompt_len + 1) / 2)
         return unit.prefill_s(costs.attention_flops(self.model, pairs), prompt_len) + self._overhead_s(
             unit, KERNELS["attention"]
         )
 
     def head_s(self, rows: Any) -> Any:
-        """Logits of ``rows`` tokens."""
+        """Seconds of the logits of ``rows`` tokens."""
         product = self.expert_unit.product_s(rows, costs.head_elements(self.model), self.dtype)
         return product + self._overhead_s(self.expert_unit, KERNELS["head"])
 
     def seen(self, context: Any) -> Any:
-        """Positions a token sees in an average layer."""
+        """Positions that a token attends to in an average layer."""
         return costs.seen_positions(self.model, context) / self.model.num_layers
 
     def kv_read_bytes(self, tokens: Any, context: Any) -> Any:
-        """Cache that one layer's attention of ``tokens`` sequences reads."""
+        """Bytes of the KV cache that one layer's attention of ``tokens`` sequences reads."""
         return tokens * self.seen(context) * costs.kv_layer_bytes(self.model, self.kv_dtype)
 
     def page_bytes(self) -> int:
-        """Bytes of one page on any link."""
+        """Bytes of one expert page on any link."""
         return costs.page_bytes(self.model, self.page_dtype)
 
     def up_s(self, size: Any, transfers: Any = 1.0) -> Any:
-        """``size`` bytes from host to device in so many transfers."""
+        """Seconds to move ``size`` bytes from host to device in ``transfers`` transfers."""
         return size / self.speeds.h2d + transfers * self.speeds.transfer_s
 
     def down_s(self, size: Any, transfers: Any = 1.0) -> Any:
-        """``size`` bytes from device to host."""
+        """Seconds to move ``size`` bytes from device to host in ``transfers`` transfers."""
         return size / self.speeds.d2h + transfers * self.speeds.transfer_s
 
     @staticmethod

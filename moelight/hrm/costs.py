@@ -1,7 +1,7 @@
-"""The ledger: bytes and flops of every thing a pass stores, moves or computes, each written once.
+"""The ledger: bytes and flops of everything that a pass stores, moves or computes, one function per quantity.
 
-Floor 3 and above only ask. Counts of tokens may be numbers or arrays. Symbols of MoE-Lightning (table 1): h1 hidden
-size, h2 expert width, n_e experts, k of them per token, n_q and n_kv heads.
+Higher packages take every quantity from here. Token counts may be numbers or arrays. Symbols of MoE-Lightning
+(table 1): h1 hidden size, h2 expert width, n_e experts, k of them per token, n_q and n_kv heads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moelight.profiles.tensor_list import dense_tensors, page_shapes
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
-PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): what is sent next waits no longer behind a page
-EXPERT_ROWS = 1024  # of one expert at once: enough to bind any processor by its products, not by its weights
+PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): the longest that a transfer waits behind a page
+EXPERT_ROWS = 1024  # rows of one expert at a time: enough to make any processor compute-bound, not weight-bound
 _ALL_MET = 1e3
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
 
@@ -40,13 +40,16 @@ def page_bytes(model: ModelProfile, dtype: DType) -> int:
 
 
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes one page takes in an arena: whole memory pages, so that slots may be read into directly."""
+    """Bytes that one expert page takes in an arena: whole memory pages, so that direct I/O can read into the slot."""
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)
 
 
 def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
-    """The bytes of each part in which a page of ``size`` bytes crosses a link: as few as fit ``most`` (a multiple of
-    `PAGE_ALIGNMENT`) and as equal as may be. All but the last end on a multiple of `PAGE_ALIGNMENT`."""
+    """Byte ranges in which an expert page of ``size`` bytes crosses a link.
+
+    As few parts as fit ``most`` (a multiple of `PAGE_ALIGNMENT`), of nearly equal size. Every part but the last ends on
+    a multiple of `PAGE_ALIGNMENT`.
+    """
     blocks, count = -(-size // PAGE_ALIGNMENT), -(-size // most)
     bounds = [min(size, blocks * part // count * PAGE_ALIGNMENT) for part in range(count + 1)]
     return tuple(range(first, last) for first, last in pairwise(bounds))
@@ -54,13 +57,13 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def dense_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of everything outside the experts, each tensor aligned for vector loads."""
+    """Bytes of all tensors outside the experts, each aligned for vector loads."""
     return sum(align_up(tensor.elements * dtype.itemsize, TENSOR_ALIGNMENT) for tensor in dense_tensors(model))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerElements:
-    """Numbers in the matrices that one layer multiplies every token with, by act; experts aside."""
+    """Numbers in the matrices of one layer by which every token is multiplied, per phase; routed experts excluded."""
 
     before_attention: int
     after_attention: int
@@ -68,7 +71,7 @@ class LayerElements:
 
 @lru_cache(maxsize=64)
 def layer_elements(model: ModelProfile) -> tuple[LayerElements, ...]:
-    """For each layer: projections into attention; and the output projection, router, shared experts or dense layer."""
+    """Elements of each layer: projections into attention; output projection, router, shared experts or dense layer."""
     before, after = [0] * model.num_layers, [0] * model.num_layers
     for tensor in dense_tensors(model):
         if tensor.layer >= 0 and len(tensor.shape) > 1:
@@ -81,7 +84,7 @@ def layer_elements(model: ModelProfile) -> tuple[LayerElements, ...]:
 
 @lru_cache(maxsize=64)
 def layer_kinds(model: ModelProfile) -> tuple[tuple[LayerElements, bool, int], ...]:
-    """``(elements, has experts, how many layers)`` for each kind of layer."""
+    """``(elements, has experts, number of layers)`` for each kind of layer."""
     kinds = Counter(zip(layer_elements(model), model.moe_layers, strict=True))
     return tuple((elements, moe, count) for (elements, moe), count in kinds.items())
 
@@ -92,14 +95,14 @@ def head_elements(model: ModelProfile) -> int:
 
 
 def product_flops(rows: Any, elements: int) -> Any:
-    """A product of ``rows`` vectors with a matrix: one multiplication and one addition for each number."""
+    """Flops of a product of ``rows`` vectors with a matrix: one multiplication and one addition per number."""
     return 2.0 * rows * elements
 
 
 def attention_flops(model: ModelProfile, pairs: Any) -> Any:
-    """One layer: scores and values over ``pairs`` of a query token and a position it sees.
+    """Flops of one layer's scores and values over ``pairs`` of a query token and a position that it attends to.
 
-    Grouped queries: 4 n_q d a pair (the paper counts the 2 n_q d of the scores alone). Latent attention in absorbed
+    Grouped queries: 4 n_q d per pair (the paper counts the 2 n_q d of the scores alone). Latent attention in absorbed
     form: scores over the latent and rotary widths, values over the latent.
     """
     spec = model.attention
@@ -109,7 +112,7 @@ def attention_flops(model: ModelProfile, pairs: Any) -> Any:
 
 
 def seen_positions(model: ModelProfile, context: Any) -> Any:
-    """Positions that a token with ``context`` of them sees, summed over the layers: all, or a window's."""
+    """Positions that a token with ``context`` tokens of context attends to, summed over layers: all, or a window."""
     spec = model.attention
     windowed = 0 if spec.window is None else sum(spec.window_layers) if spec.window_layers else model.num_layers
     window = context if spec.window is None else np.minimum(context, spec.window)
@@ -117,59 +120,60 @@ def seen_positions(model: ModelProfile, context: Any) -> Any:
 
 
 def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
-    """Experts of one layer that at least one of ``tokens`` meets under uniform routing."""
+    """Expected distinct experts of one layer to which ``tokens`` tokens are routed, under uniform routing."""
     return expected_distinct(model.experts.num_experts, model.router.top_k, tokens)
 
 
 def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:
-    """Of ``experts``, those that at least one of ``tokens`` chooses that choose ``top_k`` each at random:
+    """Expected distinct experts out of ``experts`` if each of ``tokens`` chooses ``top_k`` at random:
     E (1 - (1 - k/E)^t)."""
     missed = math.log1p(-top_k / experts) if top_k < experts else -_ALL_MET  # log of the share that a token misses
     return -experts * np.expm1(tokens * missed)
 
 
 def kv_layer_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes one token leaves in the cache of one layer: keys and values, or the latent."""
+    """Bytes of one token in the KV cache of one layer: keys and values, or the latent."""
     return dtype.bytes_for(model.attention.cache_width)
 
 
 def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one token's cache over all layers."""
+    """Bytes of one token in the KV cache over all layers."""
     return model.num_layers * kv_layer_bytes(model, dtype)
 
 
 def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """D1 (section 4.1): queries, keys and values of ``tokens`` tokens of one layer, device to host."""
+    """D1 (section 4.1): bytes of queries, keys and values of ``tokens`` tokens of one layer, device to host."""
     return tokens * (attention_width(model) + model.attention.cache_width) * dtype.itemsize
 
 
 def kv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """Keys and values alone: what a prompt that attended on the device sends down."""
+    """Bytes of the keys and values alone of ``tokens`` tokens of one layer, device to host, where the device
+    attended."""
     return tokens * model.attention.cache_width * dtype.itemsize
 
 
 def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """D2 (section 4.1): the attention output of ``tokens`` tokens of one layer, host to device."""
+    """D2 (section 4.1): bytes of the attention output of ``tokens`` tokens of one layer, host to device."""
     return tokens * attention_out_width(model) * dtype.itemsize
 
 
 def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """The hidden states of ``tokens`` tokens: what experts read, and what they give back."""
+    """Bytes of the hidden states of ``tokens`` tokens: the input, and also the output, of the experts."""
     return tokens * model.hidden_size * dtype.itemsize
 
 
 def routed_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """What experts across a link are sent: hidden states, and the ids and weights of the experts of each token."""
+    """Bytes sent to experts across a link: hidden states, and the expert ids and weights of each token."""
     return residual_bytes(model, dtype, tokens) + tokens * routing_bytes(model)
 
 
 def routing_bytes(model: ModelProfile) -> int:
-    """The experts of one token: an id (int32) and a weight (float32) each."""
+    """Bytes of the routing of one token: an id (int32) and a weight (float32) per chosen expert."""
     return 8 * model.router.top_k
 
 
 def attention_width(model: ModelProfile) -> int:
-    """Numbers in the queries of one token; absorbed queries are as wide as the latent and the rotary part."""
+    """Numbers in the queries of one token; an absorbed query has the width of the latent and the rotary part."""
     spec = model.attention
     if spec.latent is not None:
         return spec.num_heads * (spec.latent.kv_lora_rank + spec.latent.rope_head_dim)
@@ -177,22 +181,25 @@ def attention_width(model: ModelProfile) -> int:
 
 
 def attention_out_width(model: ModelProfile) -> int:
-    """Numbers that attention gives for one token."""
+    """Numbers in the attention output of one token."""
     spec = model.attention
     return spec.num_heads * spec.latent.kv_lora_rank if spec.latent is not None else spec.q_dim
 
 
 def staging_passes(*, from_disk: bool) -> int:
-    """How often host memory is touched for one streamed byte: written and read by the link, and read once more where
-    a copy from pageable memory comes first."""
+    """Times that host memory is touched per streamed byte: a write and the link's read; one more where a copy from
+    pageable memory precedes them."""
     return 2 if from_disk else 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWorkspace:
-    """The buffers experts write while they run: all routed rows ``[R, H]``; of at most `EXPERT_ROWS` rows of an expert,
-    gate and up ``[rows, 2I]`` (or the activation in float32), and the activation ``[rows, I]`` or the output
-    ``[rows, H]``. Where all experts run in one launch the second holds the activations of all, ``[R, I]``."""
+    """Sizes of the buffers that experts write.
+
+    ``rows_bytes``: all routed rows ``[R, H]``. ``wide_bytes``: for at most `EXPERT_ROWS` rows of an expert, gate and up
+    ``[rows, 2I]`` (or the activation in float32); where all experts run in one launch, the activations of all,
+    ``[R, I]``. ``narrow_bytes``: the activation ``[rows, I]`` or the output ``[rows, H]``.
+    """
 
     rows_bytes: int
     wide_bytes: int
@@ -200,14 +207,16 @@ class ExpertWorkspace:
 
     @property
     def bytes(self) -> int:
-        """All three."""
+        """The sum of the three buffers."""
         return self.rows_bytes + self.wide_bytes + self.narrow_bytes
 
 
 def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped: bool) -> ExpertWorkspace:
-    """For micro-batches of ``tokens``, all of which may meet in one expert; row counts may be rounded up. ``grouped``:
-    experts may run in one launch, as those of a device do. The CPU's native kernel keeps its own, smaller buffers in
-    place of the second and the third."""
+    """The expert workspace for micro-batches of ``tokens``, all of which may be routed to one expert.
+
+    Row counts may be rounded up. ``grouped``: experts may run in one launch, as on a device. The CPU's native kernel
+    has its own, smaller buffers in place of the wide and the narrow one.
+    """
     routed, padded = tokens * model.router.top_k + ROW_PADDING, np.minimum(tokens, EXPERT_ROWS) + ROW_PADDING
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     wide = padded * 2 * width

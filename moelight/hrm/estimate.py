@@ -1,7 +1,8 @@
-"""Seconds of a whole job and of its passes, by lane: what the engine really does, priced by the ledger.
+"""Predicted seconds of a job and of its passes, by lane: the engine's execution, priced by the ledger.
 
-Passes with prompts riding along and slots refilled (``workload_model``), whole pages, both crossings, contention for host memory,
-the cost of launching (``lanes``, ``cost_model``). Works on one policy or on arrays of candidates.
+Covers decode passes that prefill tokens join and slots that are refilled (``workload_model``), whole pages, transfers
+in both directions, contention for host memory, and launch costs (``pass_cost``, ``cost_model``). Works on one policy or
+on arrays of candidates.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from moelight.profiles.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One kind of pass of a job: how many, what each carries, seconds of one, and of work on each lane."""
+    """One kind of pass of a job: number of passes, tokens per pass, seconds of one pass and of its work on each
+    lane."""
 
     name: str
     passes: float
@@ -40,15 +42,15 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What a policy promises.
+    """The predicted performance of a policy.
 
     Attributes:
-        layer_s, pass_s: one layer, one pass in which every slot decodes.
-        decode_tokens_per_s: of such passes alone.
+        layer_s, pass_s: seconds of one layer and of one pass in which every slot decodes.
+        decode_tokens_per_s: tokens per second of such passes alone.
         tokens_per_s: generated tokens over the whole time, prompts included.
         lanes: seconds of work per lane in one such pass.
         binding: the lane that is busiest over the whole job.
-        phases: the kinds of passes the job consists of.
+        phases: the kinds of passes of the job.
     """
 
     layer_s: float
@@ -61,7 +63,7 @@ class Estimate:
 
 
 def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> CostModel:
-    """The acts of ``policy``; ``dtype`` is what units work in where it is not the model's own."""
+    """The cost model of ``policy``; ``dtype`` is the compute dtype where it differs from the model's own."""
     own = dtype or dtype_named(model.dtype)
     return CostModel(
         model=model,
@@ -76,7 +78,7 @@ def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DT
 
 
 def placement_counts(placement: Placement, policy: Policy) -> PlacementCounts:
-    """The counts of a placement, page by page."""
+    """The page counts of a placement."""
     from_disk = list(placement.tiers.values()).count("disk")
     return PlacementCounts(
         from_host=len(placement.streamed) - from_disk,
@@ -116,14 +118,17 @@ def estimate(
 
 
 def running_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
-    """Sequences that are alive at a time: at most N, all requests, and as many as the cache holds (one at least)."""
+    """Sequences that run at a time: at most N, all requests, and as many as the cache holds (at least one)."""
     held = cached_sequences(workload, sizes.kv_tokens, sizes.kv_block_size, model.max_positions)
     return np.minimum(np.minimum(sizes.batch_size, workload.num_requests), np.maximum(held, 1))
 
 
 def _batches_of(workload: Workload, sizes: Sizes, running: Any) -> Any:
-    """Micro-batches of a pass in which all that are ``running`` decode. Where a GPU attends, each has buffers for its
-    share of the cache as N has it (`kv_buffer_tokens`): they are as many where the cache holds fewer."""
+    """Micro-batches of a pass in which all ``running`` sequences decode.
+
+    Where a GPU attends, each micro-batch has buffers for its share of the cache at N sequences (`kv_buffer_tokens`), so
+    their number does not fall where the cache holds fewer sequences.
+    """
     sequences = np.minimum(sizes.batch_size, workload.num_requests) if sizes.attention_device == "gpu" else running
     return np.ceil(sequences / sizes.micro_batch_size)
 
@@ -135,8 +140,11 @@ def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
 
 
 def job_s(cost_model: CostModel, workload: Workload, order: str, sizes: Sizes, placed: PlacementCounts) -> Any:
-    """Seconds of the whole job for many candidates at once; ``sizes`` and ``placed`` hold arrays of one length, or
-    numbers. Kinds of passes that a candidate does not have are not priced."""
+    """Seconds of the whole job for many candidates at once.
+
+    ``sizes`` and ``placed`` hold arrays of one length, or numbers. Kinds of passes that a candidate does not have are
+    not priced.
+    """
     kinds = kinds_of(cost_model.model, workload, sizes)
     count = np.atleast_2d(kinds.count.T).T
     kind, candidate = np.nonzero(count)
@@ -174,8 +182,11 @@ def cost_of(
     *,
     streams: bool | None = None,
 ) -> PassCost:
-    """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are taken to move; by
-    default where ``placed`` have some that do. Affine in ``placed`` where it is given."""
+    """The work of one pass of each of ``kinds`` under a policy.
+
+    ``streams``: True if pages are assumed to move; None: where ``placed`` has streamed pages. With ``streams`` given,
+    the result is affine in ``placed``.
+    """
     running = np.asarray(running_of(cost_model.model, workload, sizes), dtype=float)
     return _cost(
         cost_model,
@@ -204,8 +215,8 @@ def _cost(
     least: float,
     streams: bool | None = None,
 ) -> PassCost:
-    """``pass_cost`` in ``order``; ``least`` as in `routed_only`. Where no page moves, no lane waits for the routers
-    (``streams``)."""
+    """``pass_cost`` under ``order``; ``least`` as in `routed_only`. Where no page moves (``streams``), no lane waits
+    for the routers."""
     tokens = kinds.decode_tokens + kinds.prompt_tokens
     routed = routed_only(cost_model.model, order, tokens, most, least=least)
     moving = np.asarray(placed.from_host + placed.from_disk) > 0 if streams is None else streams
@@ -224,14 +235,17 @@ def _cost(
 
 
 def least_missed(policy: Sizes) -> float:
-    """The share of pages that nobody is routed to from which on passes of ``policy`` bring only the others: where
-    residents are learned beside a disk alone, every pass says how many there were."""
+    """The least share of unrouted pages from which on passes of ``policy`` transfer routed pages only.
+
+    `MEASURED_SHARE` where residents are learned and the offloaded tier is a disk alone: there every pass measures the
+    share. `ROUTED_ONLY_SHARE` otherwise.
+    """
     return MEASURED_SHARE if policy.residents == "learned" and not policy.discrete else ROUTED_ONLY_SHARE
 
 
 def flops_per_token(model: ModelProfile) -> float:
-    """Two per weight that a token meets: all matrices of the layers outside the experts, and ``top_k`` experts in each
-    MoE layer. The head, which only some tokens reach, is not counted, nor is attention."""
+    """Flops of one token: two per weight of the matrices outside the experts and of ``top_k`` experts per MoE layer.
+    Excludes attention and the head, which only some tokens pass."""
     layers = costs.layer_elements(model)
     dense = sum(layer.before_attention + layer.after_attention for layer in layers)
     return 2.0 * (dense + model.num_moe_layers * model.router.top_k * costs.page_elements(model))

@@ -1,8 +1,8 @@
-"""How many bytes a policy takes on each tier, by purpose, before anything is loaded.
+"""Bytes that a policy takes on each tier, by purpose, before anything is loaded.
 
-What is announced here is what ``memory`` allocates. Three purposes are bounds on what others allocate: ``transient``
-and ``host_transient``, what kernels take for the time of one task, and ``runtime``, what torch's product kernels, the
-tokenizer and threads keep (measured: docs/log.md). Sizes may be numbers or arrays of many candidates at once.
+``memory`` allocates exactly what is announced here. Three purposes bound allocations of others: ``transient`` and
+``host_transient``, the temporaries of kernels during one task, and ``runtime``, the memory of torch's product kernels,
+the tokenizer and threads (measured: docs/log.md). Sizes may be numbers or arrays of many candidates at once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
-# Reads of pages in flight at a time, and the most bytes of one: 97 % of what a disk gives, and 90 % with half as many
+# Page reads in flight at a time, and the most bytes of one: 97 % of a disk's bandwidth, and 90 % with half as many
 # (docs/log.md). Each may need a buffer.
 READ_DEPTH = 8
 READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
 GATHER_BYTES = 8 * MiB
-WHOLE_EXPERTS = ("module",)  # orders in which experts run once over the whole pass
+WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whole pass
 
 
 class Sizes(Protocol):
-    """What memory depends on beside the homes of pages: a policy, or many candidates as arrays."""
+    """The values that memory depends on besides the placement of pages: a policy, or many candidates as arrays."""
 
     @property
     def batch_size(self) -> Any: ...
@@ -68,7 +68,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaSize:
-    """One named region: ``purpose`` on ``tier``."""
+    """Size of one named region: ``purpose`` on ``tier``."""
 
     purpose: str
     tier: str
@@ -77,7 +77,7 @@ class ArenaSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Every region of a run."""
+    """All memory regions of a run."""
 
     arenas: tuple[ArenaSize, ...]
 
@@ -93,9 +93,9 @@ class Footprint:
 def footprint(
     model: ModelProfile, policy: Policy, *, dtype: DType, kv_dtype: DType, page_dtype: DType | None = None
 ) -> Footprint:
-    """All regions of ``policy`` on ``model``, resolved policies only (``kv_tokens`` above 0).
+    """All regions of ``policy`` on ``model``; resolved policies only (``kv_tokens`` above 0).
 
-    ``dtype`` is what the compute unit works in; ``page_dtype`` the experts' own, where it differs.
+    ``dtype`` is the compute dtype; ``page_dtype`` the dtype of the experts, where it differs.
     """
     placement = place(model, policy)
     slot = costs.page_slot_bytes(model, page_dtype or dtype)
@@ -132,7 +132,7 @@ _ORDER = (
 
 
 def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
-    """Every region that does not depend on where pages and cache blocks are at home, by (purpose, tier)."""
+    """Bytes of every region that does not depend on the placement of pages and cache blocks, by (purpose, tier)."""
     fast_tier = "device" if sizes.discrete else "host"
     found = {
         ("dense", fast_tier): costs.dense_bytes(model, dtype),
@@ -164,21 +164,26 @@ def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
 
 
 def offloaded_pages(placement: Placement) -> tuple[Page, ...]:
-    """What host memory across the link holds, in order: the pages at home there, and copies of those that are resident."""
+    """Pages held by host memory across the link, in order: the pages placed there, then copies of resident pages."""
     return (*placement.on("host"), *(placement.resident if placement.host_copies else ()))
 
 
 def ring_slots(placement: Placement) -> int:
-    """Slots beside the compute unit: this layer's streamed pages and the next one's (the double buffer); at least a
-    whole layer's where residents are learned, for any of them may be elsewhere."""
+    """Ring slots on the fast tier: the streamed pages of two layers (the double buffer).
+
+    At least one whole layer where residents are learned, since any page may be offloaded.
+    """
     double = 2 * placement.most_streamed_per_layer
     return max(double, placement.most_per_layer) if placement.learned and double else double
 
 
 def pinned_slots(placement: Placement) -> int:
-    """Slots of the pinned ring between a far home and the link: one layer's streamed pages; two layers' where some come
-    from disk, so that a slow disk is read while the pages of a whole layer cross; none where every page crosses from
-    its home. At least a whole layer's where residents are learned and come back from the disk."""
+    """Slots of the pinned ring between an offloaded tier and the link.
+
+    One layer's streamed pages; two layers' where some are read from disk, so that a slow disk is read while a whole
+    layer's pages cross; none where every page crosses directly from its tier. At least one whole layer where residents
+    are learned and evicted pages are read from disk.
+    """
     from_disk = any(placement.tiers[page] == "disk" for page in placement.streamed)
     if placement.pinned_pages and not from_disk:
         return 0
@@ -188,12 +193,12 @@ def pinned_slots(placement: Placement) -> int:
 
 
 def pass_tokens(sizes: Sizes) -> Any:
-    """The most tokens one pass carries: every sequence decoding, and prompts riding along."""
+    """The most tokens of one pass: every sequence decoding, plus prefill tokens."""
     return sizes.batch_size + riding_tokens(sizes)
 
 
 def riding_tokens(sizes: Sizes) -> Any:
-    """Tokens of prompts that ride in a pass in which every sequence decodes, at most."""
+    """The most prefill tokens that join a pass in which every sequence decodes."""
     return sizes.prompt_micro_batches * sizes.micro_batch_tokens
 
 
@@ -203,17 +208,17 @@ def sample_rows(model: ModelProfile) -> int:
 
 
 def kv_blocks(sizes: Sizes) -> Any:
-    """Blocks of the paged KV cache."""
+    """Number of blocks of the paged KV cache."""
     return -(-sizes.kv_tokens // sizes.kv_block_size)
 
 
 def kv_device_blocks(policy: Policy) -> int:
-    """Blocks of the cache that live in device memory."""
+    """Number of cache blocks in device memory."""
     return round(policy.kv.device * int(kv_blocks(policy)))
 
 
 def kv_block_bytes(model: ModelProfile, sizes: Sizes, kv_dtype: DType) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one cache block over all layers."""
     return sizes.kv_block_size * costs.kv_token_bytes(model, kv_dtype)
 
 
@@ -224,7 +229,7 @@ def kv_buffer_tokens(sizes: Sizes) -> Any:
 
 
 def staging_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
-    """Pinned bytes for what one token sends down and gets back in one layer."""
+    """Pinned bytes for the transfers of one token in one layer, device to host and back."""
     if sizes.attention_device == "cpu":
         attention = costs.qkv_bytes(model, dtype, 1) + costs.hidden_bytes(model, dtype, 1)
     else:
@@ -235,27 +240,27 @@ def staging_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
 
 
 def hidden_arena_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """The residual stream of every token in a pass."""
+    """Bytes of the residual stream of all tokens of a pass."""
     return pass_tokens(sizes) * model.hidden_size * dtype.itemsize
 
 
 def moe_workspace_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """What a whole pass keeps for experts that run once: normed hidden states, their sums in float32, and the experts
-    and weights each token chose."""
+    """Bytes that a pass holds for experts that run once: normed hidden states, their float32 sums, and the expert ids
+    and weights of each token."""
     return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
 
 
 def work_bytes(model: ModelProfile, sizes: Sizes, dtype: DType, *, grouped: bool) -> Any:
-    """The buffers experts write while they run."""
+    """Bytes of the buffers that experts write."""
     return costs.expert_workspace(model, sizes.micro_batch_tokens, dtype, grouped=grouped).bytes
 
 
 def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Bound on what passes take from the allocator and give back.
+    """Upper bound of the bytes that passes allocate and free.
 
-    What micro-batches carry between their acts, and the largest of the acts themselves: attention (a later chunk of a
-    prompt gathers its context head by head), the ends of the experts, or the head; with the weights and rows that a
-    product copies for itself.
+    The sum of what micro-batches hold between phases and of the largest phase: attention (a later chunk of a prompt
+    gathers its context head by head), routing and combining, or the head; with the weights and rows that a product
+    copies.
     """
     tokens, item = sizes.micro_batch_tokens, dtype.itemsize
     spec, hidden = model.attention, model.hidden_size
@@ -275,14 +280,15 @@ def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """The same bound for experts that the CPU computes beside a GPU: the ends of the experts, and products' copies."""
+    """The bound of `transient_bytes` for experts computed by the CPU beside a GPU: routing and combining, and the
+    copies of products."""
     tokens, hidden, spec = sizes.micro_batch_tokens, model.hidden_size, model.experts
     ends = tokens * (hidden * (8 + 2 * dtype.itemsize) + 12 * spec.num_experts)
     return ends + _product_bytes(model, tokens, 2 * spec.intermediate_size * hidden * dtype.itemsize)
 
 
 def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
-    """What a product on the CPU copies for itself: slabs of widened weights and rows, and the ``largest`` matrix
+    """Bytes that a product on the CPU copies: slabs of widened weights and rows, and the ``largest`` matrix,
     repacked."""
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     slab = tokens * model.hidden_size * 4 + 2 * SLAB_BYTES
@@ -291,10 +297,13 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 
 
 def _carried_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all of
-    them where streams may still read them, three where one thread computes), and what the CPU's experts read and
-    give. Where the device attends over blocks on both sides: the new keys and values of either side, and the piece of
-    a context that is gathered at once."""
+    """Bytes that micro-batches hold between phases.
+
+    Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all where
+    streams may still read them, three where one thread computes), and inputs and outputs of the CPU's experts. Where
+    the device attends over blocks on both tiers: the new keys and values of either tier, and the piece of a context
+    that is gathered at once.
+    """
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":

@@ -1,4 +1,4 @@
-"""What a model consists of: parameters and bytes by kind, from its profile alone."""
+"""Parameters and bytes of a model by kind, from its profile alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """A model's parts.
+    """The parts of a model.
 
     Attributes:
-        parameters: by kind, in the order above.
-        active: how many of them one token meets, both ends included.
-        bytes: by kind, in ``dtype``.
-        page_bytes: one expert of one layer.
-        kv_token_bytes: what one token leaves in the cache, over all layers.
+        parameters: parameters by kind, in the order above.
+        active: parameters that one token uses, embedding and head included.
+        bytes: bytes by kind, experts in ``dtype``.
+        pages: number of expert pages.
+        page_bytes: bytes of one expert of one layer.
+        kv_token_bytes: bytes of one token in the cache, over all layers.
     """
 
     dtype: str
@@ -40,17 +41,17 @@ class Inventory:
 
     @property
     def total_parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return sum(self.parameters.values())
 
     @property
     def total_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return sum(self.bytes.values())
 
 
 def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtype: DType | None = None) -> Inventory:
-    """The parts of ``model``. ``weight_dtype`` is of the experts; everything else has the model's own."""
+    """The parts of ``model``. ``weight_dtype`` is the dtype of the experts; other weights have the model's dtype."""
     own = dtype_named(model.dtype)
     page_dtype, cache_dtype = weight_dtype or own, kv_dtype or own
     parameters = dict.fromkeys((ENDS, ATTENTION, DENSE_LAYERS, SHARED), 0)

@@ -1,6 +1,6 @@
-"""What one machine sustains, ready to be asked for seconds: measured figures where there are any, else shares of peaks.
+"""Sustained speeds of one machine: measured figures where there are any, otherwise shares of stated peaks.
 
-Knows hardware profiles and plain arithmetic. Refuses to know models and passes (``task_cost``).
+Depends only on hardware profiles. Does not depend on models and passes (``task_cost``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moelight.core.errors import ConfigError
 from moelight.profiles.efficiency import Surface
 from moelight.profiles.hardware import WORK, HardwareProfile, Processor
 
-# Shares of a data sheet's peak that long, well-shaped work sustains, for machines nobody has measured. Links: 12.3 of
+# Shares of a data sheet's peak that long, well-shaped work sustains, for machines without measurements. Links: 12.3 of
 # 15.75 GB/s (MoE-Lightning's own kernel figures); device memory: their fused experts, 75 % of 306 GB/s; host memory:
 # this project's attention kernel against the read roof; products: common figures of tensor cores and tiles.
 SUSTAINED = {"link": 0.78, "device_memory": 0.75, "host_memory": 0.75, "disk": 0.9, "products": 0.6, "prefill": 0.3}
@@ -28,8 +28,10 @@ ELEMENTWISE_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A processor (or all equal GPUs together) beside its memory. Bytes and flop per second; ``task_s`` is what one
-    act of a micro-batch costs beside its arithmetic, ``launch_s`` what each of its kernels does."""
+    """A processor (or all equal GPUs together) with its memory. Rates in bytes and flop per second.
+
+    ``task_s`` is the overhead of one layer phase of a micro-batch, ``launch_s`` the overhead of each of its kernels.
+    """
 
     flops: float
     memory: float
@@ -57,12 +59,12 @@ class Unit:
         return np.where(np.asarray(rows) > 0, np.maximum(read_s, flops / max(surface.curves[-1].y)), 0.0)
 
     def attention_s(self, bytes_read: Any, flops: Any, context: Any) -> Any:
-        """Seconds to attend over ``bytes_read`` of cached keys and values, ``context`` tokens a sequence."""
+        """Seconds to attend over ``bytes_read`` of cached keys and values, ``context`` tokens per sequence."""
         speed = self.memory if self.attention is None else self.attention.at(np.maximum(context, 1.0))
         return np.maximum(bytes_read / speed, flops / self.flops)
 
     def touch_s(self, size: Any) -> Any:
-        """Seconds in which the norms and sums of one act touch ``size`` bytes."""
+        """Seconds in which the norms and sums of one phase touch ``size`` bytes."""
         return size / (self.elementwise if self.touching is None else self.touching.at(np.maximum(size, 1.0)))
 
     def prefill_s(self, flops: Any, tokens: Any) -> Any:
@@ -73,10 +75,17 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """One machine. Bytes per second: ``disk``, ``h2d`` and ``d2h`` (all GPUs together), ``stage`` (payload of a copy
-    into pinned memory), ``dram`` (everything that touches host memory). ``gpu`` is None where there is none.
-    ``under_disk``: the share of its speed that the CPU keeps while the disk is read; ``disk_under_cpu``: the share that
-    the disk keeps meanwhile."""
+    """Speeds of one machine, in bytes per second.
+
+    Attributes:
+        gpu: None where the machine has none.
+        dram: host memory, shared by everything that touches it.
+        disk, h2d, d2h: rates of transfers; links of all GPUs together.
+        stage: payload of a copy into pinned memory.
+        transfer_s: seconds of overhead per transfer.
+        under_disk: the share of the CPU's speed that remains while the disk is read.
+        disk_under_cpu: the share of the disk's speed that remains while the CPU computes.
+    """
 
     cpu: Unit
     gpu: Unit | None
@@ -91,7 +100,7 @@ class Speeds:
 
 
 def speeds_of(hardware: HardwareProfile) -> Speeds:
-    """The speeds of ``hardware``. Links it does not have take no time; a disk it does not have has speed 0.
+    """The speeds of ``hardware``. A missing link takes no time; a missing disk has speed 0.
 
     Raises:
         ConfigError: the machine has no host memory or no CPU.
@@ -119,7 +128,7 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
 
 
 def slowed(speeds: Speeds, by: Mapping[str, float]) -> Speeds:
-    """The machine on which all work of a lane takes ``by`` as long, lanes that are not named as long as before."""
+    """The machine on which all work of each lane in ``by`` takes that many times as long; other lanes are unchanged."""
     links = {name: getattr(speeds, name) / by.get(name, 1.0) for name in ("disk", "stage", "h2d", "d2h")}
     gpu = None if speeds.gpu is None else _unit_slowed(speeds.gpu, by.get("device", 1.0))
     return replace(speeds, cpu=_unit_slowed(speeds.cpu, by.get("cpu", 1.0)), gpu=gpu, **links)
@@ -134,8 +143,10 @@ def _unit_slowed(unit: Unit, by: float) -> Unit:
 
 
 def at_best(speeds: Speeds) -> Speeds:
-    """A machine nowhere slower than this one, on which more rows never take less time nor run at a lower rate: what
-    measured curves nearly are, and what bounds over many sizes of work rest on."""
+    """A machine nowhere slower than ``speeds``, on which more rows take no less time and run at no lower rate.
+
+    Measured curves nearly have this property; bounds over many sizes of work rely on it.
+    """
     gpu = None if speeds.gpu is None else _unit_at_best(speeds.gpu)
     return replace(speeds, cpu=_unit_at_best(speeds.cpu), gpu=gpu)
 
@@ -161,7 +172,7 @@ def _surface_at_best(surface: Surface | None) -> Surface | None:
 
 
 def _share(hardware: HardwareProfile, what: str) -> float:
-    """Of a stated bandwidth: all where the file holds measurements, else what is usually sustained."""
+    """The sustained share of a stated bandwidth: 1.0 where the profile holds measurements, else the usual share."""
     return 1.0 if hardware.measured else SUSTAINED[what]
 
 
@@ -175,7 +186,7 @@ def _link(hardware: HardwareProfile, src: str, dst: str) -> float:
 def _unit(
     hardware: HardwareProfile, unit: Processor, memory: float, *, task_s: float = 0.0, launch_s: float = 0.0
 ) -> Unit:
-    """All ``unit.count`` processors together; they share every matrix in equal parts."""
+    """All ``unit.count`` processors together; every matrix is divided over them in equal parts."""
     name, count = unit.name, unit.count
     surfaces = {work: hardware.surface(f"{name}_{work}") for work in WORK}
     fields = {"touching" if work == "elementwise" else work: surface for work, surface in surfaces.items()}

@@ -1,10 +1,10 @@
 """The published estimator: seconds of one layer and bytes of each memory, as MoE-Lightning's artifact computes them.
 
-One function per formula; it exists to be checked against known results, so nothing here is mended. Letters are those of
-the paper's table 1, g and nb the artifact's. Not in it: the time of projections and of the head, crossings of queries
+One function per formula, uncorrected, so that results can be checked against published ones. Letters are those of the
+paper's table 1; g and nb are the artifact's. Not covered: the time of projections and of the head, transfers of queries
 and hidden states in decoding, launches, contention, whole experts, shared experts, dense layers (all l layers count as
-layers of n_e experts). Latent attention is read as grouped queries over a cache of the same width. Knows peaks and
-capacities only. Refuses to choose (``optimizer.paper``).
+layers of n_e experts). Latent attention is treated as grouped queries over a cache of the same width. Depends only on
+peaks and capacities; the choice of a policy is in ``optimizer.paper``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
-DEVICE_SHARE = 0.86  # of m_g, home + work may take that much
+DEVICE_SHARE = 0.86  # the share of m_g that home + work may take
 HOST_SHARE = 0.8  # of m_c
 ACTIVATION_BYTES = 2  # everything the artifact counts is fp16
-FUSED_KERNEL = 1.2  # what the fused expert kernel takes over its operands
+FUSED_KERNEL = 1.2  # workspace of the fused expert kernel, relative to its operands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +35,11 @@ class PaperSetting:
         num_layers, hidden_size, expert_size: l, h1, h2.
         query_size, kv_size: n_q d_h and n_kv d_h, in the paper h1 and h1 / G.
         num_heads, num_experts, top_k: n_q, n_e, k.
-        expert_bytes, projection_bytes, kv_bytes: bytes of one number of the experts, of everything else that is
-            stored, and of the KV cache; 2 in the paper.
+        expert_bytes, projection_bytes, kv_bytes: bytes of one number of the experts, of everything else that is stored,
+            and of the KV cache; 2 in the paper.
         gpus: tp. ``device_bytes`` (m_g), ``device_bandwidth`` (b_g) and ``gpu_flops`` (p_g) are of all GPUs together.
         host_bytes, host_bandwidth, cpu_flops: m_c, b_c, p_c.
-        link_bandwidth: b_cg, of one link however many GPUs there are.
+        link_bandwidth: b_cg, of one link, regardless of the number of GPUs.
     """
 
     prompt_len: int
@@ -66,7 +66,7 @@ class PaperSetting:
 
     @property
     def context(self) -> int:
-        """L = s + n: the length a sequence ends with."""
+        """L = s + n: the final length of a sequence."""
         return self.prompt_len + self.gen_len
 
 
@@ -75,7 +75,7 @@ class PaperPolicy:
     """A policy in the estimator's terms; every field but the last may be an array.
 
     ``micro_batch_size`` μ (g), ``num_micro_batches`` n_ub (nb), ``weights_host`` w_c, ``kv_host`` c_c,
-    ``gpu_attention`` A_g. The shares on the GPU are what is left: w_g = 1 - w_c, c_g = 1 - c_c. F_g is always 1.
+    ``gpu_attention`` A_g. The shares on the GPU are the remainders: w_g = 1 - w_c, c_g = 1 - c_c. F_g is always 1.
     """
 
     micro_batch_size: Any
@@ -107,10 +107,10 @@ class LayerTime:
 def setting_of(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, *, weight_dtype: DType, kv_dtype: DType
 ) -> PaperSetting:
-    """The setting of a machine, a model and a workload. A grouped ``weight_dtype`` is the experts' only.
+    """The setting of a machine, a model and a workload. A grouped ``weight_dtype`` applies to the experts only.
 
     Raises:
-        ConfigError: the machine has no GPU, which the published model is about.
+        ConfigError: the machine has no GPU, which the published model requires.
     """
     device, host = hardware.tier("device"), hardware.tier("host")
     gpu, cpu = hardware.processor("gpu"), hardware.processor("cpu")
@@ -147,13 +147,13 @@ def setting_of(
 
 
 def bytes_each(dtype: DType) -> float:
-    """Bytes of one number among many, its part of a scale included."""
+    """Average bytes of one number, including its part of a scale."""
     many = 8 * max(dtype.group, 1)
     return dtype.bytes_for(many) / many
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What work there is
+# Bytes and flops
 
 
 def expert_layer_bytes(setting: PaperSetting) -> float:
@@ -168,12 +168,12 @@ def projection_layers_bytes(setting: PaperSetting) -> float:
 
 
 def ffn_flops(setting: PaperSetting, tokens: Any) -> Any:
-    """6 t h1 h2 k: three products for each of ``tokens`` in each of its experts, one layer."""
+    """6 t h1 h2 k: three products per token and expert over ``tokens`` tokens, one layer."""
     return 6.0 * tokens * setting.hidden_size * setting.expert_size * setting.top_k
 
 
 def ffn_bytes(setting: PaperSetting, tokens: Any) -> Any:
-    """2 t h1 + 2 t h2 + W_i: what the experts of one layer read and write; all weights are read."""
+    """2 t h1 + 2 t h2 + W_i: bytes that the experts of one layer read and write; all weights are read."""
     return ACTIVATION_BYTES * tokens * (setting.hidden_size + setting.expert_size) + expert_layer_bytes(setting)
 
 
@@ -248,7 +248,8 @@ def prefill_time(setting: PaperSetting, choice: PaperPolicy) -> LayerTime:
 
 
 def decode_tokens_per_s(setting: PaperSetting, batch_size: int, layer_s: float) -> float:
-    """N n / (T (n-1) l): what the artifact reports. Prompts are left out, and the token they yield is counted."""
+    """N n / (T (n-1) l): the artifact's reported speed. The time of prompts is excluded; the token that they yield is
+    counted."""
     return batch_size * setting.gen_len / (layer_s * (setting.gen_len - 1) * setting.num_layers)
 
 
@@ -262,11 +263,12 @@ def job_tokens_per_s(setting: PaperSetting, batch_size: int, prefill_layer_s: fl
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Bytes of each memory, by purpose; a formula is the sum of what its function returns
+# Bytes of each memory, by purpose; a formula is the sum of its function's values
 
 
 def prefill_work_bytes(setting: PaperSetting, choice: PaperPolicy) -> Any:
-    """inter = 2.4 (g k h1 tp s + 3 g k h2 s): activations of the fused expert kernel over one micro-batch's prompts."""
+    """inter = 2.4 (g k h1 tp s + 3 g k h2 s): activations of the fused expert kernel over the prompts of one
+    micro-batch."""
     width = setting.hidden_size * setting.gpus + 3 * setting.expert_size
     rows = choice.micro_batch_size * setting.top_k * setting.prompt_len
     return ACTIVATION_BYTES * FUSED_KERNEL * rows * width
@@ -275,7 +277,7 @@ def prefill_work_bytes(setting: PaperSetting, choice: PaperPolicy) -> Any:
 def device_decode_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
     """home_d + work, home_d = W_oth + W_i l w_g + 4 h1 N tp + 4 L h_kv N l (c_g + c_c A_g).
 
-    With A_g = 1 all of the cache counts, wherever it is at home.
+    With A_g = 1 the whole cache counts, whatever its placement.
     """
     on_device = 1.0 - choice.kv_host * (not choice.gpu_attention)
     cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * choice.batch_size * setting.num_layers
@@ -305,7 +307,7 @@ def device_prefill_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str
 
 
 def host_use_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
-    """W_i l w_c + 4 L h_kv N l c_c + 2 h1 N s tp + 2 W_i (1 - w_g); the last is pinned."""
+    """W_i l w_c + 4 L h_kv N l c_c + 2 h1 N s tp + 2 W_i (1 - w_g); the last term is pinned."""
     experts = expert_layer_bytes(setting) * choice.weights_host
     cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * choice.batch_size * setting.num_layers
     rows = choice.batch_size * setting.prompt_len

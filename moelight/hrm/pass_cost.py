@@ -1,7 +1,8 @@
-"""Seconds of work that one pass puts on each lane. A lane does one thing at a time, so it is a bound on the pass.
+"""Seconds of work that one pass puts on each lane. A lane runs one task at a time, so each is a lower bound on the
+pass.
 
-All counts may be arrays over many candidates. Everything here is affine in the homes of pages and cache blocks, which
-is what lets the optimizer solve for them. Refuses to know orders of work (``schedule_time``).
+All counts may be arrays over many candidates. All costs are affine in the placement of pages and cache blocks, so the
+optimizer can solve for the placement. Does not depend on schedules (``schedule_time``).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from moelight.hrm.cost_model import CostModel
 from moelight.hrm.machine_model import Unit
 from moelight.hrm.workload_model import Passes
 
-NO_DISK_BYTES_PER_S = 1e-3  # a page on a disk that is not there takes for ever, none takes no time
+NO_DISK_BYTES_PER_S = 1e-3  # without a disk a page takes practically for ever, and no page takes no time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementCounts:
-    """How many pages live where, over all layers, and the share of the cache on the device.
+    """Numbers of pages by tier, over all layers, and the share of the cache on the device.
 
-    ``from_host`` and ``from_disk`` are streamed every pass; ``computed`` are computed by the CPU where they lie, beside
-    a GPU; the others never move.
+    ``from_host`` and ``from_disk`` are streamed every pass; ``computed`` are computed in place by the CPU, beside a
+    GPU; all other pages are resident.
     """
 
     from_host: Any = 0.0
@@ -33,32 +34,33 @@ class PlacementCounts:
     device_kv: Any = 0.0
 
     def at(self, index: Any) -> PlacementCounts:
-        """The candidates that ``index`` picks, where these are several."""
+        """The counts of the candidates that ``index`` selects."""
         names = ("from_host", "from_disk", "computed", "device_kv")
         return PlacementCounts(**{name: np.asarray(getattr(self, name))[index] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassCost:
-    """One pass, in seconds.
+    """The work of one pass, in seconds.
 
     Attributes:
         lanes: work on each lane; ``dram`` is host memory, which several lanes share.
         count: micro-batches that decode.
-        act, attend, up: of one of them in all layers: device work, attention, and transfers to the device.
-        chain: the way of one of them through all layers, alone.
-        waits: how long a lane stands still at the ends of the pass, while one of them is on its way elsewhere; without
-            a device, what lanes that work at once cost each other.
+        act, attend, up: time of one such micro-batch in all layers: device work, attention, and transfers to the
+            device.
+        chain: latency of one micro-batch alone through all layers.
+        waits: idle time of a lane at the ends of the pass, while a micro-batch is on another lane; without a device,
+            the slowdown that concurrent lanes cause each other.
         experts: device work of experts that run once over the whole pass.
-        pages: what the streamed pages take of every lane they pass.
-        link_waits: how long the link stands still for the CPU's experts, whose results cross in their turn.
-        link_reads: seconds of host memory's bandwidth that streamed pages take while they cross the link.
+        pages: time that streamed pages take on each lane they pass.
+        link_waits: idle time of the link while it waits for results of the CPU's experts.
+        link_reads: seconds of host memory bandwidth that streamed pages take while they cross the link.
         look_ahead: as in `Policy`.
-        apart: 1 where only routed pages move, so that links and compute take turns; else 0.
-        share: of the streamed pages that move: those that somebody is expected to be routed to, where only they do.
-        crossing: what pages take of the link upwards.
-        first: of one micro-batch, everything up to the end of attention, where there is no link.
-        meanwhile: of experts that are near, which run while routed ones are read, where there is no link.
+        apart: 1 where only routed pages move, so that links and compute alternate; else 0.
+        share: the share of streamed pages that move: those with routed tokens, in expectation, where only they move.
+        crossing: time that pages take on the host-to-device link.
+        first: time of one micro-batch up to the end of attention, where there is no link.
+        meanwhile: time of resident experts that run while routed pages are read, where there is no link.
     """
 
     lanes: dict[str, Any]
@@ -104,11 +106,12 @@ def pass_cost(
     """The work of one pass of ``kind``.
 
     Args:
-        alive: N; ``batches``: micro-batches of a pass in which all N decode.
+        running: N, the sequences that run at a time.
+        batches: micro-batches of a pass in which all N decode.
         prompt_tokens: the most tokens in a micro-batch of prompts.
         whole: experts run once over the whole pass, not once per micro-batch.
-        look_ahead: as in `Policy`; without a GPU no micro-batch is ever elsewhere.
-        routed_only: pages that nobody is routed to do not move.
+        look_ahead: as in `Policy`; has no effect without a GPU.
+        routed_only: pages without routed tokens do not move.
         apart: as in `PassCost`; by default wherever only routed pages move.
     """
     met = costs.distinct_experts(cost_model.model, kind.decode_tokens + kind.prompt_tokens)
@@ -129,10 +132,11 @@ def pass_cost(
 def _on_the_cpu(
     cost_model: CostModel, kind: Passes, placed: PlacementCounts, batches: _MicroBatches, whole: bool, share: Any
 ) -> PassCost:
-    """Decoding sequences and prompts share micro-batches; one pool of threads does everything but read pages.
+    """The cost of a pass without a GPU: decoding sequences and prompts share micro-batches, and one thread pool does
+    everything but page reads.
 
-    Reading takes processors and memory from computing, and computing from reading: while both go on, each keeps a share
-    of its speed, and whichever has more to do goes on alone. Its time is then its own and what the other one cost it.
+    Reads slow down compute and compute slows down reads: while both run, each keeps a share of its speed, and the
+    longer one finishes alone. Its time is then its own work plus the slowdown by the other.
     """
     cpu, layers, speeds = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds
     each = 0.0 if whole else _experts_s(cost_model, cpu, batches.tokens, 1.0)
@@ -178,7 +182,8 @@ def _beside_a_gpu(
     whole: bool,
     share: Any,
 ) -> PassCost:
-    """Decoding sequences and prompts ride in micro-batches of their own; every crossing is a transfer."""
+    """The cost of a pass beside a GPU: decoding sequences and prompts are in separate micro-batches; every crossing is
+    a transfer."""
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
     on_cpu = _computed_share(cost_model, placed)
     per_batch = 0.0 if whole else 1.0 - on_cpu
@@ -234,7 +239,7 @@ def _beside_a_gpu(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionTraffic:
-    """What attention moves in one pass: bytes up and down in so many transfers, bytes down for one decoding
+    """Traffic of attention in one pass: bytes up and down and their numbers of transfers, bytes down for one decoding
     micro-batch, and bytes that the host writes into its cache."""
 
     up: Any
@@ -269,8 +274,8 @@ def _crossings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CpuExperts:
-    """Experts that the CPU computes beside a GPU: CPU seconds and link seconds (each way) of a pass, both of one
-    decoding micro-batch, and bytes of weights read from host memory."""
+    """Experts computed by the CPU beside a GPU: CPU seconds and link seconds (each way) of a pass, both of one decoding
+    micro-batch, and bytes of weights read from host memory."""
 
     cpu_s: Any
     cross_s: Any
@@ -300,7 +305,7 @@ class _CpuExperts:
 
 
 def _acts_s(cost_model: CostModel, tokens: Any) -> Any:
-    """Both acts of one micro-batch of ``tokens`` in all layers, experts aside."""
+    """Seconds of both phases of one micro-batch of ``tokens`` in all layers, experts excluded."""
     total = 0.0
     for elements, moe, layers in cost_model.layer_kinds():
         total = total + layers * (cost_model.before_s(elements, tokens) + cost_model.after_s(elements, tokens, moe=moe))
@@ -326,7 +331,7 @@ def _pages_s(cost_model: CostModel, placed: PlacementCounts) -> tuple[Any, Any, 
 
 
 def _staged_bytes(cost_model: CostModel, placed: PlacementCounts) -> Any:
-    """Host memory touched by streamed pages."""
+    """Bytes of host memory traffic of streamed pages."""
     if cost_model.ffn_device == "cpu":
         return placed.from_disk * cost_model.page_bytes()
     from_host = (1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)) * placed.from_host

@@ -1,4 +1,4 @@
-"""Where each expert page is at home, page by page, so that a policy's shares are realised exactly."""
+"""The tier of each expert page, page by page, such that the shares of a policy are met exactly."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Table = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """``homes`` of all pages; ``fast_tier`` is the tier beside the unit that computes the experts.
+    """``tiers`` of all pages; ``fast_tier`` is the tier beside the processor of the experts.
 
-    Pages at home on ``fast_tier`` are resident. ``computed`` are pages on the host whose experts the CPU computes there,
-    beside a GPU (``ffn_device`` split). The others are streamed every pass, in the order of ``streamed``.
-    ``pinned_pages``: the host's are locked and cross the link from there, without a stop in pinned memory.
-    ``learned``: those that are resident may change.
+    Pages on ``fast_tier`` are resident. ``computed`` are pages in host memory whose experts the CPU computes in place,
+    beside a GPU (``ffn_device`` split). All other pages are streamed every pass, in the order of ``streamed``.
+    ``pinned_pages``: pages in host memory are page-locked and cross the link without a staging copy. ``learned``: the
+    set of resident pages may change.
     """
 
     fast_tier: str
@@ -38,12 +38,13 @@ class Placement:
 
     @property
     def resident(self) -> tuple[Page, ...]:
-        """Pages that never move."""
+        """Pages on ``fast_tier``."""
         return tuple(page for page, home in self.tiers.items() if home == self.fast_tier)
 
     @property
     def host_copies(self) -> bool:
-        """Whether pages resident on a device have a copy in host memory, whence they can come back."""
+        """True if pages resident on a device keep a copy in host memory, from which they are transferred again after
+        eviction."""
         return self.learned and self.fast_tier == "device" and "host" in self.tiers.values()
 
     @property
@@ -52,7 +53,7 @@ class Placement:
         return max((page.expert + 1 for page in self.tiers), default=0)
 
     def on(self, tier: str) -> tuple[Page, ...]:
-        """Pages at home on ``tier``."""
+        """Pages placed on ``tier``."""
         return tuple(page for page, home in self.tiers.items() if home == tier)
 
     @property
@@ -62,8 +63,11 @@ class Placement:
 
 
 def with_residents(policy: Policy, share: float) -> Policy:
-    """``policy`` with ``share`` of the expert weights resident; what is resident no more is at home where the others are that
-    stream: on the disk where no GPU is, else in host memory as far as the disk did not have it before."""
+    """``policy`` with ``share`` of the expert weights resident.
+
+    Pages that are no longer resident move to the tier of the streamed pages: the disk without a GPU, else host memory,
+    as far as the disk did not hold them before.
+    """
     if resident_tier(policy) == "host":
         return replace(policy, weights=Shares(host=share, disk=1.0 - share))
     disk = min(policy.weights.disk, 1.0 - share) if policy.weights.host else 1.0 - share
@@ -73,8 +77,11 @@ def with_residents(policy: Policy, share: float) -> Policy:
 
 
 def moved(placement: Placement, resident: Collection[Page]) -> Placement:
-    """``placement`` once others are resident: the pages ``fast_tier``, as many as may be. Those that were and are no more come
-    from their copies in host memory, or from the disk; the CPU computes where they lie those that it did."""
+    """``placement`` with the pages ``resident`` resident, as many as fit.
+
+    Evicted pages are streamed from their copies in host memory, or from disk. The CPU computes the same pages in place
+    as before, unless they became resident.
+    """
     away = "host" if placement.host_copies else "disk"
     tiers = {
         page: placement.fast_tier if page in resident else away if home == placement.fast_tier else home
@@ -91,25 +98,25 @@ def moved(placement: Placement, resident: Collection[Page]) -> Placement:
 
 
 def slot_table(placement: Placement, model: ModelProfile) -> Table:
-    """int32 [layers, experts]: the resident slot of each page, in order, or -1."""
+    """int32 [layers, experts]: the cache slot of each resident page, in order, or -1."""
     table = np.full((model.num_layers, model.experts.num_experts), -1, dtype=np.int32)
     for slot, page in enumerate(placement.resident):
         table[page.layer, page.expert] = slot
     return table
 
 
-# Multiples of it fall evenly into [0, 1), however many there are: where a tier holds one expert more in some layers
-# than in others, these lie apart, so that a ring of two layers evens out what they take.
+# Multiples of this ratio, modulo 1, are evenly distributed over [0, 1) for any count: where a tier holds one expert
+# more in some layers than in others, those layers are spread out, so that a ring of two layers evens out their pages.
 GOLDEN = (5**0.5 - 1) / 2
 
 
 def resident_tier(policy: Policy) -> str:
-    """The tier whose pages the experts' processor reads in place."""
+    """The tier whose pages the processor of the experts reads in place."""
     return "host" if policy.ffn_device == "cpu" else "device"
 
 
 def place(model: ModelProfile, policy: Policy) -> Placement:
-    """Homes for every page: nearest tiers first, spread evenly, so that no layer streams two more than another."""
+    """The tier of every page: fast tiers first, spread evenly, so that no layer streams two pages more than another."""
     fast_tier = resident_tier(policy)
     placement = _place(model, policy.weights, policy.cpu_experts, fast_tier)
     pinned_pages, learned = policy.host_pages == "pinned" and fast_tier == "device", policy.residents == "learned"

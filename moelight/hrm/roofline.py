@@ -1,8 +1,9 @@
 """The Hierarchical Roofline Model (MoE-Lightning, section 3.2): roofs and turning points of a chain of memories.
 
-A level is a memory and what computes beside it. Level i computes; data may be at home on a farther level j, behind a
-link. The intensity I_x^i of work x is its flops over the bytes it touches at level i. Knows rates and intensities, and
-where a policy's attention and experts lie. Refuses to estimate seconds, and to draw (``observe.roofline_plot``).
+A level is a memory and the processor beside it. Level i computes; data may be placed on a farther level j, behind a
+link. The intensity I_x^i of work x is its flops over the bytes it touches at level i. Depends only on rates,
+intensities and the placement of a policy's attention and experts. Does not estimate seconds and does not draw
+(``observe.roofline_plot``).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Chain = tuple[Level, ...]
 
 
 def chain_of(hardware: HardwareProfile) -> Chain:
-    """The levels of a machine, nearest to the strongest processor first: device, host, disk, as far as there are any.
+    """The levels of a machine, strongest processor first: device, host, disk, as far as they exist.
 
-    GPUs count together, and so do their links. Where no link is stated, as for disks, the slower memory limits it.
+    GPUs count together, and so do their links. Where no link is stated, as for disks, the slower memory is the limit.
     """
     tiers = [tier for name in ("device", "host", "disk") if (tier := hardware.tier(name)) is not None]
     levels: list[Level] = []
@@ -89,7 +90,7 @@ def link_roof(link_bandwidth: float, far_intensity: float) -> float:
 
 
 def attainable_from(level: Level, link_bandwidth: float, intensity: float, far_intensity: float) -> float:
-    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for work whose data come from level j."""
+    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for work whose data are transferred from level j."""
     return min(attainable(level, intensity), link_roof(link_bandwidth, far_intensity))
 
 
@@ -103,22 +104,23 @@ def attainable(level: Level, intensity: float) -> float:
 
 
 def turning_point(level: Level) -> float:
-    """Eq. (3): P_peak / B_peak, where memory no longer limits a level that is looked at alone."""
+    """Eq. (3): P_peak / B_peak, the intensity from which on the memory of a single level is no longer the limit."""
     return level.peak_flops / level.bandwidth
 
 
 def first_turning_point(far: Level, link_bandwidth: float, far_intensity: float = inf) -> float:
-    """Eq. (9), P1: min(P_peak^j, B_peak^j I_x^j) / B_peak^{j,i}. Work of less intensity at j is done at j, not shipped.
+    """Eq. (9), P1: min(P_peak^j, B_peak^j I_x^j) / B_peak^{j,i}. Below this intensity at j, work is done at j, not
+    shipped.
 
-    Without ``far_intensity``: where the link's roof passes under the compute roof of j.
+    Without ``far_intensity``: the point where the link's roof crosses the compute roof of j.
     """
     return attainable(far, far_intensity) / link_bandwidth
 
 
 def second_turning_point(near: Level, link_bandwidth: float, intensity: float = inf) -> float:
-    """Eq. (10), P2: min(P_peak^i, B_peak^i I_x^i) / B_peak^{j,i}. Work of less intensity at j waits for the link.
+    """Eq. (10), P2: min(P_peak^i, B_peak^i I_x^i) / B_peak^{j,i}. Below this intensity at j, work is bound by the link.
 
-    Without ``intensity``: where the link's roof reaches the compute roof of i.
+    Without ``intensity``: the point where the link's roof reaches the compute roof of i.
     """
     return attainable(near, intensity) / link_bandwidth
 
@@ -126,7 +128,7 @@ def second_turning_point(near: Level, link_bandwidth: float, intensity: float = 
 def balance_point(near: Level, link_bandwidth: float, intensity: float) -> float:
     """Eq. (11): the I_x^j at which B_peak^i I_x^i = B_peak^{j,i} I_x^j.
 
-    Past it more intensity at j (a larger N) helps no more; only more at i (a larger μ) does.
+    Beyond this point more intensity at j (a larger N) has no effect; only more at i (a larger μ) has.
     """
     return memory_roof(near, intensity) / link_bandwidth
 
@@ -136,16 +138,21 @@ def balance_point(near: Level, link_bandwidth: float, intensity: float) -> float
 
 
 def attention_intensity(model: ModelProfile, context: float, *, kv_dtype: DType = FLOAT16) -> float:
-    """Decode attention of one layer over ``context`` tokens, scores and values: flops over queries in, outputs out,
-    keys and values read. Windows and latent attention as the ledger has them."""
+    """Decode attention of one layer over ``context`` tokens: flops of scores and values over the bytes of queries,
+    outputs, keys and values.
+
+    Windows and latent attention as in the ledger.
+    """
     seen = float(costs.seen_positions(model, context)) / model.num_layers
     crossing = ACTIVATION_BYTES * (costs.attention_width(model) + costs.attention_out_width(model))
     return float(costs.attention_flops(model, seen)) / (crossing + seen * costs.kv_layer_bytes(model, kv_dtype))
 
 
 def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOAT16) -> float:
-    """The same as the paper's figures 4 and 5 count it: flops of scores and softmax only, (2 d + 2) n_q L, and
-    queries and outputs in the cache's format too. Half of `attention_intensity`."""
+    """`attention_intensity` as the paper's figures 4 and 5 count it, which is half.
+
+    Flops of scores and softmax only, (2 d + 2) n_q L; queries and outputs have the dtype of the cache.
+    """
     spec = model.attention
     flops = context * spec.num_heads * (2 * spec.head_dim + 2)
     return flops * 8 / (dtype.bits * (2 * spec.q_dim + context * spec.cache_width))
@@ -154,8 +161,8 @@ def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOA
 def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
     """Experts of one layer over ``tokens``: 6 t h1 h2 k flops over 2 t h1 + 2 t h2 + W_i bytes, each expert read once.
 
-    With t = μ it is I^i of the level that computes. With t = N and ``share``, the part of the weights that comes from
-    there, it is I^j of a farther level j: static weights near the processor (r_w) raise it.
+    With t = μ, this is I^i of the level that computes. With t = N and ``share``, the part of the weights that is
+    transferred from level j, this is I^j of the farther level j: resident weights (r_w) raise it.
     """
     h1, h2 = model.hidden_size, model.experts.intermediate_size
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
@@ -163,7 +170,7 @@ def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, wei
 
 
 def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
-    """The tokens at which `ffn_intensity` is ``intensity``; infinite where it never is."""
+    """The token count at which `ffn_intensity` is ``intensity``; infinite where no count reaches it."""
     h1, h2 = model.hidden_size, model.experts.intermediate_size
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
     each = 6.0 * h1 * h2 * model.router.top_k - ACTIVATION_BYTES * intensity * (h1 + h2)
@@ -171,15 +178,15 @@ def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, wei
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A policy under the roofs
+# The work of a policy under the roofs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Work of a policy under the roofs.
+    """One kind of work of a policy under the roofs.
 
-    ``level`` computes, its data are at home on ``home`` (the same where nothing crosses). ``intensity`` is at
-    ``level``, ``home_intensity`` at ``home``; ``flops`` is attained, and ``bound`` says by what: ``compute``,
+    ``level`` computes; ``home`` is the level of its data (the same where nothing crosses a link). ``intensity`` is at
+    ``level``, ``home_intensity`` at ``home``; ``flops`` is the attained flop/s, and ``bound`` its limit: ``compute``,
     ``memory`` or ``link``.
     """
 
@@ -194,7 +201,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Turning point ``name`` of a link: where on the axis of intensities at ``far``, and how many flop/s there."""
+    """Turning point ``name`` of the link between ``near`` and ``far``: its intensity at ``far`` and its flop/s."""
 
     name: str
     near: str
@@ -205,7 +212,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """A machine's roofs, a policy's work under them, and the turning points that matter to it."""
+    """The roofs of a machine, the work of a policy under them, and the turning points relevant to the policy."""
 
     machine: str
     model: str
@@ -217,7 +224,7 @@ class Roofline:
 
 
 def roofline_of(hardware: HardwareProfile, model: ModelProfile, policy: Policy, workload: Workload) -> Roofline:
-    """Where decoding under ``policy`` lies: attention at the average context, experts at μ and N."""
+    """The roofline of decoding under ``policy``: attention at the average context, experts at μ and N."""
     chain = chain_of(hardware)
     attention, experts = _attention_point(chain, model, policy, workload), _ffn_points(chain, model, policy)
     return Roofline(
@@ -236,7 +243,7 @@ def _place(chain: Chain, name: str) -> int:
 
 
 def _level_of(chain: Chain, processor: str) -> int:
-    """The level beside ``processor``; the nearest where the machine has none such."""
+    """The index of the level beside ``processor``; 0 where the machine has no such processor."""
     return next((place for place, level in enumerate(chain) if level.processor == processor), 0)
 
 
@@ -258,7 +265,7 @@ def _point(chain: Chain, work: str, near: int, far: int, intensity: float, far_i
 
 
 def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload: Workload) -> Point:
-    """Keys and values that are not at home where attention is computed cross the link."""
+    """The point of attention; keys and values placed on another level than attention cross the link."""
     near = _level_of(chain, policy.attention_device)
     context = workload.prompt_len + workload.gen_len / 2
     intensity = attention_intensity(model, context, kv_dtype=_dtype(policy.kv_dtype, model))
@@ -270,8 +277,8 @@ def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload
 
 
 def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Point, ...]:
-    """Experts on the level that computes them, from the level whose link is the tightest; with ``split`` also those
-    that the CPU computes in place."""
+    """The points of the experts: on their level, fed by the level whose link is the tightest; with ``split`` also the
+    experts that the CPU computes in place."""
     dtype = _dtype(policy.weight_dtype, model)
     near = _level_of(chain, "cpu" if policy.ffn_device == "cpu" else "gpu")
     intensity = ffn_intensity(model, policy.micro_batch_size, weight_dtype=dtype)
@@ -290,7 +297,7 @@ def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Poin
 
 
 def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
-    """P1 of every link whose far end computes; P2 and the balance point of the link that the experts wait for."""
+    """P1 of every link whose far level computes; P2 and the balance point of the link that bounds the experts."""
     found = []
     for far in range(1, len(chain)):
         near, level = far - 1, chain[far]

@@ -1,7 +1,7 @@
-"""How long a pass takes in each order of work: its busiest lane, and what the order leaves exposed.
+"""Seconds of a pass under each schedule: the busiest lane, plus the time that the schedule leaves exposed.
 
-MoE-Lightning, section 4.1 and figure 6. Each order is a list of terms, affine in the homes of pages; the largest is the
-time of the pass. The simulator lays the same work out task by task (``scheduler.simulate``).
+MoE-Lightning, section 4.1 and figure 6. Each schedule is a list of terms, affine in the placement of pages; the largest
+term is the time of the pass. The simulator runs the same work task by task (``scheduler.simulate``).
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from moelight.profiles.model import ModelProfile
 
 _COMPUTE = ("device", "cpu", "d2h", "dram")
 _WORK = ("device", "cpu", "d2h", "h2d")
-ROUTED_ORDERS = ("cgopipe", "fastdecode", "serial", "module")  # that can bring routed pages only in a small pass
-# The share of the streamed pages that nobody is expected to route to from which on only the others are brought, after
-# the routers. What that loses is the overlap of the links with compute. So few tokens compute as fast as memory is
-# read, ten to twenty times as fast as any link that binds, and read no more bytes than the pages that cross and the
+ROUTED_ORDERS = ("cgopipe", "fastdecode", "serial", "module")  # schedules that have an on-demand pass
+# The least expected share of streamed pages without routed tokens from which on only the other pages are transferred,
+# after the routers. The cost is the overlap of the links with compute. With so few tokens, compute runs at memory
+# speed, ten to twenty times as fast as any link that binds, and reads no more bytes than the pages that cross and the
 # dense part: 0.05 to 0.2 of the link's time.
 ROUTED_ONLY_SHARE = 0.25
-# Where it is measured how many pages a pass is not routed to, so few of them are enough: what is read is read as fast
-# as in a whole pass, and experts that are near run meanwhile. 64 experts, a disk: 1.2 to 1.5 x the tokens per second of
-# a quarter (docs/log.md).
+# The same share where the number of pages without routed tokens is measured: routed pages are read as fast as in a
+# whole pass, and resident experts run meanwhile. 64 experts, a disk: 1.2 to 1.5 x the tokens per second of a quarter
+# (docs/log.md).
 MEASURED_SHARE = 0.06
-LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, where no policy says (algorithm 1)
+LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, by default (algorithm 1)
 
 
 def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any, *, least: float | None = None) -> Any:
-    """Whether a pass of ``tokens`` in ``order`` brings only those streamed pages that its tokens are routed to; never
-    one of more tokens than ``most_tokens``, what one micro-batch may carry: all keep what experts need. ``least``: the
-    share that nobody is routed to from which on it does, `ROUTED_ONLY_SHARE` if None."""
+    """True if a pass of ``tokens`` under ``order`` transfers only the streamed pages to which its tokens are routed.
+
+    ``most_tokens``: the most tokens of a micro-batch, and of an on-demand pass, since all micro-batches keep their
+    expert inputs. ``least``: the least share of unrouted pages, `ROUTED_ONLY_SHARE` if None.
+    """
     least = ROUTED_ONLY_SHARE if least is None else least
     missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
     small = (missed >= least) & (np.asarray(tokens) <= most_tokens)
@@ -42,9 +44,12 @@ def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any, 
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
-    """S1: every lane runs at once. Links run on from pass to pass; compute starts anew with the first micro-batch, and
-    so many micro-batches are on their way at a time. Where only routed pages move, links and compute take turns,
-    but for experts that run meanwhile."""
+    """S1: all lanes overlap.
+
+    Links run on from pass to pass; compute starts anew with the first micro-batch, with ``look_ahead`` + 1
+    micro-batches in flight. Where only routed pages move, links and compute alternate, except for experts that run
+    meanwhile.
+    """
     return _overlapped(cost, cost.look_ahead)
 
 
@@ -57,8 +62,8 @@ def _overlapped(cost: PassCost, look_ahead: Any = LOOK_AHEAD) -> list[Any]:
 
 
 def fastdecode(cost: PassCost) -> list[Any]:
-    """S2: a layer's pages go as one block before the next layer's first hidden states, so while the block crosses only
-    micro-batches that were brought up already can go on."""
+    """S2: a layer's pages cross as one block before the next layer's first hidden states, so during that transfer only
+    micro-batches whose hidden states are already up can proceed."""
     if "h2d" not in cost.lanes:
         return _overlapped(cost)
     behind = np.maximum(cost.count - 2.0, 0.0)
@@ -67,14 +72,17 @@ def fastdecode(cost: PassCost) -> list[Any]:
 
 
 def flexgen_c(cost: PassCost) -> list[Any]:
-    """S3: each micro-batch goes through its chain alone, behind the pages of its layer."""
+    """S3: each micro-batch runs through its chain alone, after the pages of its layer."""
     others = np.maximum(cost.count - 1.0, 0.0)
     return [*_overlapped(cost), cost.count * cost.chain, *(pages + others * cost.chain for pages in cost.pages)]
 
 
 def flexgen(cost: PassCost) -> list[Any]:
-    """S4: contexts cross one micro-batch ahead, behind the pages of their layer. Without a link, the next layer's block
-    is read behind the first micro-batch's experts, beside all until the next layer's."""
+    """S4: contexts cross one micro-batch ahead, after the pages of their layer.
+
+    Without a link, the next layer's block is read after the first micro-batch's experts, overlapping everything up to
+    the next layer's.
+    """
     if "h2d" not in cost.lanes:
         first = np.where(cost.count > 1, cost.act + cost.attend - cost.first, 0.0)
         return [*cgopipe(cost), *(pages + first for pages in cost.pages)]
@@ -83,9 +91,12 @@ def flexgen(cost: PassCost) -> list[Any]:
 
 
 def flexgen_loop(cost: PassCost) -> list[Any]:
-    """FlexGen's real loop: everything waits for everything after each micro-batch, and the whole next layer crosses
-    beside the first one: max(w + K, c) + (n - 1) max(c, K). Without a link, a layer's block is read beside its first
-    attention a, and nothing beside anything else: max(w, a) + (n - 1) a + n e."""
+    """FlexGen's actual loop: a full synchronisation after each micro-batch; the whole next layer crosses beside the
+    first.
+
+    max(w + K, c) + (n - 1) max(c, K). Without a link, a layer's block is read beside its first attention a, and nothing
+    else overlaps: max(w, a) + (n - 1) a + n e.
+    """
     if "h2d" not in cost.lanes:
         return [*cgopipe(cost), *(pages + cost.lanes["cpu"] - cost.first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.chain, cost.up)
@@ -94,15 +105,17 @@ def flexgen_loop(cost: PassCost) -> list[Any]:
 
 
 def serial(cost: PassCost) -> list[Any]:
-    """Nothing overlaps, and host memory is still no faster."""
+    """Nothing overlaps; the bandwidth of host memory is still a bound."""
     alone = reduce(lambda total, lane: total + lane, (s for lane, s in cost.lanes.items() if lane != "dram"))
     return [alone, *(cost.lanes[lane] for lane in ("dram",) if lane in cost.lanes)]
 
 
 def module(cost: PassCost) -> list[Any]:
-    """Experts once over the whole pass: they wait for all attention of their layer, which waits for them; meanwhile
-    the next layer's pages cross, but no contexts. At worst all pages cross beside attention, whose reads of host memory
-    wait for theirs: however fast the link is, it takes no more of host memory than the pages' bytes."""
+    """Experts run once over the whole pass, after all attention of their layer, and the next attention waits for them.
+
+    Meanwhile the next layer's pages cross, but no contexts. At worst all pages cross beside attention and delay its
+    reads of host memory; however fast the link, they take no more of host memory than the pages' bytes.
+    """
     if "device" not in cost.lanes:
         return _overlapped(cost)
     attended = cost.lanes["cpu"] + cost.link_reads + cost.waits["cpu"]
@@ -110,7 +123,7 @@ def module(cost: PassCost) -> list[Any]:
 
 
 def _links(cost: PassCost) -> list[Any]:
-    """The lanes that only move bytes."""
+    """The terms of the lanes that only move bytes."""
     up = [cost.lanes["h2d"] + cost.link_waits] if "h2d" in cost.lanes else []
     return [*up, *(cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in ("stage", "disk") if lane in cost.lanes)]
 
@@ -127,5 +140,5 @@ ORDERS: Mapping[str, Callable[[PassCost], list[Any]]] = {
 
 
 def pass_s(order: str, cost: PassCost) -> Any:
-    """Seconds of the pass in ``order``."""
+    """Seconds of the pass under the schedule ``order``."""
     return reduce(np.maximum, ORDERS[order](cost))

@@ -1,4 +1,4 @@
-"""What one task costs on a machine. Refuses to know orders of work: those are the simulator's business."""
+"""The cost of one task on a machine. Does not depend on schedules, which are simulated in ``scheduler.simulate``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moelight.hrm.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskCost:
-    """``seconds`` of one lane, alone on the machine, and the bytes of host memory it touches in that time."""
+    """``seconds`` of a task alone on the machine, and the bytes of host memory that it touches in that time."""
 
     seconds: float
     dram_bytes: float = 0.0
@@ -22,8 +22,8 @@ class TaskCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchLoad:
-    """What one micro-batch carries: sequences that decode at ``context`` tokens each, and prompts of ``prompt_len``
-    each, ``prompt_tokens`` in all. ``rows`` of it get a new token."""
+    """The tokens of one micro-batch: sequences that decode at ``context`` tokens each, and prompts of ``prompt_len``
+    each, ``prompt_tokens`` in all. ``rows`` of them get a new token."""
 
     decode_tokens: float = 0.0
     context: float = 0.0
@@ -45,9 +45,11 @@ def pass_costs(
     host_kv: float = 1.0,
     routed_only: bool = False,
 ) -> Callable[[Task], TaskCost]:
-    """The cost of every task of a pass whose micro-batches carry ``loads``, by the same ledger as the estimate;
-    ``host_kv`` is the share of the cache in host memory. Where only routed pages move, they cost their expected share:
-    nobody knows which they will be."""
+    """A function that returns the cost of every task of a pass with micro-batches ``loads``, by the estimator's ledger.
+
+    ``host_kv`` is the share of the cache in host memory. Where only routed pages move, each transfer has the cost of
+    its expected share, since the chosen pages are not known in advance.
+    """
     table = _Table(cost_model, placement, loads, host_kv)
     tokens = sum(load.tokens for load in loads)
     share = (
@@ -57,7 +59,7 @@ def pass_costs(
     )
 
     def here(task: Task) -> float:
-        """The share of a micro-batch's experts that ran before the others were there."""
+        """The share of a micro-batch's experts that ran before the offloaded pages arrived."""
         return table.resident_share(task) if routed_only and not cost_model.discrete and task.micro_batch >= 0 else 0.0
 
     by_kind: Mapping[TaskKind, Callable[[Task], TaskCost]] = {
@@ -85,7 +87,7 @@ def pass_costs(
             return found
         return TaskCost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
 
-    # All that a price depends on. Micro-batches of a pass carry few different loads.
+    # The key is all that a price depends on. Micro-batches of a pass have few different loads.
     known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int], TaskCost] = {}
 
     def cost(task: Task) -> TaskCost:
@@ -113,11 +115,11 @@ class _Table:
         self._all = MicroBatchLoad(decode_tokens=together[0], prompt_tokens=together[1], rows=together[2])
 
     def load(self, task: Task) -> MicroBatchLoad:
-        """Of the task's micro-batch, or of the whole pass."""
+        """The load of the task's micro-batch, or of the whole pass."""
         return self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
 
     def resident_share(self, task: Task) -> float:
-        """The share of a layer's experts that never move."""
+        """The share of a layer's experts that are not streamed."""
         return 1.0 - self._streamed.get(task.layer, 0) / self._acts.model.experts.num_experts
 
     def tokens(self, task: Task) -> float:
@@ -130,7 +132,7 @@ class _Table:
         return self._elements[task.layer]
 
     def attention(self, task: Task) -> TaskCost:
-        """Decoding rows read the cache; prompts attend over themselves on the compute unit."""
+        """The cost of attention: decoding rows read the cache; prompts attend over themselves on the compute unit."""
         cost_model, load = self._acts, self.load(task)
         unit = cost_model.speeds.cpu if task.lane is Lane.CPU else cost_model.expert_unit
         seconds = read = 0.0
@@ -142,7 +144,7 @@ class _Table:
         return TaskCost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
 
     def stored(self, task: Task) -> TaskCost:
-        """New keys and values written into the cache in host memory."""
+        """The cost of writing new keys and values into the cache in host memory."""
         size = 2.0 * self._host_kv * self.tokens(task) * costs.kv_bytes(self._acts.model, self._acts.dtype, 1)
         return TaskCost(seconds=float(self._acts.speeds.cpu.touch_s(size)), dram_bytes=size)
 
@@ -151,7 +153,7 @@ class _Table:
         return float(self._acts.after_s(self.elements(task), self.tokens(task), moe=moe))
 
     def experts_s(self, task: Task) -> float:
-        """Experts on the compute unit."""
+        """Seconds of the experts on the compute unit."""
         cost_model = self._acts
         if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
@@ -160,7 +162,7 @@ class _Table:
         )
 
     def cpu_experts(self, task: Task) -> TaskCost:
-        """Experts that the CPU computes beside a GPU."""
+        """The cost of experts that the CPU computes beside a GPU."""
         cost_model = self._acts
         share = 1.0 if cost_model.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
         cpu = cost_model.speeds.cpu
@@ -170,7 +172,7 @@ class _Table:
 
 
 def _moved(cost_model: CostModel, task: Task) -> TaskCost:
-    """A transfer. Host memory is written and read by a staging copy, and touched once by everything else."""
+    """The cost of a transfer. A staging copy writes and reads host memory; every other transfer touches it once."""
     speeds = cost_model.speeds
     if task.lane is Lane.DISK:
         return TaskCost(seconds=task.bytes / speeds.disk if speeds.disk else float("inf"), dram_bytes=task.bytes)

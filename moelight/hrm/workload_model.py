@@ -1,10 +1,10 @@
-"""A whole job as a few kinds of passes: how often each comes, and how many tokens of which sort it carries.
+"""A whole job as a few kinds of passes: the number of passes of each kind, and the tokens of one pass.
 
-N sequences are alive at a time; each brings its prompt in one pass and one token in every pass after (DESIGN of the
-pass). A pass carries at most N + R tokens, decoding sequences first, so prompts that do not fit one pass come in
-cohorts, pass after pass, and a slot that falls free is refilled at the next pass. So a job is a row of waves of
-``gen_len`` passes; or, where prompts take longer than that, one stream of cohorts. All counts may be arrays over many
-candidates; none is rounded but the number of full waves, as averages over long jobs need none.
+N sequences run at a time; each takes one pass for its prompt and generates one token in every later pass. A pass has at
+most N + R tokens, decoding sequences first, so prompts that do not fit one pass are split into cohorts, one per pass,
+and a slot that becomes free is refilled in the next pass. A job is thus a series of waves of ``gen_len`` passes; or,
+where prompts take longer than that, one stream of cohorts. All counts may be arrays over many candidates; only the
+number of full waves is rounded, since averages over long jobs need no rounding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ KINDS = ("first prompts", "prompts", "decode", "last prompts", "overlap", "last 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """``count`` passes with ``decode_tokens`` sequences that decode, at a context of ``context`` tokens each, and
-    ``prompt_tokens`` of prompts of ``prompt_len`` each. Arrays may hold several kinds of passes, one along the first
-    dimension."""
+    """``count`` passes with ``decode_tokens`` decoding sequences at ``context`` tokens of context each, and
+    ``prompt_tokens`` of prompts of ``prompt_len`` each.
+
+    Arrays may hold several kinds of passes along the first dimension.
+    """
 
     count: Any
     decode_tokens: Any
@@ -34,17 +36,17 @@ class Passes:
 
     @property
     def prompts(self) -> Any:
-        """Prompts in a pass."""
+        """Prompts per pass."""
         return self.prompt_tokens / self.prompt_len
 
     def kind(self, index: Any) -> Passes:
-        """One of several kinds, or some of them."""
+        """The kind or kinds that ``index`` selects."""
         count, decode, prompt = (a[index] for a in (self.count, self.decode_tokens, self.prompt_tokens))
         return passes(count, decode, prompt, context=self.context, prompt_len=self.prompt_len)
 
 
 def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float, prompt_len: float) -> Passes:
-    """`Passes` from anything numpy understands."""
+    """`Passes` from anything that numpy converts to arrays."""
     return Passes(
         count=np.asarray(count, dtype=float),
         decode_tokens=np.asarray(decode_tokens, dtype=float),
@@ -55,8 +57,11 @@ def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float
 
 
 def cache_tokens(workload: Workload, sequences: Any, block_size: int, context: int) -> Any:
-    """Tokens of cache that ``sequences`` need at a time: each the average length of ``workload`` and a block that is
-    not quite full, and all together room for the longest one. ``context`` is the most tokens of a sequence."""
+    """Cache tokens that ``sequences`` sequences need at a time.
+
+    Each takes the average length of ``workload`` and one partly filled block; together they have space for the longest
+    sequence. ``context`` is the most tokens of a sequence.
+    """
     average, longest = _lengths(workload, context)
     return np.maximum(sequences * average, longest) + block_size * sequences
 
@@ -68,17 +73,17 @@ def cached_sequences(workload: Workload, tokens: Any, block_size: int, context: 
 
 
 def _lengths(workload: Workload, context: int) -> tuple[int, int]:
-    """Tokens of an average sequence and of the longest one, at their end."""
+    """Final lengths, in tokens, of the average sequence and of the longest one."""
     average, longest = (length + workload.gen_len for length in (workload.prompt_len, workload.max_prompt_len))
     return min(average, context), min(longest, context)
 
 
 def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
-    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` sequences alive, and R = ``riding``.
+    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` running sequences, and R = ``riding``.
 
-    The first cohorts start together with nothing; those of every later wave take the places of the wave before. What
-    full waves leave of the requests is a last, smaller wave, which starts while the last full one runs out. Exact in
-    sum: every prompt is brought once, and every sequence decodes ``gen_len`` - 1 times.
+    The first wave's cohorts start on an empty machine; cohorts of later waves take the slots of the wave before. The
+    requests that full waves leave over are a last, smaller wave, which starts while the last full wave drains. Exact in
+    sum: every prompt is processed once, and every sequence decodes ``gen_len`` - 1 times.
     """
     requests, gen = workload.num_requests, workload.gen_len
     running = np.minimum(np.asarray(batch_size, dtype=float), requests)
@@ -89,7 +94,7 @@ def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
     last = np.where(rest > 0, np.maximum(1.0, rest / size), 0.0)
     left = cohorts - last
     overlap = np.where(rest > 0, np.maximum(left - 1.0, 0.0), 0.0)
-    running_out = (running * (cohorts - 1.0) - overlap * size * left) / 2.0  # tokens of the wave before the last one
+    running_out = (running * (cohorts - 1.0) - overlap * size * left) / 2.0  # tokens of the wave before the last
     each = running_out / np.maximum(last, 1.0) + (rest - rest / np.maximum(last, 1.0)) / 2.0
     draining = np.where(rest > 0, last, cohorts) - 1.0, np.where(rest > 0, rest, running) / 2.0
     nothing = np.zeros_like(running)
@@ -107,8 +112,8 @@ def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
 
 
 def static_passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
-    """`passes_of` under static admission: a batch's prompts in as few passes as hold them, then ``gen_len`` - 1 passes
-    in which all of it decodes; what full batches leave is a last, smaller one."""
+    """`passes_of` under static admission: the prompts of a batch in as few passes as hold them, then ``gen_len`` - 1
+    passes in which the whole batch decodes; the requests that full batches leave over are a last, smaller batch."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
     running = np.minimum(np.asarray(batch_size, dtype=float), requests)
     waves = np.floor(requests / running)
@@ -127,8 +132,8 @@ def static_passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes
 
 
 def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tuple[tuple[Any, Any, Any], ...]:
-    """Kinds of passes where cohorts come one after the other from first to last, and each decodes beside the next
-    ``gen_len`` - 1: ``cohorts`` in all."""
+    """Kinds of passes where ``cohorts`` cohorts follow each other without a break, and each decodes beside the next
+    ``gen_len`` - 1 cohorts."""
     gen, prompts, none = workload.gen_len, size * workload.prompt_len, (nothing, nothing, nothing)
     ramp = gen + nothing, size * (gen - 1.0) / 2.0, prompts
     steady = np.maximum(cohorts - gen, 0.0), size * (gen - 1.0), prompts
@@ -142,11 +147,11 @@ def decode_pass(workload: Workload, batch_size: Any) -> Passes:
 
 
 def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: Any = 1.0) -> Passes:
-    """Two kinds of passes, with prompts and without, that together bring N prompts and decode N answers to their end,
-    in a job in full swing: every place that falls free is refilled. The prompts come in as many passes as they need,
-    and in ``spread`` passes at least: sequences that began apart end apart.
+    """Two kinds of passes, with prompts and without, that together process N prompts and decode N answers to their end.
 
-    Where prompts would take longer than answers, every pass has some, and fewer than N are alive.
+    The job is in a steady state: every free slot is refilled. The prompts take as many passes as they need, at least
+    ``spread``, since sequences that began in different passes also end in different passes. Where prompts take longer
+    than answers, every pass has some, and fewer than N sequences run.
     """
     running, gen = np.asarray(batch_size, dtype=float), float(workload.gen_len)
     wave = _Wave.of(workload, running, running, riding)
@@ -162,14 +167,16 @@ def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: A
 
 
 def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> tuple[Passes, Any]:
-    """Kinds of passes that together take no longer than the job does, for any N in the range ``sequences`` and any R in
-    ``riding``, where a pass takes no less with more in it, and no less than its part with a part in it. And how many
-    passes there are besides, each of one of the first three kinds: a wave takes ``gen_len`` passes, but in how many of
-    them prompts ride depends on N and R.
+    """Kinds of passes whose total time is a lower bound of the job's, for any N in ``sequences`` and any R in
+    ``riding``.
 
-    Where all these N make the same number of full waves, every kind of `passes_of` comes at least as often as here and
-    carries at least as much. Elsewhere a last wave takes at least its share of a full one. The third kind decodes with
-    all slots; it is the only one whose number of micro-batches is that of the policy. One single candidate is exact.
+    Assumes that a pass takes no less time with more tokens in it. Also returns the number of further passes, each of
+    one of the first three kinds: a wave has ``gen_len`` passes, but the number with prefill tokens depends on N and R.
+
+    Where all these N make the same number of full waves, `passes_of` has at least as many passes of every kind, each
+    with at least as many tokens. Otherwise a last wave counts as at least its share of a full one. The third kind
+    decodes with all slots; it is the only one whose number of micro-batches is the policy's. Exact for a single
+    candidate.
     """
     requests, gen = workload.num_requests, workload.gen_len
     least, most = (np.asarray(bound, dtype=float) for bound in sequences)
@@ -211,8 +218,11 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tupl
 def bounding_static_passes(
     workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]
 ) -> tuple[Passes, Any]:
-    """`bounding_passes` of `static_passes_of`: prompts at the rate of passes as full as any may be, decode passes as
-    few as the most sequences need, each of the fewest. One single candidate is exact."""
+    """`bounding_passes` of `static_passes_of`.
+
+    Prompts at the rate of the fullest possible passes; decode passes as few as the most sequences need, each with the
+    fewest tokens. Exact for a single candidate.
+    """
     requests, more = workload.num_requests, workload.gen_len - 1.0
     least, most = (np.asarray(bound, dtype=float) for bound in sequences)
     waves = np.floor(requests / most)
@@ -242,8 +252,11 @@ def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wave:
-    """``running`` sequences whose prompts come in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one a pass.
-    Beside them decode ``first`` sequences on average where nothing was alive before, ``refilling`` where slots were."""
+    """``running`` sequences whose prompts are processed in ``cohorts`` of ``size`` sequences and ``prompts`` tokens,
+    one per pass.
+
+    Beside each cohort decode, on average, ``first`` sequences if no slot was in use before, ``refilling`` otherwise.
+    """
 
     running: Any
     cohorts: Any
@@ -254,8 +267,11 @@ class _Wave:
 
     @classmethod
     def of(cls, workload: Workload, running: Any, batch_size: Any, riding: Any) -> _Wave:
-        """The largest cohort beside which all others of the wave decode: a p + alive - a <= N + R; or, where there
-        are more than ``gen_len`` of them, those still decoding: a p + a (n - 1) <= N + R."""
+        """The wave with the largest cohort that fits a pass.
+
+        All other sequences of the wave decode beside a cohort of a: a p + running - a <= N + R; or, with more than
+        ``gen_len`` cohorts, those still decoding: a p + a (n - 1) <= N + R.
+        """
         gen, prompt_len = workload.gen_len, workload.prompt_len
         room = np.asarray(riding, dtype=float) + batch_size
         beside_all = (room - running) / max(prompt_len - 1.0, 1e-9)
@@ -273,7 +289,7 @@ class _Wave:
 
 
 def _stacked(workload: Workload, rows: Iterable[tuple[Any, Any, Any]]) -> Passes:
-    """From ``(count, decode tokens, prompt tokens)`` of each kind."""
+    """`Passes` from ``(count, decode tokens, prompt tokens)`` of each kind."""
     return _passes(workload, *(np.stack(np.broadcast_arrays(*column)) for column in zip(*rows, strict=True)))
 
 

@@ -1,1 +1,2 @@
-"""Other libraries' models and harnesses, served by this one. A file knows one library and imports it when it runs."""
+"""Integrations with other libraries and test harnesses. Each module depends on one library and imports it when it
+runs."""

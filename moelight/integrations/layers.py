@@ -1,8 +1,9 @@
-"""Which modules of a transformers model hold experts, and how an expert's tensors lie in a page.
+"""Finds the expert layers of a transformers model, and the layout of an expert's tensors in its page.
 
-Knows two forms: `fused`, where an experts module holds one tensor over all experts of a layer (transformers 5), and
-`listed`, a `ModuleList` of alike modules beside a router (transformers 4, and code that comes with checkpoints). Both
-are told by their structure, never by a class's name. Refuses to know where pages lie and when they move.
+Supports two forms: `fused`, an experts module with one tensor over all experts of a layer (transformers 5), and
+`listed`, a `ModuleList` of identical modules beside a router (transformers 4, and code that ships with checkpoints).
+Both are detected by structure, never by class name. Does not depend on where pages are stored or when they are
+transferred.
 
 Shapes: E experts of a layer, H hidden, I expert width.
 """
@@ -18,16 +19,16 @@ from torch import Tensor, nn
 from moelight.core.errors import ConfigError
 from moelight.core.units import align_up
 
-# Of a page in memory and in a file: what direct reads want.
+# Of a page in memory and in a file: required by direct reads.
 PAGE_ALIGNMENT = 4096
-# Of a tensor in a page: what vectors of every processor want.
+# Of a tensor in a page: enough for the vector units of every processor.
 _TENSOR_ALIGNMENT = 64
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSlice:
-    """One tensor of an expert: ``shape`` of ``dtype`` from byte ``offset`` of its page on."""
+    """One tensor of an expert: ``shape`` of ``dtype`` at byte ``offset`` of its page."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,11 +41,11 @@ class TensorSlice:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def of(self, page: Tensor) -> Tensor:
-        """The piece as a view of ``page``, uint8 [at least a page]."""
+        """The tensor as a view of ``page``, uint8 [at least a page]."""
         return page[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
     def over(self, slots: Tensor) -> Tensor:
-        """The piece of every slot at once, ``[slots, *shape]``: a view of ``slots``, uint8 [slots, slot bytes]."""
+        """The tensor of every slot at once, ``[slots, *shape]``: a view of ``slots``, uint8 [slots, slot bytes]."""
         flat, item = slots.view(-1).view(self.dtype), self.dtype.itemsize
         inner = torch.empty(self.shape, device="meta").stride()
         begin = flat.storage_offset() + self.offset // item
@@ -56,11 +57,11 @@ class MoeLayer:
     """The experts of one layer of the model.
 
     Attributes:
-        name: of the experts' module in the model.
-        experts: that module; ``fused`` says which form it has.
-        block: the module it lies in.
-        router: the module beside it with one row of weights an expert, if there is one.
-        pieces: an expert's tensors, in the order in which they lie in its page.
+        name: path of the experts' module in the model.
+        experts: the experts' module, of the `fused` form if ``fused``, else of the `listed` form.
+        block: the parent module of ``experts``.
+        router: the sibling module with one row of weights per expert, if there is one.
+        pieces: an expert's tensors, in page order.
     """
 
     name: str
@@ -79,13 +80,14 @@ class MoeLayer:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer computes."""
+        """The device on which the layer computes."""
         return self.parameters[0].parameter.device
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Held:
-    """A parameter of experts: entry ``key`` of the module ``owner``. ``expert`` None: of all, along the first axis."""
+    """A parameter of experts: entry ``key`` of the module ``owner``. ``expert`` None: the parameter holds all experts
+    along its first axis."""
 
     owner: nn.Module
     key: str
@@ -94,16 +96,16 @@ class Held:
     expert: int | None
 
     def parts(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """``(expert, its tensor)`` of ``whole``, which is shaped like the parameter."""
+        """Yield ``(expert, its tensor)`` from ``whole``, a tensor shaped like the parameter."""
         yield from enumerate(whole) if self.expert is None else ((self.expert, whole),)
 
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
-    """The layers of ``model`` that have experts, in the order of its modules.
+    """The layers of ``model`` that have experts, in module order.
 
     Raises:
-        ConfigError: there are none, or some that cannot be moved: quantised, offloaded, shared between modules, on
-            several devices.
+        ConfigError: there are none, or some cannot be moved: quantised, offloaded, shared between modules, on several
+            devices.
     """
     found = []
     for name, block in model.named_modules():
@@ -121,7 +123,7 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
 
 
 def _fused(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
-    # What transformers' decorator of experts classes leaves on every instance.
+    # Attributes that transformers' decorator of experts classes sets on every instance.
     if not (hasattr(child, "has_gate") and hasattr(child, "is_transposed") and hasattr(child, "num_experts")):
         return None
     count = int(child.num_experts)  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ def _listed(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer
             path, _, last = piece.name.rpartition(".")
             owner = module.get_submodule(path)
             parameter = owner._parameters[last]
-            assert parameter is not None  # named_parameters() has just told its name
+            assert parameter is not None  # named_parameters() has just returned it
             layer.parameters.append(Held(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert))
     return layer
 

@@ -1,7 +1,7 @@
-"""How pages cross from their home into slots beside the compute unit, and how the computation waits for them.
+"""Transfers of pages from an offload store into slots beside the compute unit, and the computation's waits for them.
 
-Reads of a disk and copies within memory go by a lane of threads, copies to a device by a stream of its own. On a device
-order among streams is what keeps a slot from being overwritten while it is read; beside a CPU whoever submits keeps it.
+Disk reads and copies within memory run on a lane of threads, copies to a device on a separate stream. On a device,
+stream order keeps a slot from being overwritten while it is read; on a CPU the caller must ensure that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moelight.runtime.lanes import LaneRunner, PendingLane, StreamLane, Ticket
 
 
 class SlotTransfer:
-    """One page on its way into a slot. ``arrived``: whoever computes may use it without another wait."""
+    """One page in flight to a slot. ``arrived``: the page may be read without another wait."""
 
     __slots__ = ("_ticket", "_wait", "arrived")
 
@@ -26,17 +26,17 @@ class SlotTransfer:
         self._wait: Callable[[Ticket], None] | None = None
 
     def sent(self, ticket: Ticket, wait: Callable[[Ticket], None]) -> None:
-        """It is under way."""
+        """Record that the transfer was submitted."""
         self._ticket, self._wait = ticket, wait
 
     def wait(self) -> None:
-        """Have the computation wait for it; raise what went wrong."""
+        """Make the computation wait for the page; raises the transfer's error."""
         if self._ticket is not None and self._wait is not None:
             self._wait(self._ticket)
         self.arrived = True
 
     def seconds(self) -> float:
-        """How long it took; only once it has arrived."""
+        """Duration of the transfer; valid only once the page has arrived."""
         if self._ticket is None:
             return 0.0
         begin, end = self._ticket.span()
@@ -44,21 +44,22 @@ class SlotTransfer:
 
 
 class PageLink(Protocol):
-    """The way from a home to the slots. ``held``: a slot in flight must not be given away before it has arrived."""
+    """Transfers pages from an offload store to the slots. ``held``: a slot in flight must not be reused before its page
+    has arrived."""
 
     held: bool
 
     def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
-        """Begin to move a page; in the order of calls."""
+        """Start the transfer of a page; transfers run in the order of calls."""
         ...
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish all started transfers."""
         ...
 
 
 class HostLink:
-    """A lane of threads: reads begin one after the other, and their ends are waited for elsewhere."""
+    """A lane of threads: reads start one after the other and are awaited concurrently."""
 
     held = True
 
@@ -76,7 +77,7 @@ class HostLink:
 
 
 class _Landing:
-    """Notes the arrival in the lane's own thread."""
+    """Marks a transfer as arrived in the lane's own thread."""
 
     def __init__(self, arriving: PendingBytes | None, in_flight: SlotTransfer) -> None:
         self._arriving, self._flight = arriving, in_flight
@@ -88,8 +89,8 @@ class _Landing:
 
 
 class StreamLink:
-    """A stream of the device. A copy waits for all that was launched before it on the stream that computes, so a slot
-    whose expert was in use is overwritten after that use; and that stream waits for the copies it needs."""
+    """A stream of the device. A copy waits for all earlier work on the compute stream, so a slot is overwritten only
+    after its last use; the compute stream waits for the copies it needs."""
 
     held = False
 
@@ -98,7 +99,7 @@ class StreamLink:
 
     @classmethod
     def on(cls, device: torch.device) -> StreamLink:
-        """To ``device``, for whatever stream is current there when a layer computes."""
+        """A link to ``device`` for whichever stream is current there when a layer computes."""
         lanes: dict[int, StreamLane] = {}
 
         def compute() -> StreamLane:
@@ -124,4 +125,4 @@ class StreamLink:
 
 
 def _nothing() -> None:
-    """What is launched on a stream for its events alone."""
+    """Launched on a stream for its events alone."""

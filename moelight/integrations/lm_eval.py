@@ -1,8 +1,7 @@
 """moelight as a model of lm-evaluation-harness: ``--model moelight`` there, or an instance for ``simple_evaluate``.
 
-Texts become tokens, are cut and are answered as by the harness's own class for transformers models, so that results
-compare; scores are passes over prompts, from which nothing is generated. Knows lm_eval. Refuses to know tasks and
-metrics.
+Texts are tokenized, truncated and answered as by the harness's own class for transformers models, so that results are
+comparable; scores are passes over prompts that generate nothing. Does not depend on tasks and metrics.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-# Before registering: lm_eval lists its own models only when it is asked for one while the registry is empty.
+# Imported before registering: lm_eval lists its own models only on a lookup while the registry is empty.
 import lm_eval.models  # noqa: F401
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
-MAX_GEN_TOKS = 256  # what the harness generates where a task does not say
+MAX_GEN_TOKS = 256  # the harness's default if a task sets none
 _PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule")
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
@@ -45,10 +44,10 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of th
 
 @register_model("moelight")
 class MoELightLM(TemplateLM):
-    """A checkpoint behind the three questions of the harness. ``close`` frees the model.
+    """A checkpoint behind the three request types of the harness. ``close`` frees the model.
 
-    The model is loaded when the first question comes, planned for its requests; again where a later one has longer
-    requests than the plan has room for, or generates after another scored. ``engine`` is what is loaded, if it is.
+    The model is loaded at the first request, with a plan for those requests. It is loaded again if later requests are
+    longer than the plan allows, or switch between scoring and generation. ``engine`` is the loaded engine, if any.
     """
 
     def __init__(
@@ -69,20 +68,20 @@ class MoELightLM(TemplateLM):
         """Open the checkpoint and its tokenizer.
 
         Args:
-            pretrained: a directory, ``demo``, a model id on the hub, or an engine, which stays the caller's.
-            max_length: tokens that condition a token, at most; None: the model's context.
+            pretrained: a directory, ``demo``, a model id on the hub, or an engine, which the caller still owns.
+            max_length: most tokens that condition a token; None: the model's context.
             batch_size: sequences in a pass; None or ``auto``: planned.
             device: as `Engine` takes it; the number of a device (``cuda:0``) is dropped.
-            add_bos_token: whether texts begin with the bos token; None: as the checkpoint's tokenizer has it.
-            prefix_token_id: what conditions the first token of a text; None: bos, or eos where there is none.
-            max_gen_toks: generated tokens where a task does not say.
-            enable_thinking, chat_template_args: given to the chat template by name.
-            think_end_token: an answer begins after it: its text, or its id.
+            add_bos_token: True if texts begin with the bos token; None: as the checkpoint's tokenizer does.
+            prefix_token_id: the token that conditions the first token of a text; None: bos, or eos where there is none.
+            max_gen_toks: most generated tokens if a task does not set them.
+            enable_thinking, chat_template_args: passed to the chat template by name.
+            think_end_token: text or id of the token after which an answer begins.
             planning: ``hw``, ``host_memory``, ``device_memory``, ``micro_batch_size``, ``schedule``, as
                 `Engine.from_pretrained` takes them.
 
         Raises:
-            ConfigError, CheckpointError: an argument, or the model, will not do.
+            ConfigError, CheckpointError: an argument is invalid, or the model is unusable.
         """
         super().__init__()
         _check_planning(planning)
@@ -91,7 +90,7 @@ class MoELightLM(TemplateLM):
         self._name = pretrained if isinstance(pretrained, str) else pretrained.policy.model
         self.engine: Engine | None = None if isinstance(pretrained, str) else pretrained
         self._lent = not isinstance(pretrained, str)
-        self._scores = False  # what the engine was planned for
+        self._scores = False  # True if the engine was planned for scoring
         source = open_checkpoint(self._name)
         self.profile = source.profile
         self.tokenizer = Tokenizer.from_dir(source.directory)
@@ -112,14 +111,14 @@ class MoELightLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MoELightLM:
-        """From ``key=value,...``; these win over what the harness adds of its own."""
+        """Create from ``key=value,...``, which override the harness's additional configuration."""
         return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MoELightLM:
-        """From the arguments of a model; these win over what the harness adds of its own."""
+        """Create from a model's arguments, which override the harness's additional configuration."""
         added = {name: value for name, value in (additional_config or {}).items() if value is not None}
         given = {**added, **arg_dict}
         if "pretrained" not in given:
@@ -127,16 +126,16 @@ class MoELightLM(TemplateLM):
         return cls(**given)
 
     def close(self) -> None:
-        """Free the model, unless the engine was lent."""
+        """Free the model, unless the caller owns the engine."""
         if self.engine is not None and not self._lent:
             self.engine.close()
             self.engine = None
 
-    # --- what the harness asks of a tokenizer ---
+    # --- tokenizer interface of the harness ---
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text: the tokenizer's eos, else the first that ends a completion."""
+        """The token that ends a text: the tokenizer's eos, else the smallest id that ends a completion."""
         named = self.tokenizer.token_id("eos_token")
         return min(self.tokenizer.eos_token_ids, default=None) if named is None else named
 
@@ -150,17 +149,17 @@ class MoELightLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that may condition a token."""
+        """Most tokens that may condition a token."""
         return self._max_length
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's cache of requests."""
+        """Name of the tokenizer in the harness's cache of requests."""
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of ``string``. ``add_special_tokens`` None: as `add_bos_token` says, and no second bos before a
-        text that begins with it."""
+        """The ids of ``string``. ``add_special_tokens`` None: follow `add_bos_token`, without a second bos for a text
+        that begins with one."""
         wants = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._prefix_text):
             wants = False
@@ -177,14 +176,14 @@ class MoELightLM(TemplateLM):
         return self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the template that conversations are written with, for the harness's records."""
+        """The source of the default chat template, for the harness's records."""
         template = self.tokenizer.template
         if not chat_template or template is None:
             return None
         return template.sources.get(DEFAULT)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text: open for the assistant's turn, or with its last message left open."""
+        """The conversation as text, with the assistant's turn opened or its last message left open."""
         template = self.tokenizer.template
         if template is None:
             raise InputError(f"{self._name} has no chat template: evaluate it without --apply_chat_template")
@@ -208,20 +207,20 @@ class MoELightLM(TemplateLM):
             return rendered(spoken)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results say of the model."""
+        """Facts about the model for the harness's results."""
         policy = None if self.engine is None else policy_as_dict(self.engine.policy)
         return {"model_dtype": self.profile.dtype, "moelight_version": __version__, "moelight_policy": policy}
 
-    # --- the three questions ---
+    # --- request types of the harness ---
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each ``(context, continuation)``: the continuation's log-probability, and whether it is greedy."""
+        """For each ``(context, continuation)``: the continuation's log-probability, and True if it is greedy."""
         if self.enable_thinking:
             raise ConfigError("enable_thinking=True goes with tasks that generate, and one of these scores")
         return cast("list[tuple[float, bool]]", super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each ``(text,)``: its log-probability, in windows of ``max_length`` where it is longer."""
+        """For each ``(text,)``: its log-probability, in windows of ``max_length`` if it is longer."""
         windows: list[Scored] = []
         owners: list[int] = []
         for number, (text,) in enumerate(request.args for request in requests):
@@ -245,18 +244,18 @@ class MoELightLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         asked = [self._scoring(index, *ids) for index, (_texts, *ids) in enumerate(requests)]
         answers: dict[int, tuple[float, bool]] = {}
-        # Sorted by tokens, those of one context follow one another, and its keys and values are computed once.
+        # Sorted by tokens, requests with a common context are adjacent, and its keys and values are computed once.
         asked.sort(key=lambda request: request.token_ids)
         for completion in self._serve(asked, "Running loglikelihood requests", disable_tqdm):
             texts, _context, continuation = requests[completion.index]
             answer = _score(completion, continuation)
             answers[completion.index] = answer
-            if texts is not None:  # windows of a longer text are nobody's question
+            if texts is not None:  # windows of a longer text are not cached as requests
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return [answers[index] for index in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each ``(context, gen_kwargs)``: what follows, up to the first of ``until``, which is left out."""
+        """For each ``(context, gen_kwargs)``: the generated text before the first of ``until``."""
         asked = [self._generation(index, *request.args) for index, request in enumerate(requests)]
         texts: dict[int, str] = {}
         for completion in self._serve(asked, "Running generate_until requests", disable_tqdm):
@@ -265,10 +264,10 @@ class MoELightLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", requests[completion.index].args, text)
         return [texts[index] for index in range(len(requests))]
 
-    # --- from questions to requests and back ---
+    # --- conversion of requests and answers ---
 
     def _scoring(self, index: int, context: list[int], continuation: list[int]) -> Request:
-        """The last token is not computed, so ``max_length`` others may come before it."""
+        """A scoring request. The last token is not computed, so ``max_length`` tokens may precede it."""
         if not context or not 0 < len(continuation) <= self.max_length:
             raise InputError(
                 f"request {index}: a continuation must have 1 to {self.max_length} tokens after its context, not "
@@ -301,7 +300,7 @@ class MoELightLM(TemplateLM):
         return str(postprocess_generated_text(text, list(until), end))
 
     def _serve(self, requests: list[Request], what: str, quiet: bool) -> Iterator[Completion]:
-        """Completions as they finish, beside a bar that counts them."""
+        """Yield completions as they finish, and update a progress bar."""
         if not requests:
             return
         engine = self._engine_for(requests)
@@ -311,7 +310,7 @@ class MoELightLM(TemplateLM):
                 yield completion
 
     def _engine_for(self, requests: Sequence[Request]) -> Engine:
-        """The engine that is loaded, where its plan is of this kind and has room for all of them; else another."""
+        """The loaded engine, if its plan is of the same kind and has capacity for all requests; else a new one."""
         from moelight.engine.engine import Engine
 
         scores = requests[0].sampling is _SCORING
@@ -345,10 +344,10 @@ def _check_planning(planning: Mapping[str, Any]) -> None:
 
 
 def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, bool]:
-    """The sum over the continuation, and whether each of its tokens is the likeliest.
+    """The sum of the continuation's log-probabilities, and True if each of its tokens is the likeliest.
 
     Raises:
-        InputError: it could not be scored.
+        InputError: the continuation could not be scored.
     """
     if completion.finish_reason == "error":
         raise InputError(str(completion.stop_reason), code=completion.error_code or "error")
@@ -358,7 +357,8 @@ def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, 
 
 
 def _sampling(constraints: dict[str, Any], until: Sequence[str], tokens: int) -> SamplingParams:
-    """Stop texts are looked for among special tokens too, as the harness does; the answer is written without them."""
+    """Sampling parameters of a generation request. Stop strings match special tokens too, as in the harness; the answer
+    is decoded without special tokens."""
     if not constraints.pop("do_sample"):
         constraints.update(temperature=0.0)
     else:
@@ -375,7 +375,7 @@ def _sampling(constraints: dict[str, Any], until: Sequence[str], tokens: int) ->
 
 
 def _drawn_seed() -> int:
-    """From torch's generator, which the harness seeds (``--seed``)."""
+    """A seed from torch's generator, which the harness seeds (``--seed``)."""
     import torch
 
     return int(torch.randint(1 << 62, ()).item())

@@ -1,7 +1,7 @@
-"""Experts leave their model's parameters for a home, and come back.
+"""Moves experts from a model's parameters to an offload store, and back.
 
-A parameter that is away keeps its identity but has no bytes; in its module a stand-in on the meta device says its
-shape, so that whatever would use or save it fails instead of computing with nothing.
+An offloaded parameter keeps its identity but has no bytes. Its module holds a placeholder of the same shape on the meta
+device, so code that uses or saves it fails instead of computing with nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def put_away(home: OffloadStore, number: int, layer: MoeLayer) -> None:
 
 
 def trim() -> None:
-    """Have the C library give freed memory back to the system: glibc keeps what came in pieces of less than 32 MiB."""
-    give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries have none, and need none
+    """Return freed memory to the system: glibc keeps allocations of less than 32 MiB."""
+    give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack malloc_trim and do not need it
     if give is not None:
         give(0)
 
 
 def bring_back(home: OffloadStore, link: PageLink, number: int, layer: MoeLayer) -> None:
-    """Give the parameters of layer ``number`` their bytes and their places in the model again.
+    """Restore the bytes of the parameters of layer ``number`` and put them back into the model.
 
     Raises:
-        CheckpointError: the home cannot be read; the layer stays away.
+        CheckpointError: the offload store cannot be read; the layer remains offloaded.
     """
     coming, wholes = [], []
     for held in layer.parameters:

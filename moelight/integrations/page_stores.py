@@ -1,6 +1,7 @@
-"""Where experts lie while they are away from the compute unit: a private file on a disk, or memory of the host.
+"""Stores of offloaded experts: a private file on a disk, or host memory.
 
-A page is ``slot_bytes`` long wherever it lies. Knows pages by (layer, expert); refuses to know which are wanted.
+A page takes ``slot_bytes`` in every store and is identified by (layer, expert). Does not depend on which pages are
+requested.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from moelight.integrations.layers import MoeLayer
 from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
 from moelight.memory.locking import on_huge_pages, page_locked
 
-Into = Sequence[tuple[int, Tensor]]  # (byte of the page, where it and those after it go: uint8 [n], contiguous)
+Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uint8 [n], contiguous)
 
 
 class PendingBytes(Protocol):
-    """Bytes on their way."""
+    """A transfer in flight."""
 
     def wait(self) -> None:
-        """Return when they are there; raise what went wrong."""
+        """Return when the bytes have arrived; raises the transfer's error."""
         ...
 
 
 class OffloadStore(Protocol):
-    """Holds every page of a model. ``where`` says where, in words."""
+    """Holds every page of a model. ``where`` describes the location."""
 
     where: str
 
     def keep(self, layer: int, source: MoeLayer) -> None:
-        """Copy the experts of ``source``, which is layer ``layer``, here."""
+        """Copy the experts of ``source``, which is layer ``layer``, into the store."""
         ...
 
     def kept(self) -> None:
-        """All layers are here."""
+        """Called once all layers are stored."""
         ...
 
     def start(self, layer: int, expert: int, into: Into) -> PendingBytes | None:
-        """Begin to copy a page, or parts of it; None if that is done, or enqueued on the current stream."""
+        """Start to copy a page, or parts of it; returns None if the copy is done, or enqueued on the current stream."""
         ...
 
     def close(self) -> None:
-        """Let go of the pages."""
+        """Free the pages."""
         ...
 
 
 class DiskStore:
-    """Pages in a file of their own, read past the page cache. The file has no name once it is written: it goes with the
-    process, however that ends.
+    """Pages in a private file, read past the page cache. The file is unlinked once it is written, so it disappears with
+    the process however that ends.
 
     Raises:
-        ConfigError: ``directory`` cannot be written, or has no room.
+        ConfigError: ``directory`` cannot be written, or has too little space.
     """
 
     def __init__(self, directory: Path, num_layers: int, num_experts: int, slot_bytes: int) -> None:
@@ -82,10 +83,10 @@ class DiskStore:
         os.truncate(handle, size)
 
     def keep(self, layer: int, source: MoeLayer) -> None:
-        """Copy a layer to the file, and have the page cache let go of it.
+        """Copy a layer to the file and drop it from the page cache.
 
         Raises:
-            ConfigError: the disk refuses.
+            ConfigError: the write fails.
         """
         try:
             for held in source.parameters:
@@ -102,7 +103,7 @@ class DiskStore:
         self._unname()
 
     def start(self, layer: int, expert: int, into: Into) -> PendingBytes:
-        assert self._reader is not None  # `kept` comes before
+        assert self._reader is not None  # `kept` was called before
         at = self._at(layer, expert)
         ticket = self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into])
         return _DiskRead(ticket, layer, expert)
@@ -123,7 +124,7 @@ class DiskStore:
 
 
 class HostStore:
-    """Pages in memory of the host, locked where a ``device`` fetches them across a link."""
+    """Pages in host memory, page-locked if a ``device`` fetches them across a link."""
 
     def __init__(self, device: torch.device, num_layers: int, slot_bytes: int) -> None:
         self._device, self._slot_bytes = device, slot_bytes
@@ -138,11 +139,11 @@ class HostStore:
                 held.piece.of(pages[expert]).copy_(tensor)
 
     def kept(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
     def start(self, layer: int, expert: int, into: Into) -> None:
         pages = self._pages[layer]
-        assert pages is not None  # `keep` comes before
+        assert pages is not None  # `keep` was called before
         for begin, dest in into:
             dest.copy_(pages[expert][begin : begin + dest.numel()], non_blocking=True)
 
@@ -151,13 +152,14 @@ class HostStore:
 
     def _memory(self, size: int) -> Tensor:
         if self._device.type != "cpu":
-            with suppress(RuntimeError):  # the machine locks no more: the rest crosses at the pace of a plain copy
+            # RuntimeError: no more memory can be locked, so the rest transfers at the speed of pageable copies.
+            with suppress(RuntimeError):
                 return page_locked(size, self._device)
         return on_huge_pages(size)
 
 
 class _DiskRead:
-    """A page on its way from the disk."""
+    """A disk read of one page in flight."""
 
     def __init__(self, ticket: ReadTicket, layer: int, expert: int) -> None:
         self._ticket, self._layer, self._expert = ticket, layer, expert

@@ -1,7 +1,7 @@
-"""How a layer's experts compute while a pager has their weights: with the model's own code, over slots.
+"""Forward passes of paged expert layers: the model's own code, run over slots.
 
-Every form gives the numbers of the untouched model, bit for bit where the library's products are: each expert sees the
-same rows in the same order, and a token's experts are added up in the order in which the model adds them.
+Results equal those of the unmodified model, bit for bit as far as the library's products allow: each expert sees the
+same rows in the same order, and a token's experts are summed in the model's order.
 
 Shapes: T tokens, k experts of a token, H hidden, S slots.
 """
@@ -21,10 +21,10 @@ from moelight.core.errors import ConfigError, UserError
 from moelight.integrations.layers import MoeLayer, TensorSlice
 from moelight.integrations.pager import ExpertPager, Slots, Turn
 
-# A call of transformers' experts over all slots costs as much as one for a single expert and a twenty-fifth of it for
-# each slot that no token goes to (3 us of 80; docs/log.md).
+# A call of transformers' experts over all slots costs as much as a call for a single expert, plus a twenty-fifth of
+# that for each slot without tokens (3 us of 80; docs/log.md).
 _EMPTY_SLOTS_A_CALL = 25
-# CUDA's grouped product takes fewer than 1024 groups.
+# CUDA's grouped product supports fewer than 1024 groups.
 _SLOTS_A_CALL = 1000
 _ARGUMENTS = 3
 _KNOWN = ("grouped_mm", "batched_mm", "eager", None)
@@ -33,7 +33,7 @@ Asked = Callable[[Tensor], tuple[np.ndarray, np.ndarray] | None]
 
 
 class NotTrainable(torch.autograd.Function):
-    """Passes hidden states on, and says why no gradient comes back."""
+    """Identity on hidden states whose backward pass raises an error that explains why there is no gradient."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, inputs: Tensor) -> Tensor:  # noqa: ARG004
@@ -45,19 +45,19 @@ class NotTrainable(torch.autograd.Function):
 
 
 class PagedExperts:
-    """One layer's experts under a pager, from `install` to `remove`. ``ahead`` is told the hidden states that the
-    layer's experts get, before anything is fetched ahead."""
+    """One layer's experts under a pager, from `install` to `remove`. ``ahead`` is called with the hidden states that
+    enter the layer's experts, before anything is prefetched."""
 
     def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
         self.layer, self.number, self.pager, self.ahead = layer, number, pager, ahead
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Take over."""
+        """Replace the forward methods of the layer."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Leave the modules as they were found."""
+        """Restore the original forward methods."""
         while self._undo:
             self._undo.pop()()
 
@@ -77,7 +77,7 @@ class PagedExperts:
 
 
 class PagedFusedExperts(PagedExperts):
-    """Experts of one module, called once a layer with (hidden states [T, H], ids [T, k], weights [T, k])."""
+    """Experts of one module, called once per layer with (hidden states [T, H], ids [T, k], weights [T, k])."""
 
     def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
         super().__init__(layer, number, pager, ahead)
@@ -113,12 +113,13 @@ class PagedFusedExperts(PagedExperts):
         return NotTrainable.apply(found, states) if torch.is_grad_enabled() and states.requires_grad else found
 
     def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The class's own loop, which asks for one expert after the other."""
+        """Run the class's own loop, which looks up one expert after the other."""
         stand_in = self._stand_in({piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces})
         return type(self.layer.experts).forward(stand_in, states, ids, weights)
 
     def _together(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Grouped or batched products over those experts that are there, then over those that have come meanwhile."""
+        """Run grouped or batched products over the experts that are ready, then over those that have arrived
+        meanwhile."""
         tokens, k = ids.shape
         outputs: Tensor | None = None
         flat = ids.reshape(-1)
@@ -130,7 +131,7 @@ class PagedFusedExperts(PagedExperts):
                 where = table.to(ids.device)[flat]
                 stand_in = self._stand_in({name: over[first:last] for name, over in self._over.items()}, last - first)
                 forward = type(self.layer.experts).forward
-                if len(slots) == len(turn):  # everything in one call: the model's own
+                if len(slots) == len(turn):  # one call covers everything, so run the model's own
                     return forward(stand_in, states, where.view(tokens, k), weights)
                 pairs = (where >= 0).nonzero().view(-1)
                 rows = states[pairs // k]
@@ -144,7 +145,7 @@ class PagedFusedExperts(PagedExperts):
         return weighted.view(tokens, k, -1).sum(dim=1).to(states.dtype)
 
     def _calls(self, ready: Slots, *, together: bool) -> list[tuple[int, int, Slots]]:
-        """``(first slot, behind the last slot, experts)`` of the products to make."""
+        """``(first slot, last slot + 1, experts)`` of the products to compute."""
         low, high = min(ready.values()), max(ready.values()) + 1
         if high - low <= _SLOTS_A_CALL and (together or high - low <= _EMPTY_SLOTS_A_CALL * len(ready)):
             return [(low, high, ready)]
@@ -156,7 +157,7 @@ class PagedFusedExperts(PagedExperts):
         return [(min(part.values()), max(part.values()) + 1, part) for part in windows.values()]
 
     def _stand_in(self, tensors: dict[str, Any], num_experts: int | None = None) -> nn.Module:
-        """The experts' module, but for its tensors and how many experts it has."""
+        """A copy of the experts' module with other tensors and number of experts."""
         stand_in = copy.copy(self.layer.experts)
         stand_in.__dict__["_parameters"] = {
             name: value for name, value in self.layer.experts._parameters.items() if name not in tensors
@@ -168,7 +169,7 @@ class PagedFusedExperts(PagedExperts):
 
 
 class _Lookup:
-    """A tensor over experts, of which only those that are looked up are there."""
+    """A tensor over experts of which only the experts looked up are transferred."""
 
     def __init__(self, turn: Turn, piece: TensorSlice, slots: Tensor) -> None:
         self._turn, self._piece, self._slots = turn, piece, slots
@@ -179,8 +180,8 @@ class _Lookup:
 
 
 class PagedExpertList(PagedExperts):
-    """Experts that are modules of a list. Their block asks for one after the other; which ones, its router has said
-    before where ``asked`` understands what that returns."""
+    """Experts that are modules of a list. Their block calls one after the other; their router's output announces them
+    if ``asked`` can decode it."""
 
     def __init__(
         self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None], asked: Asked
@@ -232,7 +233,7 @@ class PagedExpertList(PagedExperts):
                     f"{self.layer.name}: expert {expert} was called outside of its block, which has the pager"
                 )
             if not states.numel():
-                return states  # some blocks call every expert, also for no token
+                return states  # some blocks call every expert, even without tokens
             if not turn.has(expert):
                 turn.need(
                     np.full((len(states), 1), expert, dtype=np.int64), np.ones((len(states), 1), dtype=np.float32)

@@ -1,8 +1,8 @@
-"""Experts of a model that computes elsewhere, in a few slots beside it: what a layer needs is there when it computes.
+"""Pages the experts of a model that computes elsewhere into a few slots, in time for each layer.
 
-A `Residency` decides who stays and who comes early; the pager carries it out. Every slot is tagged with the
-(layer, expert) whose bytes are in it or on their way to it, and is only given out under that name. Knows slots, flights
-and turns; refuses to know what an expert computes.
+A `Residency` decides which experts are resident and which are prefetched; the pager transfers them. Every slot is
+tagged with the (layer, expert) whose bytes it holds or receives, and is only handed out under that tag. Does not depend
+on what an expert computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moelight.experts.residency import Residency
 from moelight.integrations.links import PageLink, SlotTransfer
 from moelight.integrations.page_stores import OffloadStore
 
-# Pages of experts that got no slot, on their way at once.
+# Streamed pages (experts without a slot) in flight at once.
 STAGED = 4
 
 Ids = NDArray[np.int64]
@@ -32,9 +32,9 @@ Slots = dict[int, int]  # expert -> slot
 
 @dataclass(slots=True)
 class PagerStats:
-    """Counts so far: of visits of layers (``turns``), of pages that crossed the link and how long
-    the computation waited for them. ``streamed``: misses that got no slot. ``issued`` pages were fetched ahead;
-    ``useful``: those that were in their slot, or on the way, when their layer wanted them."""
+    """Counts so far: layer visits (``turns``), pages transferred, and the time that the computation waited for them.
+    ``streamed``: misses without a slot. ``issued``: prefetched pages; ``useful``: prefetched pages that were in their
+    slot, or in flight, when their layer used them."""
 
     turns: int = 0
     streamed: int = 0
@@ -49,7 +49,7 @@ class PagerStats:
 class ExpertPager:
     """Slots of one size for the experts of all layers: uint8 ``slots`` [largest capacity + `STAGED`, slot bytes].
 
-    One thread at a time has a turn; others wait for its end.
+    One thread at a time has a turn; other threads wait for its end.
     """
 
     def __init__(self, residency: Residency, home: OffloadStore, link: PageLink, slots: Tensor) -> None:
@@ -64,39 +64,39 @@ class ExpertPager:
         self._ahead: list[tuple[int, Ids, list[SlotTransfer]]] = []
 
     def turn(self, layer: int) -> Turn:
-        """The pager's attention for one layer, until its ``with`` block ends."""
+        """The turn of one layer, a context manager."""
         return Turn(self, layer)
 
     def held(self) -> threading.RLock:
-        """For a ``with`` block during which nobody has a turn."""
+        """A lock that keeps every turn from beginning while it is held."""
         return self._turn
 
     def begin(self) -> None:
-        """Fetch those who are to be there before the first turn."""
+        """Prefetch the experts that are resident before the first turn."""
         with self._turn:
             for layer, expert, slot in self.residency.begin_with.tolist():
                 self._fetch_ahead(layer, np.array([expert]), np.array([slot]))
 
     def hint(self, layer: int, ids: Ids, scores: NDArray[np.float32]) -> None:
-        """The router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
+        """Record that the router of ``layer`` would choose ``ids`` [tokens, k] with weights ``scores``."""
         distinct, places = np.unique(ids, return_inverse=True)
         mass = np.asarray(np.bincount(places.ravel(), scores.ravel(), minlength=len(distinct)), np.float64)
         self.residency.hint(layer, distinct, mass)
 
     @property
     def predicts_experts(self) -> bool:
-        """Whether guesses need routers to be asked about layers to come."""
+        """True if predictions require the routers of later layers to be evaluated."""
         return self.cache.predictor.rules.strategy == "next_router"
 
     def end(self) -> None:
-        """Wait for what is in flight; nobody has a turn after this."""
+        """Wait for all transfers in flight; no turn may begin afterwards."""
         with self._turn:
             self.link.close()
 
     def _start(self, layer: int, expert: int, slot: int) -> SlotTransfer:
         before = self._flights.get(slot)
         if before is not None and not before.arrived:
-            before.wait()  # nobody wants what comes any more, but two must not write into one slot
+            before.wait()  # the old page is obsolete, but two transfers must not write to one slot
         in_flight = self.link.start(self.home, layer, expert, [(0, self.slots[slot])])
         self._tags[slot], self._flights[slot] = (layer, expert), in_flight
         self._guessed.discard(slot)
@@ -112,7 +112,7 @@ class ExpertPager:
         if in_flight is None:
             return
         began = time.perf_counter()
-        in_flight.wait()  # also of one that has arrived: its times are only good behind it
+        in_flight.wait()  # also if it has arrived: its times are valid only after the wait
         self.moved.stall_s += time.perf_counter() - began
         del self._flights[slot]
         if self.link.held:
@@ -123,7 +123,7 @@ class ExpertPager:
         return in_flight is None or in_flight.arrived
 
     def _settle(self) -> None:
-        """Give up the leases of guessed pages that have arrived; a slot in flight is nobody's victim until then."""
+        """Release the leases of prefetched pages that have arrived; a slot in flight is not evicted before."""
         going = []
         for layer, ids, flights in self._ahead:
             if self.link.held and not all(in_flight.arrived for in_flight in flights):
@@ -133,14 +133,14 @@ class ExpertPager:
         self._ahead = going
 
     def _fetch_ahead(self, layer: int, ids: Ids, slots: Ids) -> None:
-        """Have experts of a later layer on their way into slots that the cache gave them."""
+        """Start the transfer of experts of a later layer into slots that the cache assigned."""
         self.cache.lease(layer, ids.tolist())
         flights = [self._start(layer, expert, slot) for expert, slot in zip(ids.tolist(), slots.tolist(), strict=True)]
         self._ahead.append((layer, ids, flights))
 
 
 class Turn:
-    """What one layer needs, while it computes. `need` says it; then `arriving` or `slot` hand it out."""
+    """One layer's use of experts while it computes: `need` requests experts, then `arriving` or `slot` returns them."""
 
     def __init__(self, pager: ExpertPager, layer: int) -> None:
         self.layer = layer
@@ -148,8 +148,8 @@ class Turn:
         self._slots: Slots = {}
         self._asked = 0
         self._leases: list[Ids] = []
-        self._waiting: deque[int] = deque()  # streamed experts whose reads have not begun
-        self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of those that have, in their order
+        self._waiting: deque[int] = deque()  # streamed experts whose reads have not started
+        self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of started reads, in order
         self._free = deque(range(pager._resident, pager._resident + STAGED))
 
     def __enter__(self) -> Turn:
@@ -167,13 +167,13 @@ class Turn:
             self._pager._turn.release()
 
     def need(self, ids: Ids, scores: NDArray[np.float32]) -> None:
-        """``ids`` [tokens, k] of experts the layer is about to compute, and the router's weights of them."""
+        """Request the experts ``ids`` [tokens, k] that the layer is about to compute, with their router weights."""
         pager = self._pager
         pager._settle()
         access = pager.residency.access(self.layer, ids, scores)
         self._asked += len(access.hits) + len(access.misses)
         pager.moved.turns += 1
-        table = pager.cache.slot_table[self.layer]  # a rule may have taken slots of this turn away
+        table = pager.cache.slot_table[self.layer]  # a rule may have revoked slots of this turn
         self._slots = {expert: slot for expert, slot in self._slots.items() if table[expert] == slot}
         here = np.concatenate([access.hits, access.misses[access.slots >= 0]])
         pager.cache.lease(self.layer, here.tolist())
@@ -193,15 +193,15 @@ class Turn:
         self._stage()
 
     def __len__(self) -> int:
-        """Experts that were asked for, each once."""
+        """Number of distinct experts requested."""
         return self._asked
 
     def has(self, expert: int) -> bool:
-        """Whether it was asked for in this turn."""
+        """True if the expert was requested in this turn."""
         return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
 
     def look_ahead(self) -> None:
-        """Fetch ahead what later layers are expected to need: behind everything this one needs."""
+        """Prefetch the predicted experts of later layers, queued behind everything this layer needs."""
         pager = self._pager
         if not self._all_resident():
             return
@@ -211,13 +211,14 @@ class Turn:
             pager.moved.issued += len(found.ids)
 
     def _all_resident(self) -> bool:
-        """A rule of the policy may have taken slots of this very turn away: they stay good until its end if nobody gets
-        them meanwhile."""
+        """True if this turn's experts still have their slots. A policy rule may have revoked some; their bytes remain
+        valid until the end of the turn unless the slots are reassigned."""
         table = self._pager.cache.slot_table[self.layer]
         return all(table[expert] == slot for expert, slot in self._slots.items())
 
     def slot(self, expert: int) -> int:
-        """The slot that holds ``expert``, waited for. A streamed one's is good until the next call for another."""
+        """The slot of ``expert``, after its page has arrived. A streamed expert's slot is valid until the next call for
+        another expert."""
         found = self._slots.get(expert)
         if found is None:
             found = self._staged_slot(expert)
@@ -225,8 +226,8 @@ class Turn:
         return found
 
     def arriving(self, *, together: bool) -> Iterator[Slots]:
-        """Everything that is needed, some experts at a time, those that are there first; with ``together`` all that
-        have slots of their own at once. What was handed out is good until the next is asked for."""
+        """Yield all requested experts in groups, those that have arrived first; with ``together``, all that have slots
+        of their own at once. A group is valid until the next one is requested."""
         pager = self._pager
         left = dict(self._slots)
         while left:
@@ -249,8 +250,8 @@ class Turn:
             self._stage()
 
     def _staged_slot(self, expert: int) -> int:
-        """Streamed experts are asked for in their order; those before it have been used. One out of turn is read
-        again."""
+        """The slot of a streamed expert. Streamed experts are used in request order, so those before ``expert`` are
+        dropped; one requested out of order is read again."""
         if all(each != expert for each, _ in self._staged):
             if expert in self._waiting:
                 self._waiting.remove(expert)

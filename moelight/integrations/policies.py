@@ -1,4 +1,4 @@
-"""Policies for `attach`: read as they were given, made for a model."""
+"""Policies for `attach`: read from the given form, or built for a model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from moelight.lang.files import load_expert_policy
 def residency_of(
     policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int | None
 ) -> tuple[Residency, int]:
-    """``policy`` at work on ``model``, and the most slots that it or one of its rules asks for.
+    """The residency of ``policy`` on ``model``, and the most slots that the policy or one of its rules sets.
 
     Raises:
-        ConfigError: the policy does not fit the model, or its profile is of another one.
+        ConfigError: the policy does not fit the model, or its profile is of another model.
     """
     count, experts = len(layers), max(layer.num_experts for layer in layers)
     known = None
@@ -49,7 +49,7 @@ def residency_of(
 
 
 def _capacities(policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int) -> Iterator[int]:
-    """Slots that the policy begins with, then those that its rules may set."""
+    """Yield the initial slots of the policy, then the slots that its rules may set."""
     yield policy.slots(num_layers, num_experts, page_bytes)
     for rule in policy.adapt:
         if isinstance(rule.action.value, Capacity):
@@ -57,7 +57,7 @@ def _capacities(policy: ExpertPolicy, *, num_layers: int, num_experts: int, page
 
 
 def _facts(model: nn.Module, layers: Sequence[MoeLayer], active: int | None) -> Facts:
-    """What tells this model apart in profiles."""
+    """The facts that identify this model in profiles."""
     return facts_of_model(
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
         moe_layers=len(layers),
@@ -76,14 +76,15 @@ def policy_for(
     free_bytes: int,
     batch: int,
 ) -> tuple[ExpertPolicy, str]:
-    """A policy for layers with so many ``experts`` each, of which a token has ``active`` (None: nobody says), and why.
+    """A policy for layers with ``experts`` experts each, of which a token uses ``active`` (None: unknown), and the
+    reason.
 
-    Room is for twice a token's experts, or for what ``batch`` tokens are expected to meet (`experts.sizing`), as far as
-    there are ``free_bytes`` besides ``spare_bytes``. Everything else is as in
+    The capacity is twice a token's experts, or the experts that ``batch`` tokens are expected to use
+    (`experts.sizing`), as far as ``free_bytes`` suffice beside ``spare_bytes``. Everything else is as in
     `DEFAULT_POLICY`.
 
     Raises:
-        BudgetError: there is no room for a single one.
+        BudgetError: there is no memory for a single expert.
     """
     layers, most, each = len(experts), max(experts), max((k or 1 for k in active), default=1)
     plan = plan_slots(
@@ -129,10 +130,10 @@ def policy_for(
 
 
 def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
-    """A policy as it is, from the text of a ``.moe`` file (which has braces), or from the path of one.
+    """An expert policy given as an object, as the text of a ``.moe`` file (which contains braces), or as a path.
 
     Raises:
-        ConfigError: there is no such file, it has errors, or another number of policies than one.
+        ConfigError: the file does not exist, the text has errors, or it does not hold exactly one policy.
     """
     if isinstance(policy, ExpertPolicy):
         return policy

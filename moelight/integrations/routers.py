@@ -1,4 +1,4 @@
-"""What a router said: which experts each token wants, read out of whatever its module returns.
+"""Reads the chosen experts of each token from the output of any router module.
 
 Shapes: T tokens, k experts of a token, E experts.
 """
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from moelight.integrations.layers import MoeLayer
 
-# Where configurations say how many experts a token has.
+# Attribute names for the number of experts per token.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k")
 
 
 def top_k(layer: MoeLayer, config: Any) -> int | None:
-    """How many experts of ``layer`` a token has; None if neither its modules nor the model's ``config`` say it."""
+    """Experts per token in ``layer``; None if neither its modules nor the model's ``config`` define it."""
     for place, names in ((layer.router, _TOP_K), (layer.block, _TOP_K), (config, _TOP_K)):
         for name in names:
             found = getattr(place, name, None)
@@ -28,8 +28,8 @@ def top_k(layer: MoeLayer, config: Any) -> int | None:
 
 
 def chosen(output: Any, num_experts: int, k: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """``(ids int64 [T, k], scores float32 [T, k])`` out of a router's ``output``: its ids if it gives any, else the
-    ``k`` largest of its logits; None if it gives neither."""
+    """Return ``(ids int64 [T, k], scores float32 [T, k])`` from a router's ``output``: its ids if it contains any, else
+    the ``k`` largest of its logits; None if it contains neither."""
     given = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
     for ids in given:
         if not ids.is_floating_point() and ids.dim() >= 1:
@@ -45,7 +45,7 @@ def chosen(output: Any, num_experts: int, k: int | None) -> tuple[np.ndarray, np
 
 
 def ask(router: nn.Module, states: Tensor, num_experts: int, k: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """What ``router`` would choose for ``states`` [T, H]. Hooks on it do not hear of it."""
+    """The choice of ``router`` for ``states`` [T, H], without running its hooks."""
     return chosen(type(router).forward(router, states), num_experts, k)
 
 

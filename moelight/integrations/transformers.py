@@ -1,7 +1,7 @@
-"""`attach`: a transformers model already built, its experts moved under a pager; `detach` moves them back.
+"""`attach`: pages the experts of a built transformers model; `detach` restores the model.
 
-Knows models, and who is asked for what. Refuses to know pages (`pager`), what experts compute (`serving`) and how a
-policy decides (`policies`).
+Does not depend on the handling of pages (`pager`), what experts compute (`paged_modules`) and how a policy decides
+(`policies`).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ def attach(
     home: str | None = None,
     directory: str | Path | None = None,
 ) -> Attachment:
-    """Move the experts of ``model``, a transformers MoE model for inference, under a pager.
+    """Page the experts of ``model``, a transformers MoE model for inference.
 
-    Beside the compute unit there is room for as many experts as the policy's capacity says, and `STAGED` more on their
-    way through. All others are away: of a model on a CPU in a private file on a disk, of one on a GPU in host memory.
+    Beside the compute unit there are as many slots as the policy's capacity, and `STAGED` more for streamed experts.
+    All other experts are offloaded: to a private file on disk for a model on a CPU, to host memory for one on a GPU.
     ``model.generate`` and the model itself work as before and give the same tokens.
 
     Args:
         model: in float32, bfloat16, float16 or float64, its experts in memory and on one device.
         policy: an `ExpertPolicy`, the text of a ``.moe`` file with one policy, or the path of one.
-        home: where experts are that have no slot: ``disk`` (for a model on a CPU), or ``memory``.
-        directory: where the file of the experts is made, which has no name there; by default the system's for such
-            files.
+        home: store of offloaded experts: ``disk`` (for a model on a CPU), or ``memory``.
+        directory: directory of the experts' file, which is unlinked once written; by default the system's temporary
+            directory.
 
     Raises:
-        ConfigError: the model has no experts that can be moved, or the policy is wrong or does not fit it.
-        BudgetError: the memory for the slots is not there.
+        ConfigError: the model has no experts that can be moved, or the policy is invalid or does not fit the model.
+        BudgetError: there is too little memory for the slots.
     """
     _refuse_attached(model)
     return Attachment(model, read_expert_policy(policy), home=home, directory=directory)
@@ -65,8 +65,9 @@ def attach(
 def auto_attach(
     model: nn.Module, *, batch: int = 1, home: str | None = None, directory: str | Path | None = None
 ) -> Attachment:
-    """`attach` with a policy made for ``model``: room for twice a token's experts in every layer, or for what ``batch``
-    tokens are expected to meet, as far as there is memory. `Attachment.reason` says what was chosen, and why."""
+    """`attach` with a policy made for ``model``: slots for twice a token's experts in every layer, or for the experts
+    that ``batch`` tokens are expected to use, as far as memory suffices. `Attachment.reason` gives the choice and the
+    reason."""
     _refuse_attached(model)
     layers = moe_layers(model)
     page_bytes = _slot_bytes(layers)
@@ -83,11 +84,13 @@ def auto_attach(
 
 
 class Attachment:
-    """A model whose experts are under a pager, until `detach`; as a context manager, until its end.
+    """A model with paged experts, until `detach`; also a context manager.
 
     Attributes:
-        model, policy: as given. reason: why `auto_attach` chose the policy; empty after `attach`.
-        near_bytes: of memory that experts take beside the compute unit. away_bytes: of all experts.
+        model, policy: as given.
+        reason: why `auto_attach` chose the policy; empty after `attach`.
+        resident_bytes: memory of the slots beside the compute unit.
+        offloaded_bytes: memory of all experts.
     """
 
     def __init__(
@@ -132,15 +135,15 @@ class Attachment:
         setattr(model, _MARK, self)
 
     def get_stats(self) -> dict[str, Any]:
-        """What the cache, the prediction and the link did so far, for JSON."""
+        """Statistics of the cache, the prefetcher and the link, for JSON."""
         with self.pager.held():
             return _stats(self)
 
     def detach(self) -> None:
-        """Bring the experts back into the model, whose modules and parameters are then those it had. Once is enough.
+        """Restore the experts in the model, with its original modules and parameters. Further calls have no effect.
 
         Raises:
-            CheckpointError: their file cannot be read; the model is unusable then.
+            CheckpointError: the experts' file cannot be read; the model is unusable then.
         """
         with self._turn:
             if not self._attached:
@@ -151,7 +154,7 @@ class Attachment:
             for served in reversed(self._served):
                 served.remove()
             self.pager.end()
-            link = _link(self._device)  # a new one: an error has closed the old one for good
+            link = _link(self._device)  # a new link, since an error closes a link permanently
             try:
                 for number in self._away:
                     bring_back(self._home, link, number, self._layers[number])
@@ -182,7 +185,7 @@ class Attachment:
 
 
 class _Hint:
-    """Asks the next layer's router about hidden states of this one, where the predictor in force wants to know."""
+    """Evaluates the next layer's router on this layer's hidden states, if the active predictor uses it."""
 
     def __init__(
         self, pager: ExpertPager, layer: int, router: nn.Module | None, num_experts: int, k: int | None

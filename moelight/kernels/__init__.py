@@ -1,4 +1,5 @@
-"""Kernels: one small Python face per operation, a native implementation where there is one, a torch twin always.
+"""Kernels: one Python function per operation, a native implementation where it is built, a reference implementation in
+torch.
 
-Knows tensors and the instruction sets of this processor. Refuses to know models, pages, schedules and lanes.
+Depends only on tensors and the instruction sets of this processor.
 """

@@ -1,8 +1,8 @@
-"""The faces of CPU attention over the paged key/value cache.
+"""CPU attention over the paged key/value cache.
 
-Knows the shapes, and who serves: the extension where it is built, else the twins in `reference.py`. Refuses to know
-who owns the cache. Every wrong argument is a ValueError that names it; the extension checks for itself, `checks.py`
-checks for the twins.
+Selects the implementation: the extension where it is built, else `reference.py`. Does not depend on the owner of the
+cache. Every wrong argument is a ValueError that names it; the extension has checks of its own, `checks.py` checks for
+the reference implementations.
 
 Legend: B sequences, T tokens, Hq query heads, Hkv key/value heads, D head size, P block size in tokens; of latent
 attention H heads, R the size of the latent, Rr of the rotary part.
@@ -39,18 +39,18 @@ def cpu_gqa_decode(
     """Softmax(scale * q k^T) v of one query per sequence over its paged context -> `out`, or a new [B, Hq, D].
 
     q, out        [B, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
-    k_cache, v_cache  [blocks, Hkv, P, D], dtype of q, or int8; P one of 16, 32, 64 and 128
+    k_cache, v_cache  [blocks, Hkv, P, D]: dtype of q, or int8; P one of 16, 32, 64 and 128
     block_tables  int32 [B, max_blocks]; entries beyond a sequence's blocks, or before its window, are ignored
     seq_lens      int32 [B], 0 to max_blocks * P; 0 gives zeros
     window        attend to the last `window` positions, the current one included; None for all
     sinks         float32 [Hq]: a logit of each head that joins its softmax and is dropped
     softcap       scores become softcap * tanh(score / softcap) before the softmax
-    k_scale, v_scale  float32 [blocks, Hkv, P], with int8 caches and only there: what a position's row is multiplied by
+    k_scale, v_scale  float32 [blocks, Hkv, P]: the factor of each position's row; for int8 caches, and only for them
     k_new, v_new  [B, Hkv, D], dtype of q: written first, at position seq_lens - 1, as by `cpu_kv_append`; both or none
     threads       None for torch.get_num_threads()
 
-    CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result is bit for bit the
-    same whatever the rest of the batch and the number of threads. `out` may be `q`. The GIL is released.
+    CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result is bit for bit
+    independent of the rest of the batch and of the number of threads. `out` may be `q`. The GIL is released.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
     """
@@ -110,18 +110,18 @@ def cpu_kv_append(
     v_scale: Tensor | None = None,
     threads: int | None = None,
 ) -> None:
-    """Writes token t of k_new, v_new to block slots[t] // P, offset slots[t] % P of the caches.
+    """Write token t of k_new, v_new to block slots[t] // P, offset slots[t] % P of the caches.
 
     k_cache, v_cache  [blocks, Hkv, P, D]: float32, bfloat16, float16 or int8, D a multiple of 8 up to 256, P
                       one of 16, 32, 64 and 128
     k_new, v_new      [T, Hkv, D], dtype of the caches; any of the three float dtypes if those are int8
-    slots             int64 [T], 0 to blocks * P - 1; of a slot named twice the later token stays
-    k_scale, v_scale  float32 [blocks, Hkv, P], with int8 caches and only there: written too. A row's scale is its
+    slots             int64 [T], 0 to blocks * P - 1; if a slot occurs twice, the later token is kept
+    k_scale, v_scale  float32 [blocks, Hkv, P], for int8 caches and only for them: written too. A row's scale is its
                       largest magnitude / 127, its codes the nearest multiples of that; a row that is not finite gets
                       the scale nan
     threads           None for torch.get_num_threads()
 
-    CPU memory, contiguous beyond the first dimension. Nothing is written unless everything is right.
+    CPU memory, contiguous beyond the first dimension. Nothing is written if any argument is wrong.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or slot.
     """
@@ -167,7 +167,7 @@ def cpu_mla_decode(
     threads       None for torch.get_num_threads()
 
     One dtype throughout, CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result
-    is bit for bit the same whatever the rest of the batch and the number of threads. `out` may be `q_nope_absorbed`.
+    is bit for bit independent of the rest of the batch and of the number of threads. `out` may be `q_nope_absorbed`.
     The GIL is released.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
@@ -195,14 +195,14 @@ def cpu_mla_decode(
 
 
 def cpu_mla_append(cache: Tensor, new: Tensor, slots: Tensor, *, threads: int | None = None) -> None:
-    """Writes token t of `new` to block slots[t] // P, offset slots[t] % P of a latent cache.
+    """Write token t of `new` to block slots[t] // P, offset slots[t] % P of a latent cache.
 
     cache    [blocks, P, R + Rr]: float32, bfloat16 or float16
     new      [T, R + Rr], dtype of the cache
-    slots    int64 [T], 0 to blocks * P - 1; of a slot named twice the later token stays
+    slots    int64 [T], 0 to blocks * P - 1; if a slot occurs twice, the later token is kept
     threads  None for torch.get_num_threads()
 
-    CPU memory, contiguous beyond the first dimension. Nothing is written unless everything is right.
+    CPU memory, contiguous beyond the first dimension. Nothing is written if any argument is wrong.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or slot.
     """

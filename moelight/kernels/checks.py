@@ -1,7 +1,6 @@
-"""What the faces of attention demand of their arguments, for the torch twins; the extension checks the same itself.
+"""Argument checks of attention, for the reference implementations; the extension has the same checks.
 
-Knows shapes, dtypes, strides and ranges. Refuses to know what is computed. Every refusal is a ValueError that names the
-argument.
+Depends only on shapes, dtypes, strides and ranges. Every error is a ValueError that names the argument.
 """
 
 import math
@@ -18,7 +17,7 @@ _FOREVER = 1 << 62
 
 
 def check_scalars(scale: object, window: object, threads: object) -> tuple[float, int | None, int]:
-    """The three numbers of a call, `threads` resolved."""
+    """Check the three numbers of a call; return them, `threads` resolved."""
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale: must be a finite number, is {scale!r}")
     if window is not None and (not isinstance(window, int) or window < 1):
@@ -31,7 +30,7 @@ def check_scalars(scale: object, window: object, threads: object) -> tuple[float
 
 
 def check_softcap(cap: object) -> float | None:
-    """The cap of scores; beyond these bounds it has no meaning that float32 could hold."""
+    """Check the cap of scores; beyond these bounds it has no meaning that float32 could hold."""
     if cap is None:
         return None
     if not isinstance(cap, (int, float)) or not SOFTCAPS[0] <= cap <= SOFTCAPS[1]:
@@ -48,7 +47,7 @@ def check_decode(
     window: int | None,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_gqa_decode` but for those of `check_decode_extras`."""
+    """Check the arguments of `cpu_gqa_decode`, except those of `check_decode_extras`."""
     blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
     _tensor("q", q)
     _layout("q", q, 3, _new_dtype("q", q, k_cache))
@@ -71,7 +70,7 @@ def check_decode_extras(
     k_new: Tensor | None,
     v_new: Tensor | None,
 ) -> None:
-    """Those that `cpu_gqa_decode` can do without, once q and k_cache are known to be right."""
+    """Check the optional arguments of `cpu_gqa_decode`, once q and k_cache are checked."""
     batch, q_heads, head_dim = q.shape
     _scales(k_cache, k_scale, v_scale)
     if sinks is not None:
@@ -94,7 +93,7 @@ def check_append(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_kv_append`."""
+    """Check the arguments of `cpu_kv_append`."""
     blocks, kv_heads, block_size, head_dim = _caches(k_cache, v_cache)
     _layout("slots", slots, 1, torch.int64)
     _tensor("k_new", k_new)
@@ -114,7 +113,7 @@ def check_latent_decode(
     seq_lens: Tensor,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_mla_decode`."""
+    """Check the arguments of `cpu_mla_decode`."""
     blocks, block_size, row = _latent_cache(cache)
     _layout("q_nope_absorbed", q_nope_absorbed, 3, cache.dtype)
     batch, heads, latent = q_nope_absorbed.shape
@@ -134,7 +133,7 @@ def check_latent_decode(
 
 
 def check_latent_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """The arguments of `cpu_mla_append`."""
+    """Check the arguments of `cpu_mla_append`."""
     blocks, block_size, row = _latent_cache(cache)
     _layout("slots", slots, 1, torch.int64)
     _layout("new", new, 2, cache.dtype)
@@ -160,7 +159,7 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
 
 
 def _new_dtype(name: str, tensor: Tensor, k_cache: Tensor) -> torch.dtype:
-    """What queries and new rows have: the dtype of the cache, or any float beside int8."""
+    """Dtype of queries and new rows: that of the cache, or any float beside int8."""
     if k_cache.dtype != torch.int8:
         return k_cache.dtype
     if tensor.dtype not in FLOATS:

@@ -1,8 +1,6 @@
-"""What the faces of linear layers and experts demand of their arguments, for the torch twins; the extension checks the
-same itself.
+"""Argument checks of linear layers and experts, for the reference implementations; the extension has the same checks.
 
-Knows shapes, dtypes, strides and ranges. Refuses to know what is computed. Every refusal is a ValueError that names the
-argument.
+Depends only on shapes, dtypes, strides and ranges. Every error is a ValueError that names the argument.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Tensors = Sequence[Tensor | None]
 
 
 def check_ffn_scalars(group_size: object, threads: object) -> tuple[int | None, int]:
-    """The two numbers of a call, `threads` resolved."""
+    """Check the group size and the number of threads; return both, `threads` resolved."""
     if group_size is not None and (
         isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or group_size % GROUP_STEP
     ):
@@ -37,13 +35,14 @@ def check_ffn_scalars(group_size: object, threads: object) -> tuple[int | None, 
 
 
 def check_activation(name: object) -> None:
-    """A name in `reference_ffn.ACTIVATIONS`."""
+    """Check that ``name`` is in `reference_ffn.ACTIVATIONS`."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, is {name!r}")
 
 
 def check_types(dtype: object, weight_dtype: object) -> tuple[int, int]:
-    """Of tokens and weights: their places in `FLOATS` and `FLOATS + INTEGERS`, which are the extension's."""
+    """Check the dtypes of tokens and weights; return their indices in `FLOATS` and `FLOATS + INTEGERS`, which are the
+    extension's."""
     stored = FLOATS + INTEGERS
     if dtype not in FLOATS:
         raise ValueError(f"dtype: must be float32, bfloat16 or float16, is {dtype}")
@@ -53,7 +52,7 @@ def check_types(dtype: object, weight_dtype: object) -> tuple[int, int]:
 
 
 def check_sizes(**named: object) -> None:
-    """Positive integers, but for the tokens, of which there may be none."""
+    """Check that all sizes are positive integers; ``tokens`` may be 0."""
     for name, size in named.items():
         least = 0 if name == "tokens" else 1
         if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 1 << 31:
@@ -63,7 +62,7 @@ def check_sizes(**named: object) -> None:
 def check_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, group_size: int | None, out: Tensor | None
 ) -> None:
-    """The arguments of `cpu_linear`."""
+    """Check the arguments of `cpu_linear`."""
     _tokens("x", x)
     _layout("weight", weight, 2)
     shape = (weight.shape[0], x.shape[1])
@@ -82,7 +81,7 @@ def check_experts(
     group_size: int | None,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `cpu_expert_ffn`; ``optional``: biases and scales by their names."""
+    """Check the arguments of `cpu_expert_ffn`; ``optional``: biases and scales by name."""
     _tokens("x", x)
     busy = _busy(offsets, x.shape[0])
     count, hidden = offsets.shape[0] - 1, x.shape[1]
@@ -113,7 +112,7 @@ def check_experts(
 
 
 def _busy(offsets: Tensor, tokens: int) -> list[int]:
-    """The experts that have rows."""
+    """Experts that have rows."""
     _layout("offsets", offsets, 1)
     if offsets.dtype != torch.int32:
         raise ValueError(f"offsets: must be int32, is {offsets.dtype}")
@@ -126,7 +125,7 @@ def _busy(offsets: Tensor, tokens: int) -> list[int]:
 
 
 def _list(name: str, tensors: Tensors, count: int, busy: Sequence[int]) -> list[Tensor]:
-    """Those of the experts that have rows."""
+    """Tensors of the experts that have rows."""
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
     if len(tensors) != count:

@@ -1,7 +1,4 @@
-"""Copies of pages inside host memory, by several threads.
-
-Knows bytes. Refuses to know pages, links and devices. Without the extension torch copies.
-"""
+"""Multi-threaded copies of bytes within host memory. Without the extension torch copies."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from moelight.kernels.dlpack import as_dlpack
 
 
 def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
-    """dst uint8 [n] = src uint8 [n], both contiguous in CPU memory (pinned or not), sharing none of it.
+    """Copy src uint8 [n] to dst uint8 [n], both contiguous in CPU memory (pinned or not), without overlap.
 
     From 2 MiB on, `dst` is written past the caches, which saves reading it first. ``threads`` is None for
     torch.get_num_threads(). The GIL is released.

@@ -1,4 +1,4 @@
-"""Tensors lent to the extension. Knows DLPack and nothing else."""
+"""Export of tensors to the extension through DLPack."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch.utils.dlpack import to_dlpack
 
 
 def as_dlpack(name: str, tensor: Tensor) -> object:
-    """A capsule that lends the tensor's memory to the extension; ValueError, naming the argument, where it cannot."""
+    """DLPack capsule of the tensor's memory, for the extension; ValueError, naming the argument, if it cannot be
+    exported."""
     try:
         return to_dlpack(tensor)
     except (TypeError, RuntimeError, BufferError) as error:

@@ -1,20 +1,20 @@
-"""The faces of linear layers and experts on the CPU, over weights as the checkpoint has them.
+"""Linear layers and experts on the CPU, over weights as the checkpoint stores them.
 
-Knows the shapes, and who serves: the extension where it is built, else the twins in `reference_ffn.py`. Refuses to know
-routing and where weights are kept. Every wrong argument is a ValueError that names it; the extension checks for itself,
-`checks_ffn.py` checks for the twins.
+Selects the implementation: the extension where it is built, else `reference_ffn.py`. Does not depend on routing or on
+where weights are stored. Every wrong argument is a ValueError that names it; the extension has checks of its own,
+`checks_ffn.py` checks for the reference implementations.
 
 Weights are float32, bfloat16, float16, int8 or, as uint8, int4: two values a byte along the input dimension, the
-earlier in the low four bits, 8 meaning zero. Integers come with float32 scales, one per output row, or one per row and
+earlier in the low four bits, 8 meaning zero. Integers have float32 scales, one per output row, or one per row and
 ``group_size`` inputs. Nothing is repacked, and sums are float32.
 
-A token's result is bit for bit the same whatever its company, its place in the batch and the number of threads; it
+A token's result is bit for bit independent of the other tokens, its position in the batch and the number of threads; it
 differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, int4 times its scale is rounded to
-bfloat16 before it is multiplied, and tokens that meet int8 are whole numbers of sixteen bits times a power of two; in
-the tiles of AMX, int8 times its scale is rounded to bfloat16 too. Elsewhere nothing is rounded before the products.
+bfloat16 before it is multiplied, and tokens multiplied by int8 are 16-bit integers times a power of two; in the tiles
+of AMX, int8 times its scale is rounded to bfloat16 too. Elsewhere nothing is rounded before the products.
 
-A call works in memory that its thread keeps for the next call: `cpu_expert_ffn_workspace` and `cpu_linear_workspace`
-say how much.
+A call uses a workspace that its thread keeps for the next call; `cpu_expert_ffn_workspace` and `cpu_linear_workspace`
+return its size.
 
 Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 """
@@ -47,7 +47,7 @@ def cpu_linear(
     x           [T, K]: float32, bfloat16 or float16
     weight      [N, K], any of the stored forms above; uint8 is [N, K / 2]
     bias        [N]: float32 or the dtype of x
-    scale       float32 [N], or [N, ceil(K / group_size)]: with int8 and uint8 only
+    scale       float32 [N], or [N, ceil(K / group_size)]: for int8 and uint8 only
     group_size  a multiple of 32; None for one scale per row
     out         [T, N], dtype of x; must not overlap x
     threads     None for torch.get_num_threads()
@@ -94,18 +94,18 @@ def cpu_expert_ffn(
     """down(activation(gate(x), up(x))) of every expert over its own rows of x -> `out`, or a new [T, H].
 
     x             [T, H], sorted by expert: float32, bfloat16 or float16
-    gate_up       E tensors [2I, H], gate rows before up rows, wherever they lie; uint8 is [2I, H / 2]
+    gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]
     down          E tensors [H, I]; uint8 is [H, I / 2]
     offsets       int32 [E + 1]: expert e owns rows offsets[e] to offsets[e + 1]
     activation    silu: silu(gate) up; gelu_tanh: gelu(gate) up; swiglu_oai: gpt-oss's, clamped at 7
     gate_up_bias, down_bias    E tensors [2I] and [H]: float32 or the dtype of x
-    gate_up_scale, down_scale  E tensors float32, as `cpu_linear` has them: with int8 and uint8 only
+    gate_up_scale, down_scale  E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
     out           [T, H], dtype of x; may be x
     threads       None for torch.get_num_threads()
 
-    Of an expert without rows all entries may be None. The tensors of a list share their shape and dtype. CPU memory,
-    contiguous beyond the first dimension. What the activation gives is rounded to the dtype of x. The GIL is released.
+    All entries of an expert without rows may be None. The tensors of a list share their shape and dtype. CPU memory,
+    contiguous beyond the first dimension. The activation is rounded to the dtype of x. The GIL is released.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or offset.
     """
@@ -151,11 +151,11 @@ def cpu_linear_workspace(
     weight_dtype: torch.dtype = torch.bfloat16,
     threads: int | None = None,
 ) -> int:
-    """Bytes that `cpu_linear` with up to these sizes keeps for the thread that calls it; 0 without the extension.
+    """Bytes that `cpu_linear` with up to these sizes keeps per calling thread; 0 without the extension.
 
-    All products and experts of a thread share one such room: it holds the largest of their needs.
+    All products and experts of a thread share one workspace, as large as the largest of them needs.
 
-    Raises ValueError, naming the argument, for a size or dtype that the call would refuse.
+    Raises ValueError, naming the argument, for a size or dtype that the call rejects.
     """
     types = checks_ffn.check_types(dtype, weight_dtype)
     checks_ffn.check_sizes(tokens=tokens, outputs=outputs, inputs=inputs)
@@ -174,12 +174,12 @@ def cpu_expert_ffn_workspace(
     weight_dtype: torch.dtype = torch.bfloat16,
     threads: int | None = None,
 ) -> int:
-    """Bytes that `cpu_expert_ffn` with up to these sizes keeps for the thread that calls it; 0 without the extension.
+    """Bytes that `cpu_expert_ffn` with up to these sizes keeps per calling thread; 0 without the extension.
 
     tokens   rows of x, all experts together
     experts  E
 
-    Raises ValueError, naming the argument, for a size or dtype that the call would refuse.
+    Raises ValueError, naming the argument, for a size or dtype that the call rejects.
     """
     types = checks_ffn.check_types(dtype, weight_dtype)
     checks_ffn.check_sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
@@ -197,7 +197,7 @@ def _rows(name: str, tensor: object) -> int:
 
 
 def _view(name: str, tensor: Tensor) -> object:
-    """A capsule that lends the tensor's memory to the extension."""
+    """DLPack capsule of the tensor's memory, for the extension."""
     try:
         return to_dlpack(tensor)
     except (TypeError, RuntimeError, BufferError, AttributeError) as error:

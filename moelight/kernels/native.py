@@ -1,6 +1,6 @@
-"""The compiled extension: whether it is here, why not, and which instruction set it uses.
+"""The compiled extension: whether it is available, why not, and the instruction set in use.
 
-Knows how to load `_native` and nothing of what its functions compute. Never imports torch, so that `doctor` may ask.
+Loads `_native`; does not depend on its functions. Never imports torch, because `doctor` uses this module.
 """
 
 import importlib
@@ -20,28 +20,28 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def extension() -> ModuleType | None:
-    """The extension, loaded once; None where it is missing."""
+    """The extension, loaded once; None if it is missing."""
     return _load()[0]
 
 
 def available() -> bool:
-    """Whether native kernels serve this process."""
+    """True if native kernels are used in this process."""
     return extension() is not None
 
 
 def reason() -> str:
-    """One clause that says why native kernels serve, or why they do not."""
+    """The reason why native kernels are used, or why not, in one clause."""
     return _load()[1]
 
 
 def isa() -> str | None:
-    """The instruction set in force (`scalar`, `avx2`, `avx512`); None without the extension."""
+    """Instruction set in use (`scalar`, `avx2`, `avx512`); None without the extension."""
     native = extension()
     return None if native is None else str(native.isa())
 
 
 def bf16_products() -> str | None:
-    """How bfloat16 is multiplied under AVX-512 (`wide`, `pairs`, `tiles`); None without the extension."""
+    """Form of bfloat16 products under AVX-512 (`wide`, `pairs`, `tiles`); None without the extension."""
     native = extension()
     return None if native is None else str(native.bf16_products())
 
@@ -54,14 +54,16 @@ def cpu_features() -> dict[str, bool]:
 
 @cache
 def has_tiles() -> bool:
-    """Whether the processor multiplies bfloat16 matrices in tiles (AMX); False where nobody can tell."""
+    """True if the processor multiplies bfloat16 matrices in tiles (AMX); False if unknown."""
     return cpu_features().get("amx_bf16", False)
 
 
 @cache
 def has_fast_bfloat16() -> bool:
-    """Whether bfloat16 products beat float32 ones: in tiles, or on AMD's AVX-512 (4 to 5 times), but not on Intel's
-    without tiles, whose dot product issues every other cycle (docs/log.md). False where nobody can tell."""
+    """True if bfloat16 products are faster than float32 ones: in tiles, or on AMD's AVX-512 (4 to 5 times).
+
+    Not on Intel's without tiles, whose dot product issues every other cycle (docs/log.md). False if unknown.
+    """
     native = extension()
     amd = native is not None and native.cpu_vendor() == "AuthenticAMD"
     return has_tiles() or (amd and cpu_features().get("avx512_bf16", False))

@@ -1,7 +1,7 @@
-"""What happens to a token's row between two products: root-mean-square norm, residual sum, rotary position.
+"""Operations on a token's row between two products: root-mean-square norm, residual sum, rotary embedding.
 
-Knows shapes, and who serves: the extension for tensors in CPU memory where it is built, else the twins in
-`reference.py`. Every wrong argument of a `cpu_` face is a ValueError that names it.
+Selects the implementation: the extension for tensors in CPU memory where it is built, else `reference.py`. Every wrong
+argument of a `cpu_` function is a ValueError that names it.
 
 Legend: T tokens, G heads of a token, H elements, D head size.
 """
@@ -44,12 +44,12 @@ def cpu_rms_norm(
 
     x        [T, H] or [T, G, H]: float32, bfloat16 or float16; there may be a gap between tokens
     weight   [H], dtype of x
-    add      as x: x += add comes first, in place
+    add      as x: added to x first, in place
     out      as x, and may be x
     threads  None for torch.get_num_threads()
 
     Rounded as HF transformers does: normalised in float32, rounded to x's dtype, then scaled. The result of a row
-    depends on no other and on no number of threads, bit for bit.
+    is bit for bit independent of other rows and of the number of threads.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or number.
     """
@@ -74,7 +74,7 @@ def cpu_rms_norm(
 
 
 def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None, threads: int | None = None) -> Tensor:
-    """Every head turned by its token's position -> `out`, or a new [T, heads, D]; element i turns with i + D / 2.
+    """Rotate every head by its token's position -> `out`, or a new [T, heads, D]; element i is paired with i + D / 2.
 
     x         [T, heads, D]: float32, bfloat16 or float16, D even; there may be a gap between tokens
     cos, sin  [T, D], dtype of x; the second half repeats the first
@@ -130,5 +130,5 @@ def _output(out: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _headed(name: str, x: Tensor) -> object:
-    """[T, G, H], or [T, H] as tokens of one head, lent to the extension."""
+    """[T, G, H], or [T, H] as tokens of one head, exported to the extension."""
     return as_dlpack(name, x.unsqueeze(1) if getattr(x, "ndim", 0) == 2 else x)

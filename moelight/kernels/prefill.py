@@ -1,6 +1,6 @@
 """Causal attention of packed, ragged prompts through torch's fused kernel, one sequence at a time; no padding.
 
-Knows any device torch serves. Refuses to know who owns the cache. Its twin is `reference.causal_attention`.
+Runs on any device of torch. Its reference implementation is `reference.causal_attention`.
 
 Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, C earlier positions.
 """
@@ -25,7 +25,7 @@ def prefill_attention(
     context: int = 0,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One prompt, or a later chunk of one: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
+    """Attention of a prompt, or of a later chunk: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
 
     A later chunk also sees its ``context`` earlier positions, gathered from ``cache`` = (k_cache, v_cache
     [blocks, Hkv, P, D], block_table int32 [max_blocks]). ``window`` counts the current position.
@@ -55,7 +55,7 @@ def _later_chunk(
     context: int,
     cache: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Head by head and some rows at a time, so that neither the gathered context nor the mask grows large."""
+    """Attend head by head and some rows at a time, so that neither the gathered context nor the mask grows large."""
     k_cache, v_cache, table = cache
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
@@ -80,7 +80,8 @@ def _later_chunk(
 
 
 def _mask(first: int, last: int, context: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of positions 0 to ``context + last`` the rows ``first`` to ``last`` see."""
+    """Mask bool [rows, positions] of rows ``first`` to ``last`` over positions 0 to ``context + last``: true where
+    seen."""
     position = torch.arange(context + first, context + last, device=device).unsqueeze(1)
     key_position = torch.arange(context + last, device=device)
     seen = key_position <= position

@@ -1,7 +1,7 @@
-"""The face of prefill attention on the CPU: ragged packed prompts, each perhaps after earlier positions in the cache.
+"""Prefill attention on the CPU: ragged packed prompts, each optionally after earlier positions in the cache.
 
-Knows shapes, and who serves: the extension where it is built, else the twin in `reference_prefill.py`. Refuses to know
-who owns the cache. Every wrong argument is a ValueError that names it.
+Selects the implementation: the extension where it is built, else `reference_prefill.py`. Does not depend on the owner
+of the cache. Every wrong argument is a ValueError that names it.
 
 Legend: S sequences, T tokens, Hq query heads, Hkv key/value heads, D head size, P block size in tokens.
 """
@@ -46,15 +46,15 @@ def cpu_prefill_attention(
     sinks       [Hq], a float dtype: one logit per head that joins the softmax and is dropped
     softcap     logits become softcap * tanh(logit / softcap)
     cache       (k_cache, v_cache, block_tables, context_lens): [blocks, Hkv, P, D] twice, dtype of q, int32
-                [S, max_blocks] and int32 [S]. Sequence s comes after context_lens[s] positions that lie there; entries
-                of block_tables beyond them, or before the window, are ignored
-    k_scale, v_scale  float32 [blocks, Hkv, P], for caches of int8: their rows times these, rounded to the dtype of q
+                [S, max_blocks] and int32 [S]. Sequence s follows context_lens[s] positions in the cache; entries of
+                block_tables beyond them, or before the window, are ignored
+    k_scale, v_scale  float32 [blocks, Hkv, P], for int8 caches: factors of their rows, rounded to q's dtype after
     threads     None for torch.get_num_threads()
 
     CPU memory, contiguous beyond the first dimension. Sums in float32; bfloat16 is multiplied in pairs where the
     processor does so. A row's result depends on its own sequence up to its own position alone, bit for bit: not on the
-    other sequences, the number of threads, or how its prompt is cut into chunks, if the cache holds what k and v
-    would (an int8 cache does not). `out` may be `q`. The GIL is released.
+    other sequences, the number of threads, or the chunks that its prompt is cut into, if the cache holds the same
+    values as k and v (an int8 cache does not). `out` may be `q`. The GIL is released.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
     """
@@ -100,7 +100,7 @@ def _cache(cache: object, k_scale: object, v_scale: object) -> None:
 
 
 def _sinks(sinks: Tensor | None) -> Tensor | None:
-    """As the extension reads them."""
+    """``sinks`` as the extension reads them: float32, contiguous."""
     if sinks is None:
         return None
     checks._tensor("sinks", sinks)

@@ -1,15 +1,13 @@
-"""Products of ragged rows with weights: native on a CPU where the extension is there, else through torch, each called
-in the form that is fastest for its row count.
+"""Products of ragged rows with weights: native on a CPU where the extension is built, else through torch, each in the
+form that is fastest for its row count.
 
-Knows shapes, number formats and what torch's CPU products cost (measured in docs/log.md). Refuses to know experts'
-routing and where weights lie.
+Depends only on shapes, number formats and the cost of torch's CPU products (measured in docs/log.md), not on routing.
 
-Three facts shape the way through torch. It compiles and keeps a kernel of about 0.6 MiB for every shape it meets, so
-row counts are rounded up to a coarse grid; the extra rows are computed and dropped. It copies the right-hand operand
-into a form of its own at every call, so with few rows the rows, and not the weights, go to the right. And where there
-are no matrix tiles (AMX), 16-bit products run at half the rate of float32 ones, so with many rows the weights are
-widened slab by slab. The choice depends on the row count and the processor alone, so a machine gives the same tokens
-every time.
+Three facts determine the use of torch. Torch compiles and caches a kernel of about 0.6 MiB for every new shape, so row
+counts are rounded up to a coarse grid; the extra rows are computed and dropped. Torch repacks the right-hand operand at
+every call, so with few rows the rows, and not the weights, are the right-hand operand. And without matrix tiles (AMX),
+16-bit products run at half the rate of float32 ones, so with many rows the weights are widened slab by slab. The choice
+depends on the row count and the processor alone, so a machine gives the same tokens every time.
 
 Legend: R rows, H hidden, I intermediate.
 """
@@ -35,13 +33,13 @@ _SLAB_NUMBERS = SLAB_BYTES // 4
 
 
 def padded_rows(rows: int) -> int:
-    """The least row count on the grid that is not below ``rows``; at most 7 above it up to 256 rows, 31 beyond."""
+    """Smallest row count on the grid that is at least ``rows``; at most 7 above it up to 256 rows, 31 beyond."""
     step = next((step for most, step in _STEPS if rows <= most), _COARSEST)
     return -(-rows // step) * step
 
 
 def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of ``count`` rows cut so that each part fits a `Workspace`."""
+    """Yield (first row, rows) of ``count`` rows, cut so that each part fits a `Workspace`."""
     for start in range(first, first + count, EXPERT_ROWS):
         yield start, min(EXPERT_ROWS, first + count - start)
 
@@ -69,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Workspace:
-    """The buffers that one expert after another writes, cut from the ``work`` arena. Sizes: `ExpertWorkspace`."""
+    """Buffers that experts use one after another, cut from the ``work`` arena. Sizes: `ExpertWorkspace`."""
 
     def __init__(self, arena: Tensor, sizes: ExpertWorkspace, hidden: int, dtype: torch.dtype) -> None:
         """``arena`` uint8; ``hidden`` is H."""
@@ -81,21 +79,21 @@ class Workspace:
         self._wide, self._narrow = cuts[1], cuts[2]
 
     def wide(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns] in the larger buffer."""
+        """View [rows, columns] of the larger buffer."""
         return _front(self._wide, rows, columns, dtype)
 
     def room_for(self, columns: int) -> int:
-        """How many rows of ``columns`` the larger buffer holds, if they are not more than those of ``rows``."""
+        """Rows of ``columns`` that fit into the larger buffer, at most as many as those of ``rows``."""
         return min(len(self.rows), self._wide.numel() // (columns * self.rows.element_size()))
 
     def narrow(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns] in the smaller buffer."""
+        """View [rows, columns] of the smaller buffer."""
         return _front(self._narrow, rows, columns, dtype)
 
 
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
-    """Gated SiLU: x [R, H], R on the grid and at most `EXPERT_ROWS`, gate_up [2I, H] (gate rows first), down [H, I] ->
-    [R, H]."""
+    """Feed-forward with gated SiLU: x [R, H], R on the grid and at most `EXPERT_ROWS`, gate_up [2I, H] (gate rows
+    first), down [H, I] -> [R, H]."""
     rows, width = x.shape[0], down.shape[1]
     if x.device.type == "cpu" and native.available():
         return cpu_expert_ffn(x, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
@@ -114,7 +112,7 @@ def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> 
 
 
 def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
-    """The same in float32, the weights widened slab by slab; the activation [R, I] waits in the larger buffer."""
+    """`feed_forward` in float32, the weights widened slab by slab; the larger buffer holds the activation [R, I]."""
     (rows, hidden), width = x.shape, down.shape[1]
     active = space.wide(rows, width, torch.float32)
     widened = x.float()

@@ -1,7 +1,7 @@
 """Reads from files into memory, several at a time, past the page cache where the file system allows.
 
-Knows byte ranges of files and where they go. Refuses to know tensors, pages and checkpoints. Without the extension
-threads of Python read through the page cache (`reference_reads`).
+Depends only on byte ranges of files and their destinations. Without the extension, Python threads read through the page
+cache (`reference_reads`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from moelight.kernels.reference_reads import PreadReader
 MAX_DEPTH = 64
 MAX_CHUNK_BYTES = 64 * MiB
 CHUNK_STEP = 4096
-# A wait looks this often whether the user has interrupted the program.
+# Interval at which a wait checks for an interrupt by the user.
 _GLANCE_S = 0.1
 
 Fault = tuple[int, str, str]  # errno, what at which byte, file: the arguments of OSError
 
 
 class ReadPart(NamedTuple):
-    """Bytes ``offset`` and on of ``file`` go into ``dest``: uint8 [n], contiguous, in CPU memory, pinned or not."""
+    """A read from byte ``offset`` of ``file`` into ``dest``: uint8 [n], contiguous, in CPU memory, pinned or not."""
 
     file: Path
     offset: int
@@ -44,7 +44,7 @@ class ReadPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadCounts:
-    """What a reader did so far. ``copied_bytes`` went by way of a buffer; ``busy_s``: with a read in flight."""
+    """Statistics of a reader. ``copied_bytes`` passed through a buffer; ``busy_s``: seconds with a read in flight."""
 
     bytes: int
     copied_bytes: int
@@ -53,7 +53,7 @@ class ReadCounts:
 
 
 class ReadTicket:
-    """Parts on their way. Keeps their memory alive until they are there."""
+    """Submitted parts. Keeps their memory alive until they are read."""
 
     def __init__(self, parts: Sequence[ReadPart], *, told: bool) -> None:
         self._parts = tuple(parts)
@@ -61,16 +61,17 @@ class ReadTicket:
         self._request: Any = None
 
     def done(self) -> bool:
-        """Whether nothing is in flight any more: `wait` returns at once, or raises."""
+        """True if no read is in flight any more: `wait` returns at once, or raises."""
         return bool(self._request.finished)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when every part is in place; others may run meanwhile.
+        """Return when every part is in place; other threads run meanwhile.
 
         Raises:
-            OSError: a part cannot be read, or its file ends early; names file and byte. The other parts hold anything.
-            TimeoutError: not within ``timeout`` seconds; the reads go on.
-            RuntimeError: called by a callback of the reader, or in a fork, where it would wait for ever.
+            OSError: a part cannot be read, or its file ends early; names file and byte. The contents of the other parts
+                are undefined.
+            TimeoutError: not within ``timeout`` seconds; the reads continue.
+            RuntimeError: called by a callback of the reader, or in a fork, where it would block forever.
         """
         left = float("inf") if timeout is None else timeout
         while not self._request.wait(min(left, _GLANCE_S)):
@@ -86,23 +87,23 @@ class ReadTicket:
             raise OSError(*fault)
 
     def _over(self) -> bool:
-        """Whether the reader need not keep it: done, and its error, if any, told to somebody."""
+        """True if the reader may drop the ticket: it is done, and its error, if any, was reported."""
         return self.done() and (self._told or self._request.fault() is None)
 
 
 class FileReader(AbstractContextManager["FileReader"]):
     """Reads ``files``, each opened once, ``depth`` reads of at most ``chunk_bytes`` at a time, in the order of calls.
 
-    With ``direct`` nothing of a file stays in the page cache. Where a part lies in its pages of memory as it lies in
-    those of its file (address and offset agree modulo 4096), the disk writes it into place and only its ragged ends are
-    copied; that wants memory on huge pages (``MADV_HUGEPAGE``): on pages of 4 KiB it takes twice as long. Others go
-    by way of buffers on huge pages, ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more of a
-    processor. Where the file system refuses direct reads, they go through the page cache, which is asked to let go.
+    With ``direct`` nothing of a file remains in the page cache. If address and file offset of a part agree modulo 4096,
+    the disk writes the part into place and only its unaligned ends are copied; this needs memory on huge pages
+    (``MADV_HUGEPAGE``): on pages of 4 KiB it takes twice as long. Other parts pass through buffers on huge pages,
+    ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more processor time. Where the file system
+    refuses direct reads, they go through the page cache, which is then advised to drop the file.
 
-    Any number of threads may submit and wait. In the child of a fork the reader refuses to serve.
+    Any number of threads may submit and wait. In the child of a fork the reader raises RuntimeError.
 
     Raises:
-        OSError: a file is not there, is a directory, or cannot be opened.
+        OSError: a file does not exist, is a directory, or cannot be opened.
         ValueError: an argument is wrong; named.
     """
 
@@ -131,10 +132,10 @@ class FileReader(AbstractContextManager["FileReader"]):
         _OPEN.add(self)
 
     def submit(self, parts: Sequence[ReadPart], done: Callable[[OSError | None], None] | None = None) -> ReadTicket:
-        """Have ``parts`` read.
+        """Submit ``parts`` to be read.
 
-        ``done`` is called once, in a thread of the reader, with None or what went wrong. It must not wait for reads;
-        what it raises goes to `sys.unraisablehook`.
+        ``done`` is called once, in a thread of the reader, with None or the error. It must not wait for reads; an
+        exception it raises goes to `sys.unraisablehook`.
 
         Raises ValueError, naming the argument, for a part of a file that was not opened, a wrong offset or memory.
         """
@@ -157,18 +158,18 @@ class FileReader(AbstractContextManager["FileReader"]):
         return ticket
 
     def direct(self, file: Path) -> bool:
-        """Whether ``file`` is read past the page cache."""
+        """True if ``file`` is read past the page cache."""
         return bool(self._reader.direct(self._index[_path(file)]))
 
     def counts(self) -> ReadCounts:
-        """What was read so far."""
+        """Statistics so far."""
         return ReadCounts(**self._reader.counts())
 
     def close(self) -> None:
-        """Wait for what is in flight and close the files.
+        """Wait for the reads in flight and close the files.
 
         Raises:
-            OSError: the first error that no `wait` and no callback has told.
+            OSError: the first error that no `wait` and no callback has reported.
         """
         if self._closed:
             return
@@ -189,7 +190,7 @@ class FileReader(AbstractContextManager["FileReader"]):
     def __del__(self) -> None:
         try:
             self.close()
-        except RuntimeError:  # let go of by its own callback, in a thread that cannot wait for itself
+        except RuntimeError:  # released by its own callback, in a thread that cannot wait for itself
             threading.Thread(target=self.close, name="moelight-reader-closing").start()
 
     def _check(self, part: object) -> ReadPart:
@@ -228,6 +229,6 @@ _OPEN: WeakSet[FileReader] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter ends, while callbacks can still run."""
+    """Close all readers before the interpreter ends, while callbacks can still run."""
     for reader in list(_OPEN):
         reader.close()

@@ -1,10 +1,9 @@
-"""The plain-torch twins of attention, norms and routing: correct and clear first, accumulating in float32.
+"""Reference implementations of attention, norms and routing in plain torch, accumulating in float32.
 
-Knows the mathematics of one operation at a time, on any device. Refuses to know paging policy, models and speed;
-callers check shapes (the faces in `attention.py` do).
+One operation at a time, on any device; clarity before speed. Callers check the arguments (as `attention.py` does).
 
-Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden;
-of latent attention H heads, R the size of the latent, Rr of the rotary part.
+Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden; of
+latent attention H heads, R the size of the latent, Rr of the rotary part.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32: half types are widened, float64 stays for tests that want the truth."""
+    """``x`` in at least float32: half types are widened, float64 is kept for tests that need exact results."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -30,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation: x [T, heads, D], cos and sin [T, D] of its dtype -> [T, heads, D]; element i turns with i + D/2.
+    """Half-rotation: x [T, heads, D], cos and sin [T, D] of its dtype -> [T, heads, D]; pairs are (i, i + D/2).
 
     Rounded as HF transformers does: both products, then their sum.
     """
@@ -49,9 +48,9 @@ def kv_append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes token t of k_new, v_new [T, Hkv, D] to block slots[t] // P, offset slots[t] % P of the caches.
+    """Write token t of k_new, v_new [T, Hkv, D] to block slots[t] // P, offset slots[t] % P of the caches.
 
-    Caches [blocks, Hkv, P, D], slots int64 [T]; of a slot named twice the later token stays. Caches of int8 come with
+    Caches [blocks, Hkv, P, D], slots int64 [T]; if a slot occurs twice, the later token is kept. Caches of int8 require
     k_scale, v_scale float32 [blocks, Hkv, P], which are written too.
     """
     block_size = k_cache.shape[2]
@@ -74,7 +73,7 @@ def kv_append_last(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Appends row b of k_new, v_new [B, Hkv, D] at position seq_lens[b] - 1 of sequence b, where it has one."""
+    """Append row b of k_new, v_new [B, Hkv, D] at position seq_lens[b] - 1 of sequence b, where it has one."""
     block_size = k_cache.shape[2]
     last = [(b, length - 1) for b, length in enumerate(seq_lens.tolist()) if length > 0]
     slots = [int(block_tables[b, at // block_size]) * block_size + at % block_size for b, at in last]
@@ -93,7 +92,7 @@ def kv_append_last(
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8, row by row: x [..., D] -> codes int8 [..., D], scales float32 [...]; x is about codes * scales.
 
-    A scale is the largest magnitude of its row / 127; nan, with codes of zero, where that is not finite.
+    The scale of a row is its largest magnitude / 127; nan, with codes of zero, if that is not finite.
     """
     wide = x.float()
     scales = wide.abs().amax(-1) / 127
@@ -116,10 +115,10 @@ def gqa_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """One query per sequence over its paged context; q [B, Hq, D] -> [B, Hq, D]. Zeros where seq_lens is 0.
+    """Attention of one query per sequence over its paged context: q [B, Hq, D] -> [B, Hq, D]. Zeros if seq_lens is 0.
 
     Caches [blocks, Hkv, P, D], block_tables int32 [B, max_blocks], seq_lens int32 [B]. Sinks [Hq] are logits that join
-    the softmax of their head and are dropped. Caches of int8 come with k_scale, v_scale [blocks, Hkv, P].
+    the softmax of their head and are dropped. Caches of int8 require k_scale, v_scale [blocks, Hkv, P].
     """
     out = torch.zeros_like(q)
     for b, length in enumerate(seq_lens.tolist()):
@@ -137,9 +136,9 @@ def gqa_decode(
 
 
 def mla_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """Writes token t of new [T, R + Rr] to block slots[t] // P, offset slots[t] % P of the cache [blocks, P, R + Rr].
+    """Write token t of new [T, R + Rr] to block slots[t] // P, offset slots[t] % P of the cache [blocks, P, R + Rr].
 
-    Slots int64 [T]; of a slot named twice the later token stays.
+    Slots int64 [T]; if a slot occurs twice, the later token is kept.
     """
     for token, slot in enumerate(slots.tolist()):
         cache[slot // cache.shape[1], slot % cache.shape[1]] = new[token]
@@ -150,7 +149,7 @@ def mla_decode(
 ) -> Tensor:
     """Latent attention, absorbed: q_nope_absorbed [B, H, R], q_rope [B, H, Rr] -> [B, H, R]. Zeros where seq_lens is 0.
 
-    A row of the cache [blocks, P, R + Rr] is a latent, key and value of all heads at once, and a rotary key.
+    A row of the cache [blocks, P, R + Rr] is a latent, which is key and value of all heads, and a rotary key.
     """
     out = torch.zeros_like(q_nope_absorbed)
     q = torch.cat((q_nope_absorbed, q_rope), dim=-1)
@@ -177,7 +176,7 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention of ragged packed prompts: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
 
-    Sequence s owns rows cu_seqlens[s] to cu_seqlens[s + 1]. When `context_lens` is given, each sequence also sees that
+    Sequence s owns rows cu_seqlens[s] to cu_seqlens[s + 1]. If `context_lens` is given, each sequence also sees that
     many earlier positions in the paged caches, through its row of block_tables. `window` counts the current position.
     """
     out = torch.empty_like(q)
@@ -232,7 +231,7 @@ def _attend(
 
 
 def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The k likeliest experts of each token: logits [T, E] -> weights float32 [T, k], ids int64 [T, k].
+    """The k most likely experts of each token: logits [T, E] -> weights float32 [T, k], ids int64 [T, k].
 
     Softmax over all experts in float32, then the k largest; of equals the lowest id wins. `normalize` makes a
     token's k weights sum to one.

@@ -1,6 +1,6 @@
-"""The plain-torch twins of linear layers and experts with weights in any stored form.
+"""Reference implementations of linear layers and experts in plain torch, with weights in any stored form.
 
-Knows the mathematics alone. Refuses to know how weights are paged and what is fast; the faces in `ffn.py` check.
+Callers check the arguments (as `ffn.py` does).
 
 Legend: T tokens, N rows of a weight, K its columns, E experts, H hidden, I intermediate.
 """
@@ -16,10 +16,10 @@ from torch.nn import functional
 
 
 def dequantized(weight: Tensor, scale: Tensor | None, group_size: int | None) -> Tensor:
-    """The numbers meant by a stored weight, at least float32: [N, K], or uint8 [N, K / 2] with two values a byte.
+    """Values of a stored weight, in at least float32: [N, K], or uint8 [N, K / 2] with two values a byte.
 
-    int8 and uint8 come with scale [N] or [N, ceil(K / group_size)]; of a byte the low four bits are the earlier value,
-    and 8 means zero.
+    int8 and uint8 have scale [N] or [N, ceil(K / group_size)]; the low four bits of a byte are the earlier value, and 8
+    means zero.
     """
     if scale is None:
         return weight.to(torch.promote_types(weight.dtype, torch.float32))

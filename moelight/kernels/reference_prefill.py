@@ -1,6 +1,6 @@
-"""The plain-torch twin of prefill attention with everything it may be asked: windows, sinks, soft caps, context.
+"""Reference implementation of prefill attention in plain torch, with windows, sinks, soft caps and cached context.
 
-Knows the mathematics. Refuses to check: callers do.
+Callers check the arguments.
 
 Legend: S sequences, T tokens, Hq query heads, Hkv key/value heads, D head size, P block size in tokens.
 """
@@ -46,7 +46,7 @@ def prefill_attention(
                 for each, scale_of in ((cache[0], k_scale), (cache[1], v_scale))
             ]
             keys, values = torch.cat((earlier[0], keys)), torch.cat((earlier[1], values))
-            context -= begin  # positions are counted from the first that any row sees
+            context -= begin  # positions count from the first one that any row sees
         out[first:last] = _attend(q[first:last], keys, values, scale, context, window, sinks, softcap)
     return out
 

@@ -1,6 +1,7 @@
-"""What the extension's reader does, by threads of Python and through the page cache: for machines without a compiler.
+"""Reference implementation of the extension's reader, with Python threads and through the page cache, for machines
+without a compiler.
 
-Knows descriptors and short reads. Arguments are checked by the face, `reads`.
+The caller, `reads`, checks the arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PreadRequest:
         return self.first
 
     def finish(self) -> None:
-        """Tell the callback, then whoever waits."""
+        """Call the callback, then release the threads in `wait`."""
         if self.done is not None:
             try:
                 self.done(self.first)
@@ -57,7 +58,7 @@ class PreadRequest:
 
 
 class PreadReader:
-    """The extension's `FileReader`, method for method; every file is read through the page cache."""
+    """Same methods as the extension's `FileReader`; every file is read through the page cache."""
 
     def __init__(self, files: list[bytes], depth: int, chunk_bytes: int, direct: bool) -> None:  # noqa: ARG002
         self._descriptors: list[int] = []

@@ -1,6 +1,6 @@
-"""The plain-torch twins of routing: correct and clear first.
+"""Reference implementations of routing in plain torch, on any device; clarity before speed.
 
-Knows the mathematics, on any device. Refuses to check: callers do.
+Callers check the arguments.
 
 Legend: T tokens, E experts, k experts per token, H hidden size, R = T * k routed rows (token * k + rank).
 """
@@ -31,8 +31,8 @@ def route(logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool) -
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ids int32 [T, k] -> order [R] of the routed rows by expert, then token; the token of each; the position of
-    routed row (token, rank) in that order [T, k]; offsets [E + 1]. All int32."""
+    """Sort routed rows by expert, then token: ids int32 [T, k] -> order [R], token of each [R], position in that order
+    of routed row (token, rank) [T, k], offsets [E + 1]. All int32."""
     tokens, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -50,7 +50,7 @@ def gather_rows(x: Tensor, token_of_row: Tensor) -> Tensor:
 
 
 def scatter_sum(rows: Tensor, position: Tensor, weights: Tensor, out: Tensor, *, residual: bool) -> Tensor:
-    """Into out [T, H]: each token's rows[position[t, r]] times weights[t, r], summed over r in order, in float32.
+    """Sum into out [T, H] each token's rows[position[t, r]] times weights[t, r], over r in order, in float32.
 
     A negative position adds nothing. The sum is rounded to rows' dtype; with ``residual`` it is then added to `out`.
     """

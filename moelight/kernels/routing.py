@@ -1,7 +1,7 @@
-"""The faces of routing on the CPU: experts of each token, rows sorted by expert, and the weighted sum back.
+"""Routing on the CPU: the experts of each token, rows sorted by expert, and the weighted sum back.
 
-Knows shapes, and who serves: the extension where it is built, else the twins in `reference_routing.py`. Refuses to know
-experts' weights and where they are. Every wrong argument is a ValueError that names it.
+Selects the implementation: the extension where it is built, else `reference_routing.py`. Does not depend on the weights
+of experts. Every wrong argument is a ValueError that names it.
 
 Legend: T tokens, E experts, k experts per token, H hidden size, R = T * k routed rows (token * k + rank).
 """
@@ -22,9 +22,11 @@ _MOST_ROWS = (1 << 31) - 1
 
 
 class SortedRows(NamedTuple):
-    """Routed rows by expert, then token; all int32. ``order`` [R] names them, ``token`` [R] is the token of each,
-    ``position`` [T, k] where in ``order`` routed row (token, rank) is, and expert e owns ``offsets[e]`` to
-    ``offsets[e + 1]``."""
+    """Routed rows sorted by expert, then token; all int32.
+
+    ``order`` [R] lists the routed rows, ``token`` [R] the token of each, and ``position`` [T, k] the index in ``order``
+    of routed row (token, rank). Expert e owns ``offsets[e]`` to ``offsets[e + 1]``.
+    """
 
     order: Tensor
     token: Tensor
@@ -35,15 +37,15 @@ class SortedRows(NamedTuple):
 def cpu_route(
     logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool = False, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k likeliest experts, ids ascending.
+    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, ids ascending.
 
     logits         float32, bfloat16 or float16; E up to 65536
     normalize      a token's weights are divided by their sum
     round_weights  the weights are rounded to the dtype of the logits, as models in that dtype do
     threads        None for torch.get_num_threads()
 
-    Weights are the softmax over all E logits in float32. Of equal logits the lowest id wins. The result is the same for
-    every instruction set, number of threads and company, bit for bit. A token with a logit that is not a number, or
+    Weights are the softmax over all E logits in float32. Of equal logits the lowest id wins. The result is bit for bit
+    independent of instruction set, number of threads and other tokens. A token with a logit that is not a number, or
     infinite, gets the first k experts and weights that are not numbers.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
@@ -132,15 +134,15 @@ def cpu_scatter_sum(
     """Each token's rows, weighted and summed -> `out`, or a new [T, H].
 
     rows      [R, H]: float32, bfloat16 or float16
-    position  int32 [T, k]: which row is (token, rank)'s; a negative one adds nothing
+    position  int32 [T, k]: the row of (token, rank); a negative position adds nothing
     weights   float32 [T, k]
     out       [T, H], dtype of rows, sharing no memory with it; needed if ``residual``
-    residual  the sum is added to what `out` holds, else it replaces it
+    residual  the sum is added to the contents of `out`, else it replaces them
     threads   None for torch.get_num_threads()
 
     A token is summed in float32 over its ranks in order, so that ids in ascending order are summed in that order, and
-    rounded to the dtype of `rows`; then it is added to `out`, as `out += ...` would. The result is the same for every
-    instruction set, number of threads and company, bit for bit.
+    rounded to the dtype of `rows`; then it is added to `out`, as `out += ...` would. The result is bit for bit
+    independent of instruction set, number of threads and other tokens.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or position.
     """
@@ -164,7 +166,7 @@ def cpu_scatter_sum(
 
 
 def _lend(name: str, tensor: Tensor) -> object:
-    """A matrix lent to the extension, which checks all but what its face needs to know."""
+    """A matrix exported to the extension, which checks everything but the number of dimensions."""
     lent = as_dlpack(name, tensor)
     if tensor.ndim != 2:
         raise ValueError(f"{name}: must have 2 dimensions, has shape {list(tensor.shape)}")

@@ -1,6 +1,6 @@
-"""Which implementation serves which operation on this machine, and why: the table behind `moelight doctor`.
+"""Implementation selected for each operation on this machine, with the reason: the table of `moelight doctor`.
 
-Knows names and reasons only. Imports neither torch nor any kernel.
+Imports neither torch nor any kernel.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from moelight.kernels import native
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """One row: `implementation` serves `operation`, because of `reason`."""
+    """One row: the `implementation` of `operation`, and the `reason` for it."""
 
     operation: str
     implementation: str
     reason: str
 
 
-# Those that multiply bfloat16 have units of their own for it on some processors.
+# Operations with bfloat16 products, for which some processors have special units.
 PRODUCTS = ("gqa_decode", "prefill_attention", "linear", "expert_ffn")
 OTHERS = (
     "mla_decode",
@@ -40,7 +40,7 @@ _UNITS = {
 
 
 def serving() -> list[Serving]:
-    """Every operation of the CPU with the implementation that serves it in this process."""
+    """Every operation of the CPU with its implementation in this process."""
     implementation = f"native {native.isa()}" if native.available() else "torch"
     units = _UNITS.get(native.bf16_products() or "")
     reasons = dict.fromkeys(NATIVE_OPERATIONS, native.reason())

@@ -1,7 +1,7 @@
-"""Gangs: threads of their own for the kernels that one lane calls, on cores of their own if wanted.
+"""Thread teams: threads reserved for the kernels that one lane calls, optionally bound to cores.
 
-Knows processors by their numbers. Refuses to know who gets which (`runtime.cores` says that). Without the extension a
-gang is nothing: torch's threads compute then, and those are torch's to place.
+Does not assign cores to lanes (`runtime.cores` does). Without the extension a team has no effect: torch's threads
+compute, and torch places them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moelight.kernels import native
 
 
 class ThreadTeam:
-    """At most ``threads`` threads, the caller among them; fewer where a call asks for fewer.
+    """A team of at most ``threads`` threads, the caller included; fewer if a call requests fewer.
 
-    With ``places``, one for each thread and each a list of processors, threads are bound to them where the system
-    allows it; who calls is not, but stands in for the thread of the place it is on. Threads are born when first wanted.
+    ``places`` is one list of processors per thread; threads are bound to them where the system allows it. The caller is
+    not bound, but replaces the thread of the place it runs on. Threads are started at first use.
 
     Raises ValueError, naming the argument, for a wrong number of threads or places.
     """
@@ -36,7 +36,7 @@ class ThreadTeam:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Kernels that the calling thread calls meanwhile run on this gang."""
+        """Kernels that the calling thread calls within the context run on this team."""
         if self._extension is None:
             yield
             return
@@ -47,12 +47,12 @@ class ThreadTeam:
             self._extension.work_with(before)
 
     def settle(self) -> None:
-        """The calling thread stays on the gang's places from now on: for a thread that ends with its lane."""
+        """Bind the calling thread to the team's places from now on: for a thread that ends with its lane."""
         if self.places and hasattr(os, "sched_setaffinity"):
-            with suppress(OSError):  # none of them is allowed any more
+            with suppress(OSError):  # none of the processors is allowed any more
                 os.sched_setaffinity(0, {processor for place in self.places for processor in place})
 
     def close(self) -> None:
-        """End the threads. What is called with the gang later is worked through by its caller alone."""
+        """End the threads. Later calls with the team run on their caller alone."""
         if self._team is not None:
             self._team.end()

@@ -1,4 +1,4 @@
 """The ``.moe`` language: text to `experts.policy` objects and back, with every error at its line and column.
 
-Knows lark and the language's rules. Refuses to know models, machines and files other than policies.
+Depends on lark and the rules of the language, not on models, machines or files other than policies.
 """

@@ -1,4 +1,4 @@
-"""Rules of the block ``adapt`` and conditions of second values, from tree to object."""
+"""Convert rules of the block ``adapt`` and conditions of second values from tree to object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moelight.lang.keys import KEYS, SWAPS, WrongValueError, typed_value, word_o
 from moelight.lang.syntax import Command, Condition, Name, Rule, Span, Value
 
 _OLD_NAMES = {"lfu_decay": "frequency_decay"}
-# What a person may well write for an action's name.
+# Likely misnomers of actions.
 _NEAR = {
     "strategy": "prefetch_strategy",
     "predictor": "prefetch_strategy",
@@ -22,7 +22,7 @@ _VERBS = ("trigger", "rebalance")
 
 
 def read_condition(condition: Condition, complaints: list[LanguageError]) -> tuple[str, str, float] | None:
-    """Metric, operator and threshold; None, and a complaint for each, where one of them cannot be."""
+    """Metric, operator and threshold; None if any of them is invalid, with an error appended for each."""
     before = len(complaints)
     threshold: Any = None
     metric, operator = condition.metric, condition.operator
@@ -40,8 +40,8 @@ def read_condition(condition: Condition, complaints: list[LanguageError]) -> tup
 
 
 def read_rule(rule: Rule, complaints: list[LanguageError], *, whole: bool) -> tuple[AdaptRule, Span] | None:
-    """The rule and where its action's value stands; None, and complaints, where it is none. ``whole``: nothing of the
-    text was left out, so that an empty rule is an empty rule."""
+    """The rule and the span of its action's value; None if the rule is invalid, with errors appended. ``whole``: no
+    part of the text was unreadable, so that a rule without an action is an error."""
     condition = read_condition(rule.condition, complaints)
     accesses = _accesses(rule, complaints)
     if len(rule.commands) != 1:
@@ -74,7 +74,7 @@ def _try(attempt: Any, complaints: list[LanguageError]) -> Any:
 
 
 def _accesses(rule: Rule, complaints: list[LanguageError]) -> int | None:
-    """Over how many accesses in a row the condition must hold; 1 where the rule does not say."""
+    """The number of consecutive accesses over which the condition must hold; 1 if the rule has none."""
     if rule.count is None or rule.unit is None:
         return 1
     if rule.unit.text != "accesses":

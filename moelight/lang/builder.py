@@ -1,4 +1,4 @@
-"""The Python twin of the language: the same policies, built by calls, under the same rules.
+"""The Python builder of policies: the same policies as in the language, built by calls, under the same rules.
 
 ::
 
@@ -8,7 +8,7 @@
         p.prefetch(predictor="next_router", budget="4 : 2 when hit_rate > 0.9")
         p.when("hit_rate < 0.4", accesses=100, eviction="slru")
 
-Values are Python's, or texts as the language writes them.
+Values are Python objects, or texts in the syntax of the language.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moelight.lang.check import read
 from moelight.lang.format import format_policy, value_text
 from moelight.lang.keys import KEYS
 
-# A value ends where a key, a brace or a comment would begin; `<=`, `>=` and `!=` are of conditions.
+# A value ends where a key, a brace or a comment begins; `<=`, `>=` and `!=` belong to conditions.
 _MORE_THAN_A_VALUE = re.compile(r"[{}#;\n]|(?<![<>!])=")
 
 
 class PolicyBuilder:
-    """Collects blocks; each method returns the builder, and `build` the policy."""
+    """Collects blocks and rules; each method returns the builder, and `build` returns the policy."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,28 +37,28 @@ class PolicyBuilder:
         self._rules: list[str] = []
 
     def cache(self, **keys: Any) -> PolicyBuilder:
-        """Block ``cache``, by its keys in the language."""
+        """Add the block ``cache``; arguments are its keys in the language."""
         return self._block("cache", keys)
 
     def prefetch(self, **keys: Any) -> PolicyBuilder:
-        """Block ``prefetch``."""
+        """Add the block ``prefetch``."""
         return self._block("prefetch", keys)
 
     def schedule(self, **keys: Any) -> PolicyBuilder:
-        """Block ``schedule``."""
+        """Add the block ``schedule``."""
         return self._block("schedule", keys)
 
     def monitor(self, **keys: Any) -> PolicyBuilder:
-        """Block ``monitor``."""
+        """Add the block ``monitor``."""
         return self._block("monitor", keys)
 
     def per_layer(self, **keys: Any) -> PolicyBuilder:
-        """Block ``per_layer``."""
+        """Add the block ``per_layer``."""
         return self._block("per_layer", keys)
 
     def when(self, condition: str, *, accesses: int = 1, **action: Any) -> PolicyBuilder:
-        """A rule of the block ``adapt``: once ``condition`` has held over so many ``accesses`` in a row, do ``action``,
-        one of ``KEY=VALUE``, ``trigger="memory_pressure"`` and ``rebalance="per_layer"``."""
+        """Add a rule of the block ``adapt``: once ``condition`` has held over ``accesses`` consecutive accesses, apply
+        ``action``, one of ``KEY=VALUE``, ``trigger="memory_pressure"`` and ``rebalance="per_layer"``."""
         said = " ".join(
             f"{name} {_text(value)}" if name in ("trigger", "rebalance") else f"{name} = {_text(value)}"
             for name, value in action.items()
@@ -67,10 +67,10 @@ class PolicyBuilder:
         return self
 
     def build(self) -> ExpertPolicy:
-        """The policy.
+        """Build and check the policy.
 
         Raises:
-            ConfigError: rules of the language are broken; all of them are named, with their codes.
+            ConfigError: the policy breaks rules of the language; all broken rules are named, with their codes.
         """
         adapt = ["adapt {", *self._rules, "}"] if self._rules else []
         text = "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}"))
@@ -91,7 +91,7 @@ class PolicyBuilder:
 
 
 def expert_policy(define: Callable[[PolicyBuilder], object]) -> ExpertPolicy:
-    """Turn a function into the policy that it builds, under the function's name.
+    """Decorator that turns a function into the policy that it builds, under the function's name.
 
     Raises:
         ConfigError: as `PolicyBuilder.build`.
@@ -102,10 +102,10 @@ def expert_policy(define: Callable[[PolicyBuilder], object]) -> ExpertPolicy:
 
 
 def check_expert_policy(policy: ExpertPolicy) -> None:
-    """Hold a policy that was built by hand against the rules of the language.
+    """Check a policy that was built by hand against the rules of the language.
 
     Raises:
-        ConfigError: it breaks some, or says what the language cannot say.
+        ConfigError: the policy breaks rules, or the language cannot express the policy.
     """
     reading = read(format_policy(policy))
     if reading.errors:

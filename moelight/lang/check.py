@@ -1,6 +1,6 @@
-"""A tree held against the language: which blocks and keys there are, what they take, which rules they break.
+"""Check a tree against the language: its blocks, keys, types of values, and rules.
 
-Everything that is wrong with a text is found in one reading; what is legal but does nothing becomes a warning.
+One call finds all errors of a text; legal statements without effect become warnings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EXAMPLE = "policy NAME { cache { capacity = 16 } }"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedText:
-    """What a text says: its policies (none where it has errors), and what is wrong with it or pointless in it."""
+    """A text with its policies (none if there are errors), its errors and its warnings."""
 
     text: str
     policies: tuple[ExpertPolicy, ...]
@@ -44,12 +44,12 @@ class CheckedText:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the text, as findings count them."""
+        """The lines of the text, as diagnostics count them."""
         return self.text.split("\n")
 
 
 def read(text: str) -> CheckedText:
-    """The policies of ``text``, and every error and warning about it, in the order of the text."""
+    """The policies of ``text``, and all errors and warnings in the order of the text."""
     tree, complaints = parse(text)
     whole = not complaints
     policies = _file(tree, complaints, whole)
@@ -88,7 +88,7 @@ def _file(tree: PolicyText, complaints: list[LanguageError], whole: bool) -> lis
 
 @dataclass(kw_only=True, slots=True)
 class _PolicyReading:
-    """One policy on its way from tree to object. ``whole``: no part of the text was left out as unreadable."""
+    """The state of the conversion of one policy from tree to object. ``whole``: no part of the text was unreadable."""
 
     complaints: list[LanguageError]
     whole: bool
@@ -106,7 +106,7 @@ class _PolicyReading:
             excused |= self._block(block)
         if "cache" not in self.blocks and not excused:
             self._complain("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
-        # Rules that conditional values imply come before those that are written out, in the order of the keys.
+        # Rules implied by conditional values precede explicit rules, in the order of the keys.
         order = [key.swap for keys in KEYS.values() for key in keys.values()]
         implied = sorted(self.seconds.values(), key=lambda found: order.index(found[0].action.name))
         rules = [*implied, *self.rules]
@@ -119,7 +119,7 @@ class _PolicyReading:
         self.complaints.append(LanguageError(code=code, message=message, span=span, warning=warning))
 
     def _block(self, block: Block) -> bool:
-        """Take the block in; True where it may stand for the ``cache`` that is missing otherwise."""
+        """Read the block; return True if it excuses a missing block ``cache``, being perhaps a misspelt one."""
         name = block.name.text
         if block.foreign or name in FOREIGN_BLOCKS:
             self._complain("unsupported", f"block {name} of version 1.15 is not supported", block.name.span)
@@ -155,7 +155,7 @@ class _PolicyReading:
             self.rules.append(found)
 
     def _entry(self, entry: Assignment, block: str) -> bool:
-        """Take the entry in; True where it may stand for the ``capacity`` that is missing otherwise."""
+        """Read the entry; return True if it excuses a missing ``capacity``, being perhaps a misspelt one."""
         name, span = entry.key.text, entry.key.span
         keys = KEYS.get(block, {})
         if name not in keys:

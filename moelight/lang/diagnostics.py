@@ -1,4 +1,4 @@
-"""Errors and warnings about a policy, with their places in the text, as people and programs read them."""
+"""Errors and warnings about a policy with their positions in the text, as text for users and as values for JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from moelight.lang.syntax import Span
 
-_SHOWN = 100  # characters of a source line on either side of the place
+_SHOWN = 100  # characters of a source line shown on either side of the position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageError:
-    """Something is wrong, or pointless if it is a ``warning``. ``where``: in words, as ``cache.capacity``."""
+    """An error, or a ``warning`` about something pointless. ``where``: the key in words, such as ``cache.capacity``."""
 
     code: str
     message: str
@@ -26,7 +26,7 @@ class LanguageError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnostic:
-    """A complaint at its place: ``line`` and ``column`` count from 1, in characters; ``length`` of them are meant."""
+    """An error or warning with its position: ``line`` and ``column`` count from 1, ``length`` in characters."""
 
     code: str
     message: str
@@ -41,7 +41,7 @@ class Diagnostic:
 
 
 def located(complaints: list[LanguageError], text: str) -> list[Diagnostic]:
-    """The complaints at their places, in the order of the text."""
+    """The errors and warnings with their positions, in the order of the text."""
     if not complaints:
         return []
     starts = [0]
@@ -66,7 +66,7 @@ def located(complaints: list[LanguageError], text: str) -> list[Diagnostic]:
 
 
 def diagnostic_lines(finding: Diagnostic, file: str, lines: Sequence[str]) -> str:
-    """What is wrong where, the line of it among ``lines`` of the text, and a caret under the place: three lines."""
+    """Three lines: position and message, the source line from ``lines``, and a caret under the position."""
     line = lines[finding.line - 1] if finding.line <= len(lines) else ""
     at = finding.column - 1
     first, last = max(0, at - _SHOWN), at + _SHOWN
@@ -86,10 +86,10 @@ def diagnostic_lines(finding: Diagnostic, file: str, lines: Sequence[str]) -> st
 
 
 def _harmless(text: str) -> str:
-    """As many characters as ``text``, none of which steers a terminal."""
+    """``text`` with control characters replaced, one for one."""
     return "".join(c if c.isprintable() else " " if c in "\t\r" else "�" for c in text)
 
 
 def _width(text: str) -> int:
-    """Columns of a terminal that ``text`` takes."""
+    """The width of ``text`` in terminal columns."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

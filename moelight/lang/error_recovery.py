@@ -1,6 +1,6 @@
-"""A text with a syntax error made readable again, so that the rest of it can be checked.
+"""Error recovery: make a text with a syntax error parseable, so that the rest of the text can be checked.
 
-The faulty statement is blanked out, or a missing brace takes the place of a blank: no other character moves.
+The faulty statement is replaced by blanks, or a blank by a missing brace; no other character moves.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ _POLICY = re.compile(r"\bpolicy\s+[A-Za-z_][A-Za-z0-9_]*\s*\{")
 _HEAD = re.compile(r"\bpolicy\b(\s+[A-Za-z_][A-Za-z0-9_]*)?\s*\Z")
 _BRACE = re.compile(r"[{}]")
 _WORD_BEFORE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\s*\Z")
-_LONGEST_NAME = 200  # looked for behind a brace; a longer one is cut
+_LONGEST_NAME = 200  # characters searched for the word before a position; a longer word is cut
 _OPEN_ENDED = ("=", ":", "|", ",", "[")
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredText:
-    """The text after mending. What goes wrong at ``start`` to ``end``, blanks after it included, is the same error."""
+    """The text after recovery. Later errors from ``start`` to ``end`` and in the blanks after it repeat the same
+    error."""
 
     text: str
     start: int
     end: int
 
     def covers(self, at: int) -> bool:
-        """Whether ``at`` is of the error that was mended."""
+        """True if an error at ``at`` repeats the error that was recovered from."""
         return self.start <= at and not self.text[self.end : at].strip()
 
 
 def recover(text: str, at: int) -> RecoveredText | None:
-    """``text`` without what is wrong at ``at``; None where nothing can be said."""
+    """``text`` without the error at ``at``; None if no recovery is possible."""
     clear = _clear(text)
     opened = _open_braces(clear, at)
     depth = len(opened)
@@ -52,7 +53,8 @@ def recover(text: str, at: int) -> RecoveredText | None:
 
 
 def unclosed(text: str, at: int) -> tuple[str, tuple[int, int]] | None:
-    """What the innermost brace belongs to that should have been closed before ``at``, and where that stands."""
+    """The word before the innermost brace that should have been closed before ``at``, and its span; None if there is
+    no such brace."""
     clear = _clear(text)
     opened = _open_braces(clear, at)
     if not opened or (at < len(text) and not missing_braces(clear, at, len(opened))):
@@ -63,7 +65,7 @@ def unclosed(text: str, at: int) -> tuple[str, tuple[int, int]] | None:
 
 
 def lacks_value(text: str, at: int) -> str | None:
-    """The key whose ``=`` at ``at`` came where the value of the key before it belongs."""
+    """The key whose ``=`` is at ``at``, where the value of the previous key belongs; None otherwise."""
     clear = _clear(text)
     word = _word_before(clear, at)
     if clear[at : at + 1] != "=" or word is None or not clear[: word[1][0]].rstrip().endswith(_OPEN_ENDED):
@@ -72,12 +74,12 @@ def lacks_value(text: str, at: int) -> str | None:
 
 
 def _clear(text: str) -> str:
-    """``text`` with blanks for comments and quoted texts, which may hold anything."""
+    """``text`` with blanks for comments and quoted texts."""
     return _HIDDEN.sub(lambda found: " " * len(found.group()), text)
 
 
 def _word_before(clear: str, at: int) -> tuple[str, tuple[int, int]] | None:
-    """The word that ends before ``at``, and where it stands."""
+    """The last word before ``at`` and its span."""
     offset = max(0, at - _LONGEST_NAME)
     found = _WORD_BEFORE.search(clear[offset:at])
     return None if found is None else (found.group(1), (offset + found.start(1), offset + found.end(1)))
@@ -94,7 +96,7 @@ def _open_braces(clear: str, at: int) -> list[int]:
 
 
 def missing_braces(clear: str, at: int, depth: int) -> tuple[int, int] | None:
-    """(where, how many) where a block begins inside a block, or a policy inside a policy."""
+    """(position, number) of the missing braces if a block begins inside a block, or a policy inside a policy."""
     before = _word_before(clear, at)
     if before is None:
         return None
@@ -107,7 +109,7 @@ def missing_braces(clear: str, at: int, depth: int) -> tuple[int, int] | None:
 
 
 def _closed(text: str, before: int, count: int) -> RecoveredText | None:
-    """``count`` closing braces in the blanks right before ``before``; None where there is no room."""
+    """``text`` with ``count`` closing braces in the blanks before ``before``; None if there are too few blanks."""
     if text[before - count : before].strip():
         return None
     return RecoveredText(text[: before - count] + "}" * count + text[before:], before - count, before)
@@ -134,7 +136,7 @@ def _without_statement(text: str, clear: str, at: int, brace: int) -> RecoveredT
 
 
 def _closing(clear: str, opening: int) -> int:
-    """Just behind the brace that closes the one at ``opening``."""
+    """The position after the brace that closes the one at ``opening``."""
     depth = 0
     for found in _BRACE.finditer(clear, opening):
         depth += 1 if found.group() == "{" else -1

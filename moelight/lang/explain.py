@@ -1,6 +1,6 @@
-"""What a policy means, in words, and the memory that it takes on a model and a machine.
+"""Explain a policy in words, and the memory that it takes on a model and a machine.
 
-Knows counts and bytes of a model's experts. Refuses to guess speeds: `moelight policy replay` estimates those.
+Depends only on counts and bytes of a model's experts; `moelight policy replay` estimates speeds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _threshold(policy: ExpertPolicy) -> str:
     return f"{limit}, experts leave until {cache.memory_headroom:.0%} of it are taken"
 
 
-# By block and key: words with the value in them, or what makes the words.
+# By block and key: a format string for the value, or a function that returns the words.
 _KEYS: Mapping[Place, str | Callable[[ExpertPolicy], str]] = {
     ("cache", "capacity"): _capacity,
     ("cache", "eviction"): _eviction,
@@ -123,7 +123,7 @@ _KEYS: Mapping[Place, str | Callable[[ExpertPolicy], str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One line of a policy and what it does; ``block`` is empty but on the first line of each."""
+    """One line of a policy and its meaning; ``block`` is empty except on the first line of each block."""
 
     block: str
     line: str
@@ -131,7 +131,7 @@ class Explanation:
 
 
 def meanings(policy: ExpertPolicy) -> list[Explanation]:
-    """Every line of the canonical text, and what goes without saying about eviction and prefetch."""
+    """Explanations of every line of the canonical text, and of the defaults of eviction, prefetch and mode."""
     said = {("cache", "eviction"), ("prefetch", "strategy"), ("schedule", "mode")}
     found: list[Explanation] = []
     last = ""
@@ -171,7 +171,7 @@ def _change(rule: AdaptRule) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSizes:
-    """The experts of a model: ``layers`` with ``per_layer`` each, of ``page_bytes`` each."""
+    """The experts of a model: ``layers`` MoE layers with ``per_layer`` experts each, ``page_bytes`` bytes an expert."""
 
     layers: int
     per_layer: int
@@ -179,15 +179,15 @@ class ExpertSizes:
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Experts of all layers."""
         return self.layers * self.per_layer
 
 
 def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
-    """How many experts of the model have room at once.
+    """The number of experts of the model that the cache holds.
 
     Raises:
-        ConfigError: the capacity is a size in which not one has room, or the layers' budgets cannot be met.
+        ConfigError: the capacity is smaller than one expert, or the layers' budgets cannot be met.
     """
     layers, total = policy.per_layer, policy.slots(experts.layers, experts.per_layer, experts.page_bytes)
     if layers is None:
@@ -204,7 +204,7 @@ def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
 
 
 def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
-    """One sentence on the room that the policy asks for on a model."""
+    """One sentence on the cache's size in experts and bytes for a model."""
     count = cached_experts(policy, experts)
     share = count / experts.count
     if count == experts.count:
@@ -218,7 +218,7 @@ def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
 
 
 def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
-    """What a memory threshold amounts to in experts, or an empty string. Its sizes are the policy's own."""
+    """The memory threshold in experts of the policy's own ``expert_size_gb``, or an empty string if there is none."""
     cache = policy.cache
     if cache.memory_threshold is None:
         return ""
@@ -231,8 +231,8 @@ def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
 
 
 def spread(policy: ExpertPolicy, experts: ExpertSizes, capacities: Mapping[str, int]) -> dict[str, int]:
-    """Experts by tier, the fastest first: the cache in the first (``device``, or ``host`` without a GPU), the others in
-    the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
+    """Experts by tier, fastest first: cached ones in the first tier (``device``, or ``host`` without a GPU), the others
+    in the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
     tiers = [tier for tier in ("device", "host", "disk") if capacities.get(tier)]
     found = {tiers[0]: cached_experts(policy, experts)}
     left = experts.count - found[tiers[0]]

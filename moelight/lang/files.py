@@ -1,4 +1,4 @@
-"""Policy files: read as UTF-8, a byte order mark skipped; any other bytes are an error with its place."""
+"""Read policy files as UTF-8, skipping a byte order mark; invalid bytes are an error with their position."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moelight.lang.check import CheckedText, read
 from moelight.lang.diagnostics import LanguageError, located
 from moelight.lang.parse import MOST_CHARACTERS
 
-_MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of a text that is just not too long, and a little to see that it is
+_MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of the longest allowed text, and a few more to detect a longer one
 
 
 def read_file(path: str | os.PathLike[str]) -> CheckedText:
-    """What the file says, with its errors and warnings.
+    """The policies of the file with its errors and warnings.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -39,7 +39,7 @@ def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ..
     """The policies of a ``.moe`` file.
 
     Raises:
-        ConfigError: it cannot be read, or has errors; all of them are named, with line and column.
+        ConfigError: the file cannot be read, or has errors; all errors are named, with line and column.
     """
     reading = read_file(path)
     if reading.errors:
@@ -52,7 +52,7 @@ def load_expert_policy(path: str | os.PathLike[str], name: str | None = None) ->
     """The policy called ``name`` of a file, or its only one.
 
     Raises:
-        ConfigError: as `load_expert_policies`; or there is no such policy, or several and no name.
+        ConfigError: as `load_expert_policies`; or there is no such policy, or several policies and no name.
     """
     policies = load_expert_policies(path)
     names = [policy.name for policy in policies]

@@ -1,7 +1,7 @@
-"""Objects to canonical text, which `check.read` turns into equal objects; texts to the same layout, comments kept.
+"""Format objects as canonical text, which `check.read` turns into equal objects; format texts, keeping comments.
 
-Canonical: blocks and keys in the order of `keys.KEYS`, one key a line, only keys that differ from what the language has
-without them. Of a text, keys that were written stay.
+Canonical text has blocks and keys in the order of `keys.KEYS`, one key a line, and only keys that differ from their
+defaults. Formatting a text also keeps the keys that are written in it.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from moelight.lang.syntax import Assignment, PolicyText, Rule
 INDENT = "    "
 COOLDOWN = 50  # accesses; the language has no other
 _UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB))
-# Strategies that the reference does not have are written as predictors.
+# Strategies that the reference lacks are written under the key ``predictor``.
 OWN_STRATEGIES = ("previous", "frequency", "next_router")
-# Blocks that mean something by being there at all are never left out; this key then stands for them.
+# Blocks whose mere presence has a meaning are never left out; this key is always written in them.
 _STANDS_FOR_BLOCK = {"monitor": "metrics", "per_layer": "allocation"}
 _COMMENT = re.compile(r'"(?:\\["\\]|[^"\\\n])*"|#[^\n]*')
 
-Anchor = tuple[int, str, str]  # policy, block, key (or number of the rule); empty where it is the line of the whole
+# policy, block, key (or number of the rule); empty for the line of a whole block or policy
+Anchor = tuple[int, str, str]
 Line = tuple[Anchor, str]
 
 
 def format_policy(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> str:
-    """The canonical text. Keys in ``written`` are there even if they say what goes without saying.
+    """The canonical text of ``policy``. Keys in ``written`` are included even with default values.
 
     Raises:
-        ConfigError: the language cannot say it: another cooldown than its own, or second values out of order.
+        ConfigError: the language cannot express the policy: a cooldown other than `COOLDOWN`, or second values out of
+            order.
     """
     return "".join(f"{line}\n" for _, line in _lines(policy, 0, written))
 
 
 def format_text(text: str) -> str:
-    """``text``, which must have no errors, in canonical layout: its keys and comments, no others.
+    """``text`` in canonical layout, with its own keys and comments and no others.
 
     Raises:
-        ConfigError: it has errors.
+        ConfigError: ``text`` has errors.
     """
     reading = read(text)
     if reading.errors:
@@ -68,7 +70,7 @@ def format_text(text: str) -> str:
 
 
 def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterator[tuple[str, str, str]]:
-    """(block, key, text of the value) of all that the canonical text has, second values included."""
+    """Yield (block, key, text of the value) of every entry of the canonical text, second values included."""
     seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
     for block, keys in KEYS.items():
         section = getattr(policy, block)
@@ -88,7 +90,7 @@ def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterato
 
 
 def rule_text(rule: AdaptRule) -> str:
-    """A rule that is written out."""
+    """The text of an explicit rule of the block ``adapt``."""
     held = "" if rule.accesses == 1 else f" for {rule.accesses} accesses"
     action = rule.action
     setting = f"{action.name} = {value_text(action.value)}" if action.kind == "set" else f"{action.kind} {action.name}"
@@ -96,12 +98,12 @@ def rule_text(rule: AdaptRule) -> str:
 
 
 def condition_text(rule: AdaptRule) -> str:
-    """``hit_rate < 0.4``."""
+    """The text of the rule's condition, such as ``hit_rate < 0.4``."""
     return f"{rule.metric} {rule.op} {number_literal(rule.threshold)}"
 
 
 def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str:
-    """A value as the language writes it. ``quoted``: a text; ``listed``: names or ids in brackets."""
+    """The text of a value in the language. ``quoted``: in quotes; ``listed``: names or ids in brackets."""
     if isinstance(value, Capacity):
         return _capacity_text(value)
     if isinstance(value, bool):
@@ -117,7 +119,7 @@ def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str
 
 
 def number_literal(value: Any) -> str:
-    """Exact, and without a point where it is whole."""
+    """The exact number, without a decimal point if it is whole."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
@@ -179,7 +181,7 @@ def _check_sayable(policy: ExpertPolicy) -> None:
 
 
 def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
-    """Where in the text the lines begin that come from it, in its order."""
+    """Yield the start of each statement in the text, in order, and the anchor of its canonical line."""
     if tree.version is not None and tree.version.span is not None:
         yield tree.version.span[0], (-1, "", "")
     for number, policy in enumerate(tree.policies):
@@ -199,7 +201,8 @@ def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
 
 
 def _with_comments(text: str, lines: list[Line], places: dict[int, Anchor]) -> str:
-    """The lines with the comments of ``text``: those behind something stay behind it, others before what follows."""
+    """The lines with the comments of ``text``: a comment behind a statement stays behind it, others stay before the
+    next statement."""
     starts = sorted(places)
     known = {anchor for anchor, _ in lines}
     before: dict[Anchor, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The blocks and keys of the language, and what each takes: one table for checks, formatting and explanations."""
+"""The blocks and keys of the language with their types: one table for checks, formatting and explanations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from moelight.core.errors import did_you_mean
 from moelight.experts.policy import ALLOCATIONS, EVICTIONS, FALLBACK, METRICS, MODES, STRATEGIES, Capacity
 from moelight.lang.syntax import Span, Value
 
-VERSION = 0.7  # of the reference's grammar, which this one contains
+VERSION = 0.7  # of the reference's grammar, of which this grammar is a superset
 FOREIGN_BLOCKS = ("hierarchy", "per_layer_hierarchy")
 FOREIGN_METRICS = ("utilization_gini", "dead_expert_rate", "cost_per_token", "cold_promotion_rate", "drift")
-# Of the reference's monitor; here times are in the run's stats, so the word is taken and left out.
+# A metric of the reference's monitor. Times are in the stats of a run, so this metric is accepted and ignored.
 UNMEASURED = "latency"
 MONITOR_METRICS = (*METRICS, UNMEASURED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """What a key takes: a ``kind`` of `typed_value`, for words and names one of ``choices``. ``swap``: the name under which
-    rules may change it, and so that it may have a second value."""
+    """The type of a key: a ``kind`` of `typed_value`, and ``choices`` for words and names. ``swap``: the name under
+    which rules may change the key, which may then have a second value."""
 
     kind: str
     choices: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ SWAPS = {
     for name, key in keys.items()
     if key.swap and name != "predictor"
 }
-# Keys of the reference that we refuse, with the reason.
+# Keys of the reference that are refused, with the reason.
 UNSUPPORTED = {
     "capacity_factor": "a cap on tokens per expert would change the tokens that are generated",
     "belady": "it knows what comes; moelight policy replay compares with it",
@@ -86,7 +86,7 @@ UNSUPPORTED = {
 
 
 class WrongValueError(ValueError):
-    """A value is not what its key takes."""
+    """A value is not of its key's type."""
 
     def __init__(self, code: str, message: str, span: Span) -> None:
         super().__init__(message)
@@ -108,10 +108,10 @@ _WANTED = {
 
 
 def typed_value(name: str, key: Key, value: Value) -> object:
-    """``value`` as the objects hold it.
+    """``value`` converted to the type of ``key`` in policy objects.
 
     Raises:
-        WrongValueError: it is of another type, or a word that nobody knows.
+        WrongValueError: ``value`` is of another type, or an unknown word.
     """
     kind = value.kind
     if kind == "signed":
@@ -166,10 +166,10 @@ def _eviction(name: str, key: Key, value: Value) -> tuple[str, ...] | None:
 
 
 def word_of(noun: str, choices: tuple[str, ...], value: Value) -> str:
-    """A bare word that must be one of ``choices``; ``noun``: what it is else none of.
+    """A bare word that must be one of ``choices``; ``noun`` names the choices in the error.
 
     Raises:
-        WrongValueError: it is another.
+        WrongValueError: the word is not one of ``choices``.
     """
     word = str(value.value)
     if word in choices:

@@ -1,4 +1,4 @@
-"""What is legal in a policy and yet does nothing: keys that nobody reads, rules that never act."""
+"""Warnings about legal parts of a policy without effect: keys that are never read, rules that never change anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READ_BY_STRATEGY = {
 
 
 def reached(policy: ExpertPolicy, swap: str, first: tuple[str, ...]) -> set[str]:
-    """The words that are in force at first, and those that a rule may put in force."""
+    """The values of ``swap`` that may be in force: the ``first`` ones and those that a rule may set."""
     found = set(first)
     for rule in policy.adapt:
         if rule.action.name == swap:
@@ -36,7 +36,7 @@ def _words(value: object) -> tuple[str, ...]:
 
 
 def unread_keys(policy: ExpertPolicy) -> Iterator[BrokenRule]:
-    """The keys that no eviction, strategy or mode of the policy, now or later, ever reads."""
+    """The keys that no eviction, strategy or mode that the policy has or may switch to reads."""
     evictions = reached(policy, "eviction", policy.cache.eviction)
     strategies = reached(policy, "prefetch_strategy", (policy.prefetch.strategy,))
     modes = reached(policy, "schedule_mode", (policy.schedule.mode,))
@@ -67,7 +67,7 @@ def _unread(block: str, key: str, reader: str, instead: str) -> BrokenRule:
 
 
 def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
-    """Values that say the same twice."""
+    """Values that contain duplicates."""
     cache = policy.cache
     if len(set(cache.pin)) < len(cache.pin):
         yield BrokenRule(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
@@ -79,7 +79,7 @@ def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
 
 
 def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> str:
-    """Why ``rule`` of ``policy`` can never change anything, or an empty string."""
+    """The reason why ``rule`` of ``policy`` can never change anything, or an empty string."""
     action = rule.action
     if action.kind == "rebalance":
         if policy.per_layer is None:
@@ -96,7 +96,7 @@ def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> str:
 
 
 def never_or_always(rule: AdaptRule) -> str:
-    """Both metrics are shares of accesses: what a threshold outside 0 to 1 means, or an empty string."""
+    """A warning if the condition of ``rule`` never or always holds, or an empty string. Both metrics lie in [0, 1]."""
     op, threshold = rule.op, rule.threshold
     never = (op == "<" and threshold <= 0) or (op == ">" and threshold >= 1) or (op == ">=" and threshold > 1)
     always = (op == "<" and threshold > 1) or (op == "<=" and threshold >= 1) or (op == ">=" and threshold <= 0)

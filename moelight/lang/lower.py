@@ -1,4 +1,4 @@
-"""Checked values to `ExpertPolicy` objects."""
+"""Convert checked values to `ExpertPolicy` objects."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from moelight.experts.policy import (
 )
 from moelight.lang.rules import Place
 
-# Stands in where a text has no capacity that could be read: rules about counts do not apply to a share.
+# Replaces a missing or unreadable capacity: rules about counts do not apply to a share.
 UNKNOWN_CAPACITY = Capacity(value=100.0, unit="percent")
 
 
 def lower(
     name: str, values: Mapping[Place, Any], *, blocks: Iterable[str] = (), adapt: Iterable[AdaptRule] = ()
 ) -> ExpertPolicy:
-    """The policy of ``values`` by block and key; what is missing is as the language has it. ``blocks``: those there."""
+    """The policy of ``values`` by block and key; missing keys take the language's defaults. ``blocks``: those present
+    in the text, empty ones included."""
     sections: dict[str, dict[str, Any]] = {block: {} for block in blocks}
     for (block, key), value in values.items():
         sections.setdefault(block, {})["strategy" if key == "predictor" else key] = value

@@ -1,6 +1,6 @@
-"""Text to tree: the grammar of ``moe.lark`` (LALR, contextual words) and what syntax errors say.
+"""Parse text to a tree: the grammar of ``moe.lark`` (LALR, contextual lexer) and the messages of syntax errors.
 
-After an error the parse goes on behind the faulty statement (`recover`), so that one slip hides nothing else.
+After an error the parse continues behind the faulty statement (`recover`), so that one error hides no other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _EXPECTED = {
 
 
 def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
-    """The tree of ``text`` and its syntax errors; what they made unreadable is missing from the tree."""
+    """The tree of ``text`` and its syntax errors; unreadable statements are missing from the tree."""
     if len(text) > MOST_CHARACTERS:
         message = f"the file has {len(text):,} characters; a policy file has at most {MOST_CHARACTERS:,}"
         return PolicyText(None, ()), [LanguageError(code="too_long", message=message, span=(0, 0))]
@@ -101,7 +101,7 @@ def _span(token: Token) -> tuple[int, int]:
 
 
 class _Tree(Transformer[Token, Any]):
-    """Lark calls a method with the parts of each production; the tokens are the language's own."""
+    """Builds the nodes: Lark calls the method named after each production with its parts."""
 
     def file(self, parts: list[Any]) -> PolicyText:
         version = parts.pop(0) if parts and isinstance(parts[0], Value) else None
@@ -175,7 +175,7 @@ def _number(token: Token) -> Value:
 
 
 def _size(token: Token) -> Value:
-    """A size of no bytes is 0; that it must be more is a rule, not syntax."""
+    """The value of a size; one below a byte is 0, which a rule refuses, not the syntax."""
     if token.endswith("%"):
         share = float(token[:-1])
         return (
@@ -188,7 +188,7 @@ def _size(token: Token) -> Value:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an error says
+# Messages of syntax errors
 
 
 def _place(error: UnexpectedInput, text: str) -> int:
@@ -238,7 +238,7 @@ def _hint(error: UnexpectedInput, text: str, at: int, word: str) -> str:
 
 
 def _wanted(error: UnexpectedInput) -> str:
-    """In words, what could have come."""
+    """The accepted terminals in words."""
     terminals = set()
     if isinstance(error, UnexpectedToken):
         terminals = set(error.accepts or error.expected)

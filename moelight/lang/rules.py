@@ -1,6 +1,6 @@
-"""The rules V1 to V20 of the language and our own on ranges, over policy objects.
+"""Rules V1 to V20 of the language and our own rules on ranges, over policy objects.
 
-Knows values, not texts: where a value was written is the caller's business.
+The rules depend only on values; the caller maps them to positions in a text.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from moelight.experts.policy import Action, ExpertPolicy
 
 MOST_SLOTS, MOST_ID = 512, 511
-PRESSURE_THRESHOLD = 0.9  # what `trigger memory_pressure` sets where no threshold is
+PRESSURE_THRESHOLD = 0.9  # set by `trigger memory_pressure` if the policy has no threshold
 
 Place = tuple[str, str]  # block, key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenRule:
-    """A rule that a policy breaks. ``places``: what it is about, the likeliest to be wrong first."""
+    """A rule that a policy breaks. ``places``: the keys concerned, the most likely culprit first."""
 
     code: str
     message: str
@@ -49,7 +49,7 @@ _ALONE: tuple[tuple[str, str, str, _Holds, str], ...] = (
 
 
 def broken_rules(policy: ExpertPolicy) -> list[BrokenRule]:
-    """Every rule that ``policy`` breaks; rules about its ``adapt`` are `swapped` and the same again."""
+    """All rules that ``policy`` breaks. To check its ``adapt``, apply this function to each `swapped` policy."""
     found = list(_capacity(policy))
     for code, block, key, holds, words in _ALONE:
         section = getattr(policy, block)
@@ -110,7 +110,7 @@ def _together(policy: ExpertPolicy) -> Iterator[BrokenRule]:
 
 
 def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:
-    """``policy`` after ``action``; ``rebalance`` moves room between layers and changes no rule."""
+    """``policy`` after ``action``; ``rebalance`` moves slots between layers and leaves the policy unchanged."""
     if action.kind == "trigger":
         threshold = policy.cache.memory_threshold
         kept = PRESSURE_THRESHOLD if threshold is None else threshold

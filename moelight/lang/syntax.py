@@ -1,6 +1,6 @@
-"""What a ``.moe`` text consists of, before anybody asks whether it makes sense: nodes with their places.
+"""Nodes of the syntax tree of a ``.moe`` text, before any check.
 
-A span is (start, end) in characters of the text; of what was built in Python it is None.
+A span is (start, end) in characters of the text; it is None for nodes built in Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A word where the language wants one."""
+    """A word: a name, key, metric or operator."""
 
     text: str
     span: Span = None
@@ -59,7 +59,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a rule does: ``verb = value`` (an entry's shape) or ``verb what`` (two words)."""
+    """The action of a rule: ``verb = value`` (written like an assignment) or ``verb what`` (two words)."""
 
     verb: Name
     value: Value | None = None
@@ -78,7 +78,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``name { items }``. ``foreign``: a block of the reference that we do not have; its contents are not kept."""
+    """``name { items }``. ``foreign``: a block of the reference that is not supported; its contents are dropped."""
 
     name: Name
     items: tuple[Assignment | Rule, ...]

@@ -1,1 +1,3 @@
-"""Floor 4: arenas of announced size, the page store with its rings, the paged KV cache. Refuses to know schedules."""
+"""Layer 4: arenas of announced size, the page store with its rings, the paged KV cache. Does not depend on
+schedules.
+"""

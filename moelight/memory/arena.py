@@ -1,4 +1,4 @@
-"""Named regions of memory whose sizes were announced before loading. Every long-lived byte of a run lies in one."""
+"""Arenas: named memory regions whose sizes are announced before loading. They hold every long-lived byte of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BASE_ALIGNMENT = 4096
 
 
 def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool = False) -> dict[str, Tensor]:
-    """One uint8 tensor per purpose, device ones on ``device``, those beside a link pinned where it has one.
+    """One uint8 tensor per purpose: device arenas on ``device``, host arenas for transfers pinned if ``device`` is not
+    the CPU.
 
-    The cache in host memory is pinned too where the device attends over it, and with ``pinned_pages`` the experts.
-
-    ``transient``, ``host_transient`` and ``runtime`` are bounds on what others allocate, and get no region.
+    The host KV cache is pinned too if the device attends over it, and host experts with ``pinned_pages``.
+    ``transient``, ``host_transient`` and ``runtime`` are bounds on other allocations and get no region.
 
     Raises:
-        BudgetError: the machine refuses a region that the plan thought it had.
+        BudgetError: the system refuses a region that the plan accounted for.
     """
     arenas = {}
     attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
@@ -48,7 +48,7 @@ def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool =
 
 
 def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:
-    """The arena cut into consecutive slots."""
+    """Consecutive slots of ``slot_bytes`` bytes in ``arena``."""
     for start in range(0, arena.numel(), slot_bytes):
         yield arena[start : start + slot_bytes]
 

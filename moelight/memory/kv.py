@@ -1,8 +1,8 @@
-"""The paged key/value cache: blocks of tokens, handed to sequences through block tables. No padding.
+"""The paged KV cache: blocks of tokens, assigned to sequences through block tables. No padding.
 
-One block of a sequence is the same index in every layer, so a sequence has one table. Two layouts: `KVCache` for the
-CPU's attention, which reads blocks where they lie; `TokenCache` for attention on the device, whose contexts are copied,
-one on each side of the link where blocks are.
+A block of a sequence has the same index in every layer, so a sequence has one table. Two layouts: `KVCache` for CPU
+attention, which reads blocks in place; `TokenCache` for device attention, whose contexts are copied, one on each tier
+that holds blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moelight.profiles.model import AttentionSpec
 
 
 class KVCache:
-    """``layer(l)`` gives that layer's key and value caches, each ``[blocks, Hkv, block_size, D]``."""
+    """``layer(l)`` returns that layer's key and value caches, each ``[blocks, Hkv, block_size, D]``."""
 
     def __init__(
         self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
@@ -35,8 +35,9 @@ class KVCache:
 
 
 class TokenCache:
-    """``layer(l)`` gives that layer's cache ``[slots, 2, Hkv, D]``: a token's key and value lie side by side in slot
-    block * block_size + offset, so tokens that follow each other move in one piece."""
+    """``layer(l)`` returns that layer's cache ``[slots, 2, Hkv, D]``: slot block * block_size + offset holds a
+    token's key and value, so consecutive tokens are copied as one range.
+    """
 
     def __init__(self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> None:
         self._pool = typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
@@ -53,15 +54,15 @@ def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 class BlockPool:
-    """Which blocks are free, how many hold one, and what those hold that are worth finding again.
+    """Allocator of KV blocks with reference counts and a prefix index.
 
-    Blocks below ``host_blocks`` are in host memory, the ``device_blocks`` others on the device. What is taken holds the
-    pool's share of device blocks as exactly as whole blocks allow, each ``take`` within one block and all together,
-    evenly along the sequence; only where one side has run out does the other stand in.
+    Blocks below ``host_blocks`` are in host memory, the other ``device_blocks`` on the device. Allocations keep the
+    device's share of blocks as exactly as whole blocks allow, per ``take`` (within one block), in total, and evenly
+    along the sequence; one tier replaces the other only when that other is exhausted.
 
-    A block is held by the sequence that took it and by those that share it, until the last of them gives it back. With
-    a key it is found even when it is free, until it is taken for something else: on its side those without a key go
-    first, then whichever was given back the longest ago.
+    A block is in use until every sequence that took or shares it has released it. A block with a key can be found even
+    when free, until it is reallocated: on each tier, free blocks without a key are reallocated first, then the least
+    recently released.
     """
 
     def __init__(self, blocks: int, device_blocks: int = 0) -> None:
@@ -74,15 +75,15 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks nobody holds."""
+        """Number of free blocks."""
         return len(self._on_host) + len(self._on_device)
 
     def free_beside(self, shared: Sequence[int]) -> int:
-        """Blocks nobody holds, and nobody will when ``shared`` are."""
+        """Number of free blocks that are not in ``shared``."""
         return self.free - sum(not self._holders[block] for block in shared)
 
     def take(self, count: int) -> list[int]:
-        """``count`` blocks in the order of a sequence's positions, lowest free ones of each side first."""
+        """Allocate ``count`` blocks in the order of a sequence's positions, lowest free ones of each tier first."""
         if count > self.free:
             raise MoelightError(f"{count} KV blocks asked for, {self.free} are free")
         there, twice = self._device_part(count), 2 * max(count, 1)
@@ -95,38 +96,40 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more holds ``blocks``, which `find` named."""
+        """Add a reference to each of ``blocks``, which `find` returned."""
         for block in blocks:
             if not self._holders[block]:
                 self._side(block).remove(block)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Return blocks from `take` or `share`. The last ones, which are of use to fewest, will be taken first."""
+        """Drop a reference to each of ``blocks``, from `take` or `share`. The last blocks, useful to the fewest
+        prompts, are reallocated first.
+        """
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._side(block).add(block, named=block in self._keys)
 
     def find(self, key: bytes) -> int | None:
-        """The block that was named ``key``, if it still is."""
+        """The block indexed under ``key``, or None."""
         return self._found.get(key)
 
     def name(self, block: int, key: bytes) -> bool:
-        """Find ``block``, which somebody holds, under ``key`` from now on; not if another one is."""
+        """Index ``block``, which is in use, under ``key``; False if another block is indexed under it already."""
         if key in self._found:
             return False
         self._keys[block], self._found[key] = key, block
         return True
 
     def forget(self, block: int) -> None:
-        """Nobody finds ``block`` any more."""
+        """Remove ``block`` from the index."""
         if self._unname(block) and not self._holders[block]:
             self._side(block).remove(block)
             self._side(block).add(block, named=False)
 
     def forget_all(self) -> None:
-        """Nobody finds any block."""
+        """Remove all blocks from the index."""
         for block in list(self._keys):
             self.forget(block)
 
@@ -140,8 +143,9 @@ class BlockPool:
         return self._on_host if block < self.host_blocks else self._on_device
 
     def _device_part(self, count: int) -> int:
-        """How many of the next ``count`` blocks are on the device: the whole number beside its share of ``count`` that
-        keeps all blocks in use nearest to the share."""
+        """Number of the next ``count`` blocks to place on the device: the integer next to the device's share of
+        ``count`` that keeps all blocks in use closest to that share.
+        """
         if not self.blocks:
             return 0
         device_blocks = self.blocks - self.host_blocks
@@ -154,7 +158,7 @@ class BlockPool:
 
 
 class _Free:
-    """Free blocks of one side."""
+    """Free blocks of one tier."""
 
     def __init__(self, blocks: range) -> None:
         self._plain = list(reversed(blocks))
@@ -164,16 +168,16 @@ class _Free:
         return len(self._plain) + len(self._named)
 
     def add(self, block: int, *, named: bool) -> None:
-        """``block`` is free; ``named``: it may be found again."""
+        """Add a free ``block``; ``named`` blocks can be found again."""
         if named:
             self._named[block] = None
         else:
             self._plain.append(block)
 
     def remove(self, block: int) -> None:
-        """A named ``block`` is free no more."""
+        """Remove a named ``block``, which is in use again."""
         del self._named[block]
 
     def pop(self) -> int:
-        """One to be written to."""
+        """Remove and return the next block to overwrite."""
         return self._plain.pop() if self._plain else self._named.popitem(last=False)[0]

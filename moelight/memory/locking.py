@@ -1,7 +1,7 @@
-"""Memory of this process that a device copies from and to by itself, because its pages cannot move.
+"""Host memory on huge pages, and page-locked host memory that a device accesses by DMA.
 
-Locked where it lies: torch's own pinned allocator rounds every size up to a power of two, which no plan has announced.
-Knows CUDA's runtime (ROCm's is the same under another name). Refuses to know what the memory is for.
+Memory is locked in place: torch's pinned allocator rounds every size up to a power of two, which the plan does not
+account for. Uses the CUDA runtime (ROCm's is the same under another name).
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
 def on_huge_pages(size: int) -> Tensor:
-    """Memory of the process, from the start of a huge page on where the system has them: sweeps over weights and caches
-    miss no address translations then (docs/log.md). Taken page by page when it is first written."""
+    """``size`` bytes of host memory, aligned to a huge page where the system has them: sequential reads of weights
+    and caches then avoid TLB misses (docs/log.md). Pages are committed on first write.
+    """
     raw = torch.frombuffer(_mapped(size), dtype=torch.uint8)
     return raw[_start(raw) :][:size]
 
 
 def page_locked(size: int, device: torch.device) -> Tensor:
-    """``size`` bytes that ``device`` reads and writes without the processor's help.
+    """``size`` bytes of page-locked host memory, which ``device`` reads and writes by DMA.
 
     Raises:
-        RuntimeError: the machine will not lock so much.
+        RuntimeError: the system refuses to lock that much.
     """
     if not locks_in_place(device.type):
         raw = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=True)
@@ -42,13 +43,13 @@ def page_locked(size: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def locks_in_place(device_type: str) -> bool:
-    """Whether memory can be locked where it lies, found out with one huge page."""
+    """True if memory can be locked in place; tested with one huge page."""
     if device_type != "cuda":
         return False
     try:
         _locked(HUGE_PAGE)
     except RuntimeError:
-        with suppress(RuntimeError):  # the runtime keeps the refusal, and its next kernel would be blamed for it
+        with suppress(RuntimeError):  # clears the runtime's sticky error, which the next kernel launch would report
             torch.zeros(1, device=device_type).add_(1)
         return False
     return True
@@ -63,14 +64,14 @@ def _locked(size: int) -> Tensor:
         code = int(runtime.cudaHostRegister(address, -(-size // _PAGE) * _PAGE, _PORTABLE))
         if code:
             raise RuntimeError(f"cudaHostRegister refused {size} bytes with error {code}")
-        weakref.finalize(cells, runtime.cudaHostUnregister, address)  # the cells go before the mapping they lie in
+        weakref.finalize(cells, runtime.cudaHostUnregister, address)  # runs before the mapping is freed
     return region
 
 
 def _mapped(size: int) -> Any:
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
+        with suppress(OSError):  # a kernel built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return (ctypes.c_char * len(memory)).from_buffer(memory)
 

@@ -1,11 +1,10 @@
-"""Where the bytes of every expert page are: in a resident slot beside the compute unit, at a far home, or in a ring slot.
+"""The memory of every expert page: a resident slot on the fast tier, an offloaded slot in host memory, or a ring slot.
 
-Which pages are in resident slots is the ``table``'s matter: int32 [layers, experts], the slot of each or -1. It changes
-between passes where residents are learned. The stream of the pages that are not resident never ends: page k of it is
-``streamed[k % len(streamed)]`` and lies in page k of the ring, counted round, from its arrival until a later page takes
-the place. Streamed pages move part by part, so positions in the stream and slots of the rings are counted in parts; a
-page's parts lie together, in their order. Knows bytes and slots; refuses to know when anything moves and how files are
-read (``start`` is given).
+The ``table``, int32 [layers, experts], holds the resident slot of each page, or -1; it changes between passes where
+residents are learned. The stream of the other pages is endless: page k of the stream is ``streamed[k % len(streamed)]``
+and occupies page k of the ring (modulo its length) from its arrival until a later page overwrites it. Pages are
+streamed in parts, so stream positions and ring slots count parts; the parts of a page are contiguous and in order. The
+schedule decides when pages are transferred; ``start`` reads files.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ LOADED_AT_ONCE = 4
 
 
 class PendingPage(Protocol):
-    """A page on its way."""
+    """A read of a page in flight."""
 
     def wait(self) -> None:
-        """Return when it is there; raise what went wrong."""
+        """Block until the page has been read; raise the error if the read failed."""
         ...
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True if `wait` returns at once."""
         ...
 
 
-StartPage = Callable[[Page, Tensor, int], PendingPage | None]  # the bytes of a page from the last argument on
+StartPage = Callable[[Page, Tensor, int], PendingPage | None]  # (page, destination, offset in the page)
 ExpertWeights = tuple[Tensor, Tensor]
 
 
 class PageStore:
-    """Page bytes over regions of slots: ``experts`` (resident), ``host_experts`` (far) and the two rings.
+    """Page bytes in arenas of slots: ``experts`` (resident), ``host_experts`` (offloaded), ``ring`` and
+    ``pinned_ring``.
 
-    ``far`` are the pages with a home in host memory across the link, ``computed`` those that the CPU computes there.
-    ``parts`` are the bytes of each part of a page; ``view`` turns a page into an expert's ``(gate_up [2I, H],
-    down [H, I])``.
+    ``far`` are the pages offloaded to host memory, ``computed`` those that the CPU computes there. ``parts`` are the
+    byte ranges of a page's parts; ``view`` returns a page's ``(gate_up [2I, H], down [H, I])``.
     """
 
     def __init__(
@@ -80,19 +79,20 @@ class PageStore:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page."""
+        """Bytes of one page."""
         return self._parts[-1].stop
 
     def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
-        """From the next pass on the stream is made of the parts ``streamed``; the CPU computes ``computed`` where they
-        lie. All others are resident, as the table says."""
+        """Set the stream to the parts ``streamed`` and the CPU's pages to ``computed``, from the next pass on. All
+        other pages are resident, by the table.
+        """
         whole = (page for page in streamed if page.part == 0)
         self._position_in_stream = {page: k for k, page in enumerate(whole)}
         self._computed = frozenset(computed)
         self._layers_computed = frozenset(page.layer for page in computed)
 
     def load(self, start: StartPage) -> None:
-        """Fill every home that is memory, a few pages at a time."""
+        """Fill all resident slots and all offloaded slots in host memory, a few pages at a time."""
         coming: deque[PendingPage] = deque()
         bounce: Tensor | None = None
         for page, home in self._homes():
@@ -114,45 +114,46 @@ class PageStore:
         return sorted([*resident, *self._offloaded.items()], key=lambda each: each[0])
 
     def slot(self, buffer: Buffer, position: int) -> Tensor:
-        """Bytes of a part's slot in the ring or in pinned memory, named relative to the stream's ``position``."""
+        """Bytes of a part's slot in the ring or in pinned memory, relative to stream ``position``."""
         ring = self._slots[buffer.space]
         return ring[(position + buffer.index) % len(ring)]
 
     def swap(self, slot: int, ring: int) -> None:
-        """Let the page that is in page ``ring`` of the ring be resident, in ``slot``: the two exchange their memory."""
+        """Make the page in ring page ``ring`` resident in ``slot``, by exchanging the memory of the two."""
         self.resident_pages[slot], self.ring_pages[ring] = self.ring_pages[ring], self.resident_pages[slot]
         self.resident_views[slot], self.ring_views[ring] = self.ring_views[ring], self.resident_views[slot]
         page, each = self.ring_pages[ring], len(self._parts)
         self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
 
     def ring_page(self, k: int, position: int) -> int:
-        """The page of the ring in which page k of the stream lies, counted from ``position``."""
+        """The ring page that holds page k of the stream, counted from ``position``."""
         return (position // len(self._parts) + k) % len(self.ring_pages)
 
     def phase(self, position: int) -> int:
-        """On which page of the ring the stream stands; equal phases find the same pages in the same places."""
+        """The ring page at stream ``position``; passes with equal phases find the same pages in the same ring pages."""
         return self.ring_page(0, position) if self.ring_pages else 0
 
     def offloaded_tier(self, page: Page) -> Tensor:
-        """Bytes of a part of a page whose home is host memory across the link."""
+        """Bytes of a part of a page that is offloaded to host memory."""
         part = self._parts[page.part]
         return self._offloaded[replace(page, part=0)][part.start : part.stop]
 
     def offloaded_page(self, page: Page) -> Tensor | None:
-        """Bytes of a whole page with such a home; None for one that only the disk has."""
+        """Bytes of a whole page that is offloaded to host memory; None for a page that is only on disk."""
         return self._offloaded.get(page)
 
     def offloaded_view(self, page: Page) -> ExpertWeights:
-        """The weights of an expert with a home in host memory across the link."""
+        """The weights of an expert that is offloaded to host memory."""
         return self._offloaded_views[page]
 
     def begin(self, page: Page) -> int:
-        """Where in its page a part begins, in bytes."""
+        """Offset of a part in its page, bytes."""
         return self._parts[page.part].start
 
     def layer_experts(self, layer: int, num_experts: int, position: int) -> list[ExpertWeights | None]:
-        """The weights of every expert of ``layer``, wherever they are in the pass that began at ``position``; None for
-        those that the CPU computes where they lie."""
+        """The weights of every expert of ``layer``, resident or in the ring, in the pass that began at ``position``;
+        None for experts that the CPU computes in place.
+        """
         experts: list[ExpertWeights | None] = []
         for expert in range(num_experts):
             page, slot = Page(layer=layer, expert=expert), self.table[layer, expert]
@@ -165,11 +166,11 @@ class PageStore:
         return experts
 
     def computes(self, layer: int) -> bool:
-        """Whether the CPU computes any experts of ``layer`` where they lie."""
+        """True if the CPU computes any experts of ``layer`` in place."""
         return layer in self._layers_computed
 
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
-        """The weights of the experts of ``layer`` that the CPU computes where they lie; None for the others."""
+        """The weights of the experts of ``layer`` that the CPU computes in place; None for the others."""
         pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
         return [self._offloaded_views[page] if page in self._computed else None for page in pages]
 

@@ -1,1 +1,1 @@
-"""Floor 5: one decoder for all families, in three acts: before attention, attention, after it."""
+"""Layer 5: one decoder for all families, in three layer phases: before attention, attention, after attention."""

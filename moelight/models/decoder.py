@@ -1,7 +1,7 @@
-"""The decoder layer in acts, for every family: what differs between families is a field of the profile.
+"""The decoder layer in phases, for every family; families differ in fields of the profile.
 
-Knows tensors of one micro-batch and the weights of one layer. Refuses to know where pages came from, what the cache
-looks like, and in which order anything runs.
+Operates on the tensors of one micro-batch and the weights of one layer. Does not depend on the paging of experts, the
+layout of the KV cache, or the schedule.
 
 Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V vocabulary.
 """
@@ -22,11 +22,11 @@ from moelight.models.rope import Rotation
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
 
-Watch = Callable[[int, Routed], None]  # a layer and what its router chose
+Watch = Callable[[int, Routed], None]  # called with a layer and its routing
 
 
 class Decoder:
-    """A profile and its dense weights; experts are handed in, layer by layer."""
+    """The dense computation of a model; expert weights are arguments of each call."""
 
     def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
         self.model = model
@@ -38,7 +38,7 @@ class Decoder:
         torch.index_select(self.weights.embed, 0, token_ids, out=out)
 
     def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], normed, clipped and turned."""
+        """hidden [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], after norms, clipping and rotary embedding."""
         spec, mine = self.model.attention, self.weights.layers[layer]
         x = rms_norm(hidden, mine.input_norm, self.model.norm_eps)
         qkv = linear(x, mine.qkv, mine.qkv_bias)
@@ -55,7 +55,7 @@ class Decoder:
         return rotate(q, *rope), rotate(k, *rope), v.contiguous()
 
     def _turned_in_place(self, qkv: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """The same where queries and keys lie side by side and need no norm: three views of ``qkv``."""
+        """q, k and v as views of ``qkv``, clipped and rotated in place; for models without norms of q and k."""
         spec = self.model.attention
         if spec.clip_qkv is not None:
             qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
@@ -73,8 +73,9 @@ class Decoder:
         experts: Sequence[ExpertWeights | None],
         watch: Watch | None = None,
     ) -> None:
-        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place. ``watch`` is told who was
-        routed where."""
+        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place. ``watch`` is called
+        with the layer's routing.
+        """
         x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]
         if mine.router is None:
@@ -87,15 +88,16 @@ class Decoder:
         moe_forward(routed, experts, self.space, into=hidden)
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
-        """hidden [T, H] += o(attention [T, Hq, D]), in place; gives what the layer's experts need."""
+        """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         x, router = self._after_attention(layer, hidden, attention), self.weights.layers[layer].router
         if router is None:
             raise MoelightError(f"layer {layer} has no router")
         return self._routed(x, router)
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the router of ``layer`` would choose for hidden [T, H] of an earlier layer, which stays as it is:
-        weights float32 and ids int32 [T, k]."""
+        """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 and
+        ids int32 [T, k]. ``hidden`` is not modified.
+        """
         mine = self.weights.layers[layer]
         if mine.router is None:
             raise MoelightError(f"layer {layer} has no router")
@@ -103,7 +105,9 @@ class Decoder:
         return route_tokens(linear(x, mine.router), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, H] -> float32 [S, V]. The head runs in chunks of rows, so that no repacked copy of it is large."""
+        """hidden [S, H] -> float32 [S, V]. The head is computed in chunks of rows, which bounds the size of repacked
+        copies.
+        """
         x = rms_norm(hidden, self.weights.final_norm, self.model.norm_eps)
         head = self.weights.head
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))

@@ -1,4 +1,4 @@
-"""Router and experts of one layer: tokens sorted by expert, each expert once over its own rows, weighted sum back.
+"""Router and experts of one layer: sort tokens by expert, run each expert once over its rows, sum the weighted results.
 
 Legend: T tokens, E experts, k experts per token, H hidden, I intermediate, R = T * k routed rows.
 """
@@ -27,23 +27,25 @@ from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
-_IDLE = (None, None)  # an expert without rows: lending its weights to a kernel takes as long as a busy one's
+_IDLE = (None, None)  # an expert without rows; exporting its weights to a kernel would cost as much as a busy one's
 
 
 class MoEWeights(tuple[ExpertWeights | None, ...]):
-    """gate_up and down of a layer's experts, None for one that is computed elsewhere. Kept, a device need not be told
-    again where they lie."""
+    """gate_up and down of a layer's experts, None for an expert that is computed elsewhere. Reusing the object
+    avoids another upload of the page table to the device.
+    """
 
     @cached_property
     def pages(self) -> PageTable:
-        """Their addresses; at least one expert is there."""
+        """The addresses of the weights; requires at least one expert that is not None."""
         return PageTable.of([each and each[0] for each in self], [each and each[1] for each in self])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """What experts need of some tokens: ``x`` [T, H], normed, and the ``weights`` float32 and ``ids`` [T, k] of their
-    experts, in the order of the ids."""
+    """Input of the experts: ``x`` [T, H] after the norm, and per token the ``weights`` float32 [T, k] and ``ids``
+    [T, k] of its experts, in ascending order of ids.
+    """
 
     x: Tensor
     weights: Tensor
@@ -51,8 +53,9 @@ class Routed:
 
 
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights float32 [T, k] and expert ids int32 [T, k] of the k likeliest experts, in the order of
-    the ids; the lowest id wins a tie."""
+    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, in ascending order
+    of ids; the lowest id wins a tie.
+    """
     if logits.device.type == "cpu":
         return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
     if serving.serves(logits.device, logits.dtype)[0]:
@@ -68,11 +71,11 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
 def moe_forward(
     routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, into: Tensor | None = None
 ) -> Tensor:
-    """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` where that is given; T at most what ``space``
-    is made for. An expert that is None is computed elsewhere, and adds nothing.
+    """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` if given; T at most the capacity of
+    ``space``. An expert that is None is computed elsewhere and adds nothing.
 
-    A token's experts are summed in float32 in the order of their ids, so its result does not depend on its company
-    beyond each product's own rounding.
+    The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
+    other tokens of the batch beyond the rounding of each product.
     """
     if routed.x.device.type == "cpu" and native.available():
         return _natively(routed, experts, space, into)
@@ -90,15 +93,17 @@ def moe_forward(
 
 
 def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, into: Tensor | None) -> Tensor:
-    """Sorted, gathered, computed and summed by kernels."""
+    """`moe_forward` by the native CPU kernels."""
     return _PartialMoE(routed, experts, frozenset(), space.rows).end(into)
 
 
 class _PartialMoE:
-    """`moe_forward` by kernels in two steps: rows of the experts that are there are computed when this is made, those of
-    the ``late`` ones by `end`. Rows lie sorted: first those, then these, and experts that are computed elsewhere last,
-    which are left out. ``rows`` [at least T k, H] is theirs until the end. How experts are told apart leaves no trace
-    in the sums."""
+    """`moe_forward` by native kernels in two steps: the constructor computes the experts not in ``late``, `end` the
+    ``late`` ones.
+
+    Rows are sorted: first experts not in ``late``, then ``late`` ones, then experts computed elsewhere, which are
+    skipped. ``rows`` [at least T k, H] is in use until `end` returns. The sums do not depend on ``late``.
+    """
 
     def __init__(
         self, routed: Routed, experts: Sequence[ExpertWeights | None], late: frozenset[int], rows: Tensor
@@ -121,7 +126,7 @@ class _PartialMoE:
         self._compute(0, there)
 
     def end(self, into: Tensor | None) -> Tensor:
-        """The rest, and the weighted sums [T, H], added to ``into`` where that is given."""
+        """Compute the late experts; return the weighted sums [T, H], added to ``into`` if given."""
         self._compute(self._there, len(self._experts))
         position, count = self._position, self._cuts[-1]
         if count < position.numel():
@@ -141,9 +146,9 @@ class _PartialMoE:
 
 
 class SplitMoE:
-    """A `moe_forward` whose ``late`` experts are not there yet. Where no kernels are, nothing is done before the end.
+    """A `moe_forward` whose ``late`` experts are not resident yet. Without native kernels, all work is done by `end`.
 
-    ``first_row``: of the rows of ``space``, of which it takes T k until the end.
+    ``first_row``: the first of the T k rows of ``space`` that are in use until `end` returns.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class SplitMoE:
         self._halves = _PartialMoE(routed, experts, late, space.rows[first_row:]) if native_here else None
 
     def end(self, *, into: Tensor) -> None:
-        """Compute the rest and add it all to ``into`` [T, H]."""
+        """Compute the remaining experts and add all results to ``into`` [T, H]."""
         if self._halves is not None:
             self._halves.end(into)
         else:
@@ -167,8 +172,9 @@ class SplitMoE:
 
 
 def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
-    """`moe_forward` by the kernels of a GPU, a few launches for all experts; as many tokens at once as ``space`` holds the
-    activations of."""
+    """`moe_forward` by grouped GPU kernels, a few launches for all experts; tokens are processed in chunks whose
+    activations fit ``space``.
+    """
     pages, top_k = experts.pages, routed.ids.shape[1]
     out = torch.empty_like(routed.x) if into is None else into
     most = max(1, space.room_for(pages.width) // top_k)
@@ -191,10 +197,10 @@ def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into:
 def add_experts(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
 ) -> None:
-    """sums float32 [T, H] += the experts of ``routed``, expert by expert: T may be more than ``space`` is made for.
-    Sums that were zero become those of `moe_forward`, number by number.
+    """sums float32 [T, H] += the experts of ``routed``, expert by expert; T may exceed the capacity of ``space``. From
+    zero sums, the result equals that of `moe_forward` exactly.
 
-    ``most_rows``: computed at a time; where the CPU's kernels compute, weighted and added at a time.
+    ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time.
     """
     if routed.x.device.type == "cpu" and native.available():
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
@@ -217,7 +223,7 @@ def add_experts(
 def _accumulate_natively(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, most_rows: int
 ) -> None:
-    """`add_experts` by kernels: as many rows at once as ``space`` has, of however many experts."""
+    """`add_experts` by native kernels, in chunks of as many rows as ``space`` holds, across experts."""
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
     weights = routed.weights.flatten()[by_expert.order.long()]
     bounds = enumerate(pairwise(by_expert.offsets.tolist()))
@@ -235,7 +241,7 @@ def _accumulate_natively(
 
 
 def _chunks(spans: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Spans ``(expert, first row, last row + 1)`` in order, cut so that no chunk has more rows than ``most``."""
+    """Spans ``(expert, first row, last row + 1)`` in order, split so that no chunk has more than ``most`` rows."""
     chunk: list[tuple[int, int, int]] = []
     room = most
     for expert, low, high in spans:
@@ -251,14 +257,15 @@ def _chunks(spans: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[t
 
 
 def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """Routed rows (token * k + rank) sorted by expert, then token; and how many each expert has."""
+    """Routed rows (token * k + rank) sorted by expert, then token; and the number of rows of each expert."""
     flat = ids.flatten()
     return flat.argsort(stable=True), torch.bincount(flat, minlength=experts).tolist()
 
 
 def _all_at_once(routed: Routed, experts: Sequence[ExpertWeights], space: Workspace) -> Tensor:
-    """Rows are sorted by expert. An expert's padded rows run into those of the next, which has not been computed yet:
-    they are read, and their results dropped."""
+    """`moe_forward` over rows sorted by expert. The padding of an expert's rows overlaps the rows of the next
+    expert, which has not been computed yet; those rows are read, and their results are discarded.
+    """
     tokens, top_k = routed.ids.shape
     order, counts = _by_expert(routed.ids, len(experts))
     rows = space.rows

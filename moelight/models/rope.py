@@ -1,4 +1,4 @@
-"""Rotary positions, half-rotation (HF), with cos and sin rounded to the model's dtype as HF does."""
+"""Rotary position embedding, half-rotation (HF), with cos and sin rounded to the model's dtype as in HF."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Floor 3: what a run did, as figures and pictures. Reads timelines; refuses to know torch, lanes and clocks."""
+"""Layer 3: figures, traces and plots of a run, made from timelines. Does not depend on torch or the runtime."""

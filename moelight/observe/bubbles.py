@@ -1,8 +1,8 @@
-"""Where lanes stand still, and what for: the time between two tasks of a lane, each part of it put down to one cause.
+"""Attribution of the idle time of lanes: each part of the time between two tasks of a lane has one cause.
 
-Until a task's last dependency ended, its lane waited for that; from then on for the launch of the task. While nothing
-of a pass but its pages had begun, and all but those of the pass before had ended, there was nothing to launch: that
-time lies between passes, whatever the next task waited for. Knows timelines. Refuses to know which lane binds.
+Until the last dependency of a task ends, its lane waits for that dependency; after that, for the launch of the task.
+The time after all tasks of a pass except page transfers have ended, and before any such task of the next pass begins,
+is between passes, whatever the next task waited for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LAUNCH = "launch"
 DONE = "no task left"
 UNRECORDED = "not recorded"
 
-_LEAST_S = 2e-9  # what a trace's rounding to nanoseconds leaves between tasks that follow each other at once
-_GAPS_KEPT = 16  # a lane that rests for more passes in a row is not the one that binds
+_LEAST_S = 2e-9  # gap between back-to-back tasks that a trace's rounding to nanoseconds may leave
+_GAPS_KEPT = 16  # a lane idle for more passes in a row is not the binding lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,9 @@ class Bubble:
     """All idle time of one lane with one cause.
 
     Attributes:
-        seconds, count: in all, and in how many pieces.
-        longest_s, longest_at_s: the longest piece, and when it began.
-        pass_number, layer: of the task that came after it; -1 where none came.
+        seconds, count: total idle seconds, and number of pieces.
+        longest_s, longest_at_s: length and start of the longest piece.
+        pass_number, layer: those of the task that follows the longest piece; -1 if there is none.
     """
 
     seconds: float
@@ -45,7 +45,7 @@ class Bubble:
 
 @cache
 def cause_of(waiting: TaskKind, last: TaskKind) -> str:
-    """What a task that waited for ``last`` waited for: its outcome or, for a page, the room it took."""
+    """Return the cause of waiting for ``last``: its result or, for a page transfer, the slot that it occupied."""
     if waiting.moves_page and not last.moves_page:
         return f"{last} (ring slot)"
     if last is TaskKind.SEND_PAGE and waiting.moves_page:
@@ -54,10 +54,10 @@ def cause_of(waiting: TaskKind, last: TaskKind) -> str:
 
 
 class Bubbles:
-    """Idle time by lane and cause, added up as passes come.
+    """Idle time by lane and cause, accumulated pass by pass.
 
-    Memory does not grow with them: two timelines, and one `Bubble` for each lane and cause. Two, because pages that
-    one pass fetches for the next run between its own tasks, and are listed with the next.
+    Memory is bounded: two timelines, and one sum for each lane and cause. Two timelines, because pages that one pass
+    transfers for the next run between its own tasks and are listed with the next.
     """
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class Bubbles:
         self._start_s, self._worked_s, self._end_s = start_s, start_s, float("-inf")
 
     def begin(self, start_s: float) -> None:
-        """A run begins at ``start_s``; without this it begins with its first task."""
+        """Start a run at ``start_s``; without this call a run starts with its first task."""
         self.end()
         self._begin(start_s)
 
     def add(self, timeline: Timeline) -> None:
-        """The next pass."""
+        """Add the next pass."""
         number, horizon_s = self._passes, self._end_s
         self._passes += 1
         if not timeline.spans:
@@ -85,7 +85,7 @@ class Bubbles:
         if self._start_s is None:
             self._start_s = timeline.start_s
         works = [span for span in timeline.spans if not span.task.kind.moves_page]
-        if works:  # the pass, but for its pages
+        if works:  # the pass without its page transfers
             first_s = min(span.start_s for span in works)
             if self._worked_s is not None and first_s - self._worked_s > _LEAST_S:
                 self._gaps.append((self._worked_s, first_s))
@@ -95,7 +95,7 @@ class Bubbles:
         self._release(horizon_s)
 
     def end(self, at_s: float | None = None) -> None:
-        """The run is over, at ``at_s`` or with its last task."""
+        """End the run at ``at_s`` or, if None, with its last task."""
         self._release(float("inf"))
         last_s = self._end_s if at_s is None else at_s
         for lane, reached_s in self._reached.items():
@@ -104,12 +104,12 @@ class Bubbles:
         self._begin(None)
 
     def of(self, lane: Lane) -> Mapping[str, Bubble]:
-        """By cause, longest first, what ``lane`` lost up to the last pass but one, or to the last `end`."""
+        """Return the idle time of ``lane`` by cause, longest first, up to the last pass but one or the last `end`."""
         found = [(cause, mine) for (theirs, cause), mine in self._found.items() if theirs is lane]
         return {cause: mine.bubble() for cause, mine in sorted(found, key=lambda each: -each[1].seconds)}
 
     def _release(self, horizon_s: float) -> None:
-        """Look at everything that began before ``horizon_s``; nothing that is still to come did."""
+        """Process all pending spans that began before ``horizon_s``; every span added later begins at or after it."""
         self._pending.sort(key=itemgetter(0))
         reached, run_s, seen = self._reached, self._start_s or 0.0, 0
         for start_s, number, span in self._pending:
@@ -124,7 +124,7 @@ class Bubbles:
         del self._pending[:seen]
 
     def _gap(self, from_s: float, span: Span, number: int) -> None:
-        """The lane of ``span`` stood still from ``from_s`` until it began."""
+        """Attribute the idle time of the lane of ``span`` from ``from_s`` to the start of ``span``."""
         pieces: dict[str, list[float]] = {}
         for between_from_s, between_to_s in self._crossed(from_s, span.start_s):
             start_s, end_s = max(from_s, between_from_s), min(span.start_s, between_to_s)
@@ -138,7 +138,7 @@ class Bubbles:
             self._note(task.lane, cause, at_s, seconds, number, layer)
 
     def _crossed(self, from_s: float, to_s: float) -> list[tuple[float, float]]:
-        """The gaps between passes, in order, that have something in common with a time; mostly there are none."""
+        """Return the gaps between passes that overlap the interval, in order; usually there are none."""
         found: list[tuple[float, float]] = []
         for gap in reversed(self._gaps):
             if gap[1] <= from_s:
@@ -158,7 +158,7 @@ class Bubbles:
 
 
 class _Sum:
-    """A `Bubble` that grows."""
+    """Mutable accumulator for a `Bubble`."""
 
     __slots__ = ("count", "longest", "seconds")
 
@@ -179,7 +179,7 @@ class _Sum:
 
 
 def _wait(pieces: dict[str, list[float]], span: Span, from_s: float, to_s: float) -> None:
-    """Put down the idle time before ``span`` to what it waited for, and from then on to its launch."""
+    """Attribute the idle time before ``span`` to the dependency it waited for, and the rest to its launch."""
     until_s = span.waited_until_s
     if until_s is None:
         _add(pieces, UNRECORDED, from_s, to_s)

@@ -1,7 +1,6 @@
-"""The picture of orders of work: one panel a timeline, one row a lane, one colour a kind of task, one time axis.
+"""Gantt plot of timelines: one panel per timeline, one row per lane, one colour per task kind, one time axis.
 
-Knows matplotlib, which is loaded when something is drawn. Refuses to know where a timeline comes from: simulated and
-measured ones look alike.
+matplotlib is imported when something is drawn. Simulated and measured timelines look alike.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _LANE_NAMES = {
     Lane.DEVICE: "GPU",
     Lane.CPU: "CPU",
 }
-_LEFT, _RIGHT = 0.098, 0.885  # of the width; names of lanes on the left, their load on the right
-_ROW, _BAR = 0.36, 0.78  # inches a lane takes; the part of them its bars do
+_LEFT, _RIGHT = 0.098, 0.885  # of the width; lane names on the left, lane load on the right
+_ROW, _BAR = 0.36, 0.78  # height of a lane in inches; share of the height that its bars fill
 _HEAD, _GAP, _FOOT = 0.95, 0.68, 0.62  # inches above, between and below the panels
-_KEYS, _KEY_ROW = 8, 0.23  # colours explained in one row, and the inches it takes
-_LETTER = 0.0052  # of the axis: the width of one letter in a bar
-_LAYER_NAME = 0.075  # and of a layer's name above it
-_LEAST = 0.0012  # of the axis: no bar is drawn thinner
+_KEYS, _KEY_ROW = 8, 0.23  # legend entries per row, and the height of a row in inches
+_LETTER = 0.0052  # of the axis: width of one letter in a bar
+_LAYER_NAME = 0.075  # of the axis: width of a layer name above the bars
+_LEAST = 0.0012  # of the axis: minimal width of a bar
 
 
 def excerpt(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
-    """What of ``timeline`` happened between two times, moved so that it begins at 0."""
+    """Return the part of ``timeline`` between two times, clipped and shifted to begin at 0."""
     inside = (span for span in timeline.spans if span.end_s > start_s and span.start_s < end_s)
     return Timeline(
         spans=tuple(
@@ -50,12 +49,12 @@ def excerpt(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
 
 
 def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: str = "") -> None:
-    """Draw each ``(title, timeline)`` as a panel, from its own start, to ``path``, in the format its suffix says.
+    """Draw each ``(title, timeline)`` as a panel, from its own start, to ``path``, in the format given by its suffix.
 
-    The busiest lane of each timeline is the one that binds: its idle time is shaded and named.
+    The busiest lane of each timeline is the binding lane; its idle time is shaded and labelled.
 
     Raises:
-        ConfigError: another suffix than `SUFFIXES`, nothing to draw, or matplotlib is not installed.
+        ConfigError: the suffix is not in `SUFFIXES`, nothing to draw, or matplotlib is not installed.
         OSError: ``path`` cannot be written.
     """
     if path.suffix.lower() not in SUFFIXES:
@@ -84,7 +83,7 @@ def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: s
 
 
 def _head(figure: Any, title: str, kinds: Sequence[TaskKind], height: float) -> None:
-    """The title, and under it what each colour means."""
+    """Draw the title and, below it, the legend of the colours."""
     from matplotlib.patches import Patch
 
     figure.text(_LEFT, 1 - 0.26 / height, title, fontsize=14, fontweight="bold", color=_INK, va="center")
@@ -109,7 +108,7 @@ def _head(figure: Any, title: str, kinds: Sequence[TaskKind], height: float) -> 
 
 
 class _Panel:
-    """One timeline. Its seconds run from its first task to its last; tasks that take no time are left out."""
+    """Panel of one timeline. Time runs from its first task to its last; tasks of zero length are dropped."""
 
     def __init__(self, name: str, timeline: Timeline) -> None:
         self.name = name
@@ -122,7 +121,7 @@ class _Panel:
         self.binding = max(self.lanes, key=self.busy_s.__getitem__)
 
     def draw(self, axes: Any, longest_s: float, *, last: bool) -> None:
-        """Bars, idle time, the beginnings of layers, and the load of each lane."""
+        """Draw bars, idle time, layer boundaries and the load of each lane."""
         self._frame(axes, longest_s, last=last)
         for row, lane in enumerate(self.lanes):
             spans = sorted((s for s in self.timeline.spans if s.task.lane is lane), key=lambda span: span.start_s)
@@ -169,7 +168,7 @@ class _Panel:
         label.set(color=_IDLE, fontweight="bold")
 
     def _idle(self, axes: Any, row: int, spans: Sequence[Span]) -> None:
-        """Shade what is left between the tasks of the binding lane."""
+        """Shade and label the idle time of the binding lane."""
         gaps, reached = [], 0.0
         for span in spans:
             if span.start_s > reached:
@@ -188,7 +187,7 @@ class _Panel:
         axes.annotate(f"   {text}", (1, 0), xycoords=title, va="bottom", fontsize=12, color=_IDLE)
 
     def _names(self, axes: Any, row: int, spans: Sequence[Span], longest_s: float) -> None:
-        """In every bar that is wide enough: which page, or which micro-batch."""
+        """Label every bar that is wide enough with its page or micro-batch."""
         for span in spans:
             text, width = _short(span.task), (span.end_s - span.start_s) / longest_s
             if text and width > _LETTER * len(text):
@@ -196,7 +195,7 @@ class _Panel:
                 axes.text(middle, row, text, ha="center", va="center", fontsize=size, color="white", clip_on=True)
 
     def _layers(self, axes: Any, longest_s: float) -> None:
-        """A line where the compute unit begins a layer's experts, and its name where there is room."""
+        """Draw a line where the compute unit begins the experts of a layer, labelled with the layer where it fits."""
         begun: dict[int, float] = {}
         for span in self.timeline.spans:
             if span.task.kind in (TaskKind.POST_ATTENTION, TaskKind.ROUTE):
@@ -221,7 +220,7 @@ class _Panel:
 
 
 def _short(task: Task) -> str:
-    """Which page, or which micro-batch."""
+    """Return the name of the page or the number of the micro-batch; empty if the task has neither."""
     if task.kind.moves_page and task.page is not None:
         return task.page.name
     return str(task.micro_batch) if task.micro_batch >= 0 else ""

@@ -1,10 +1,10 @@
-"""How figures are written for people: seconds, rates, shares, counts. Knows numbers only."""
+"""Formats figures for display: seconds, rates, shares and counts."""
 
 from __future__ import annotations
 
 
 def seconds_text(seconds: float) -> str:
-    """``6.20 s``, ``18.3 ms``, ``940 µs``, ``2 h 13 min``: three digits, the unit that needs no zeros."""
+    """Format seconds as ``6.20 s``, ``18.3 ms``, ``940 µs`` or ``2 h 13 min``: three digits and the fitting unit."""
     if seconds >= 3600:
         minutes = round(seconds / 60)
         return f"{minutes // 60} h {minutes % 60} min"
@@ -17,17 +17,17 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """``12.3 GB/s``, in powers of ten as data sheets have them."""
+    """Format bytes per second as ``12.3 GB/s``, in powers of ten as data sheets do."""
     return f"{scaled_text(bytes_per_s, step=' ')}B/s"
 
 
 def flops_text(flops_per_s: float) -> str:
-    """``104 Tflop/s``."""
+    """Format flop/s as ``104 Tflop/s``."""
     return f"{scaled_text(flops_per_s, step=' ')}flop/s"
 
 
 def scaled_text(value: float, *, step: str = "") -> str:
-    """``46.7G``: three digits and a power of ten; ``step`` stands before the letter."""
+    """Format a value as ``46.7G``: three digits and a power of ten, with ``step`` before the letter."""
     for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:
             return f"{_three(value / size)}{step}{letter}"
@@ -35,7 +35,7 @@ def scaled_text(value: float, *, step: str = "") -> str:
 
 
 def count_text(value: float) -> str:
-    """``46.7 billion``, ``3.35 million``, ``840``."""
+    """Format a count as ``46.7 billion``, ``3.35 million`` or ``840``."""
     for word, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if value >= 0.9995 * size:
             return f"{_three(value / size)} {word}"
@@ -43,12 +43,12 @@ def count_text(value: float) -> str:
 
 
 def rate_or_count(value: float) -> str:
-    """``944.7``, ``6.24``, ``12,345``: what is counted in pieces."""
+    """Format a count or rate as ``944.7``, ``6.24`` or ``12,345``."""
     return f"{value:,.0f}" if value >= 999.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def share_text(share: float, *, signed: bool = False) -> str:
-    """``5.6 %``; what is there is never rounded to nothing, and what lacks something never to all."""
+    """Format a share as ``5.6 %``; a nonzero share is never rounded to 0 %, an incomplete one never to 100 %."""
     percent = 100 * share
     if percent == 0:
         return "0 %"
@@ -62,5 +62,5 @@ def share_text(share: float, *, signed: bool = False) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, or as many as a whole number has."""
+    """Format with three digits, or all digits of a larger whole number."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"

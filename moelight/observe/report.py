@@ -1,8 +1,8 @@
-"""What a trace comes to: each lane's seconds and bytes in a typical pass, beside what was predicted; what it reached
-of its roof; and what the busiest one waited for while it stood still.
+"""Figures of a trace: seconds and bytes of each lane in a typical pass beside the prediction, the share of its roof
+that each lane reached, and the idle time of the busiest lane by cause.
 
-A typical pass is the median over passes, lane by lane: passes that bring prompts, or drain at the end, are few and
-pull it little. Refuses to know how a report looks (``report_page``, the command line).
+A typical pass is the median over passes, lane by lane: the few passes that hold prompts, or drain at the end, change
+the median little. ``report_page`` and the command line render a report.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, Recording
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassFigures:
-    """One pass. Microseconds from the first task of the trace; ``length_us`` runs from the end of the pass before.
+    """Figures of one pass, in microseconds from the first task of the trace.
 
-    ``busy_us`` and ``bytes`` are by position in `Lane`.
+    ``length_us`` is measured from the end of the pass before. ``busy_us`` and ``bytes`` are indexed by position in
+    `Lane`.
     """
 
     number: int
@@ -39,10 +40,11 @@ class PassFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneReport:
-    """One lane: the typical pass (``busy_s``, ``bytes``), the whole run (``total_s`` in work, ``idle_s`` not,
-    ``total_bytes``, ``tasks``).
+    """Figures of one lane.
 
-    What is None was not predicted, or is not known: ``roof_bytes_per_s`` is what the lane could move at most.
+    ``busy_s`` and ``bytes`` describe the typical pass; ``total_s`` (seconds at work), ``idle_s``, ``total_bytes`` and
+    ``tasks`` the whole run. ``roof_bytes_per_s`` is the maximal bandwidth of the lane. Predictions and roof are None
+    if unknown.
     """
 
     lane: str
@@ -58,20 +60,20 @@ class LaneReport:
 
     @property
     def busy_share(self) -> float:
-        """The part of the run that the lane was at work."""
+        """Share of the run that the lane was at work, 0 to 1."""
         run_s = self.total_s + self.idle_s
         return self.total_s / run_s if run_s > 0 else 0.0
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes over seconds in work, over the whole run; None where nothing was moved."""
+        """Bytes over seconds at work, over the whole run; None if the lane moved nothing."""
         return self.total_bytes / self.total_s if self.total_bytes and self.total_s > 0 else None
 
     @property
     def share_of_roof(self) -> float | None:
-        """How much of its roof the lane reached while it worked.
+        """Share of its roof that the lane reached while at work; None if unknown.
 
-        Of a lane that moves nothing, how much of the predicted speed: the ledger's arithmetic at the machine's pace.
+        For a lane that moves nothing, the share of the predicted speed (predicted over measured seconds).
         """
         rate, roof = self.bytes_per_s, self.roof_bytes_per_s
         if rate is None:
@@ -80,14 +82,17 @@ class LaneReport:
 
     @property
     def error(self) -> float | None:
-        """Measured over predicted seconds, less one."""
+        """Measured over predicted seconds, less one; None without a prediction."""
         return self.busy_s / self.predicted_s - 1 if self.predicted_s else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A trace in figures. ``pass_s`` is the median pass, ``predicted_pass_s`` None where nothing was predicted;
-    ``bubbles`` by cause, longest first, what the binding lane lost, on the clock of the trace."""
+    """Figures of a trace.
+
+    ``pass_s`` is the length of the median pass; ``predicted_pass_s`` is None without a prediction. ``bubbles`` is the
+    idle time of the binding lane by cause, longest first, on the clock of the trace.
+    """
 
     about: About | None
     lanes: tuple[LaneReport, ...]
@@ -109,11 +114,11 @@ class Report:
 
     @property
     def error(self) -> float | None:
-        """The median pass over the predicted one, less one."""
+        """Median over predicted pass length, less one; None without a prediction."""
         return self.pass_s / self.predicted_pass_s - 1 if self.predicted_pass_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that ``report --json`` writes."""
+        """Return the object that ``report --json`` prints."""
         return {
             "source": self.source,
             "passes": len(self.passes),
@@ -154,7 +159,7 @@ class Report:
 
 
 def report_of(recording: Recording) -> Report:
-    """Add up ``recording``, which has one task at least."""
+    """Return the report of ``recording``, which must hold at least one task."""
     passes = _passes(recording)
     about = recording.about
     pass_s = median(figures.length_us for figures in passes) / 1e6
@@ -183,7 +188,7 @@ def report_of(recording: Recording) -> Report:
 
 
 def _numbered(bubble: Bubble, passes: Sequence[PassFigures]) -> Bubble:
-    """With the trace's own number of the pass."""
+    """Return ``bubble`` with the pass number of the trace instead of the position of the pass."""
     at = bubble.pass_number
     return bubble if at < 0 else replace(bubble, pass_number=passes[at].number)
 
@@ -228,7 +233,7 @@ def _passes(recording: Recording) -> tuple[PassFigures, ...]:
 
 
 def _timelines(recording: Recording) -> Iterator[Timeline]:
-    """The passes of a trace as they were, as far as bubbles go."""
+    """Yield the passes of a trace as timelines with the fields that `Bubbles` reads."""
     bars, lanes, kinds = recording.bars, tuple(Lane), tuple(TaskKind)
 
     @cache

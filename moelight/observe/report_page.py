@@ -1,6 +1,6 @@
-"""A report as one HTML page that needs nothing else: figures, a Gantt chart to zoom and move, and the policy.
+"""Report as one self-contained HTML page: figures, a Gantt chart that zooms and pans, and the policy.
 
-Knows HTML; its style and script are ``page.css`` and ``page.js``. Whatever comes from a trace is escaped.
+Style and script are ``page.css`` and ``page.js``. All text from a trace is escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_WINDOWS = 1200
 _HERE = Path(__file__).parent
 _FAR_OFF = 0.25
 
-# One hue a family of tasks: experts blue, attention amber, weights green, what crosses for attention violet, ends grey.
+# One hue per family of tasks: experts blue, attention amber, weights green, transfers for attention violet, ends grey.
 COLOURS = {
     TaskKind.POST_ATTENTION: "#2f6fde",
     TaskKind.CPU_EXPERTS: "#0e9bb5",
@@ -59,9 +59,10 @@ _CAUSES = tuple(dict.fromkeys(cause_of(waiting, last) for waiting in TaskKind fo
 
 
 def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[str]:
-    """The page in pieces. ``title`` names the trace.
+    """Yield the page in pieces. ``title`` names the trace.
 
-    Of a long run only some passes, evenly spread, keep their tasks (`MOST_TASKS_SHOWN`); the page says so.
+    For a long run the page holds the tasks of some passes only, evenly spread (at most `MOST_TASKS_SHOWN` tasks), with
+    a note.
     """
     shown = shown_passes([figures.tasks for figures in report.passes], MOST_TASKS_SHOWN)
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -84,7 +85,7 @@ def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[s
 
 
 def shown_passes(tasks: Sequence[int], most: int) -> list[int]:
-    """Positions of the passes whose tasks a page can hold: all, or as many as fit, evenly spread, and one at least."""
+    """Return the positions of the passes whose ``tasks`` fit in ``most``: all, or evenly spread, and at least one."""
     count, total = len(tasks), max(sum(tasks), 1)
     kept = min(count, most * count // total)
     while kept > 1:
@@ -170,7 +171,7 @@ def _lane(lane: LaneReport, longest: float) -> str:
 
 
 def _bubbles(report: Report) -> Iterator[str]:
-    """What the binding lane lost, by cause; the script makes the longest a way into the chart."""
+    """Yield the idle time of the binding lane by cause; the script links the longest pieces to the chart."""
     binding = report.binding
     yield f"<section><h2>Why {escape(binding.lane)} stood still</h2>\n<p class=note>The binding lane did nothing for "
     yield f"{seconds_text(binding.idle_s)}, {share_text(1 - binding.busy_share)} of the run. A cause is what its next "
@@ -254,7 +255,7 @@ def _plain(value: Any) -> str:
 
 
 def _data(report: Report, recording: Recording, shown: Sequence[int]) -> str:
-    """What the script draws, safe inside a script element."""
+    """Return the data of the script as JSON that is safe inside a script element."""
     lanes = [lane.lane for lane in report.lanes]
     data = {
         "end": max(figures.end_us for figures in report.passes) or 1.0,
@@ -271,7 +272,7 @@ def _data(report: Report, recording: Recording, shown: Sequence[int]) -> str:
 
 
 def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
-    """The passes in order, each from the end of the one before; of those not shown several may make one window."""
+    """Return windows of passes in order, each from the end of the one before; hidden passes may share a window."""
     positions = [n for n, lane in enumerate(Lane) if any(str(lane) == found.lane for found in report.lanes)]
     most, kept = -(-len(report.passes) // MOST_WINDOWS), set(shown)
     groups: list[list[int]] = []
@@ -319,7 +320,7 @@ def _bars(recording: Recording, passes: set[int], lanes: Sequence[str]) -> dict[
 
 
 def _cause(recording: Recording, i: int) -> int:
-    """The position in `_CAUSES` of what task ``i`` waited for; -1 for nothing, and where it was not recorded."""
+    """Return the position in `_CAUSES` of the cause that task ``i`` waited for; -1 if none or not recorded."""
     kind, last = recording.bars.kinds[i], recording.bars.waited_for[i]
     return -1 if last < 0 else _CAUSES.index(cause_of(_KINDS[kind], _KINDS[last]))
 

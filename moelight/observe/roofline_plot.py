@@ -1,6 +1,6 @@
-"""The picture of the Hierarchical Roofline Model: roofs, turning points, and where a policy's work lies under them.
+"""Plot of the Hierarchical Roofline Model: roofs, turning points, and the work of a policy under them.
 
-Knows matplotlib, which is loaded when something is drawn. Refuses to compute a roof (``hrm.roofline``).
+matplotlib is imported when something is drawn. ``hrm.roofline`` computes the roofs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from moelight.observe.number_format import flops_text, rate_or_count, rate_text
 
 SUFFIXES = (".png", ".svg", ".pdf")
 SIZE_INCHES, DPI = (12.0, 7.0), 100  # 1200 px wide
-_AXES = (0.07, 0.1, 0.555, 0.76)  # left, bottom, width, height; the legend has the rest
+_AXES = (0.07, 0.1, 0.555, 0.76)  # left, bottom, width, height; the rest is for the legend
 _LEVEL_COLORS = {"device": "#00795a", "host": "#0060a8", "disk": "#8a4f9e"}
-_LINK_COLORS = {"host": "#d1491b", "disk": "#a87900"}  # by the far end
+_LINK_COLORS = {"host": "#d1491b", "disk": "#a87900"}  # by the slower end of the link
 _INK, _MUTED, _EXPERTS = "#1a1a1a", "#666666", "#7a1fa2"
 _SYMBOLS = {"P1": "^", "P2": "v", "balance": "D"}
 _OFFSETS = (
@@ -38,10 +38,10 @@ _OFFSETS = (
 
 
 def write_roofline(path: Path, roofline: Roofline) -> None:
-    """Draw ``roofline`` to ``path``, in the format that its suffix says.
+    """Draw ``roofline`` to ``path``, in the format given by its suffix.
 
     Raises:
-        ConfigError: another suffix than `SUFFIXES`, or matplotlib is not installed.
+        ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is not installed.
         OSError: ``path`` cannot be written.
     """
     if path.suffix.lower() not in SUFFIXES:
@@ -50,7 +50,7 @@ def write_roofline(path: Path, roofline: Roofline) -> None:
 
 
 def figure_of(roofline: Roofline) -> Any:
-    """The picture as a matplotlib ``Figure``.
+    """Return the plot as a matplotlib ``Figure``.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -67,18 +67,18 @@ def figure_of(roofline: Roofline) -> Any:
 
 
 class _Picture:
-    """One figure in the making: its axes, the rows of its legend, and what names of points should not cover."""
+    """State of one figure while it is drawn: axes, legend rows, and drawn points that labels should not cover."""
 
     def __init__(self, figure: Any, roofline: Roofline) -> None:
         self._figure, self._roofline = figure, roofline
         self._axes = figure.add_axes(_AXES)
         self._low, self._high = _horizontal(roofline)
-        self._rows: list[tuple[Any, str]] = []  # no handle: a heading
+        self._rows: list[tuple[Any, str]] = []  # handle None: a heading
         self._names: list[tuple[float, float, str, str]] = []
         self._drawn: list[tuple[float, float]] = []
 
     def draw(self) -> None:
-        """Everything, from the roofs to the names of the points."""
+        """Draw the whole figure, from the roofs to the labels of the points."""
         self._frame()
         self._rows.append((None, "Roofs"))
         self._roofs()
@@ -112,7 +112,7 @@ class _Picture:
         self._figure.text(left, top + 0.035, policy, fontsize=12.5, color=_MUTED)
 
     def _roofs(self) -> None:
-        """Of each level its memory up to its compute roof; of each link up to the compute roof it leads to."""
+        """Draw the memory and compute roof of each level, and each link's roof up to the compute roof of its target."""
         chain = self._roofline.chain
         for place, level in enumerate(chain):
             if level.peak_flops:
@@ -129,7 +129,7 @@ class _Picture:
                 self._rows.append((handle, f"link {far} → {level.name}: {rate_text(link)}"))
 
     def _point(self, point: Point) -> None:
-        """Work at the intensity of its home; where data cross a link also at that of the level that computes."""
+        """Draw work at its intensity on the tier of its data and, if data cross a link, on the level that computes."""
         name = "attention" if point.work == "attention" else "experts"
         color, symbol = (_INK, "s") if name == "attention" else (_EXPERTS, "o")
         chip = {"device": "GPU", "host": "CPU"}[point.level]
@@ -145,7 +145,7 @@ class _Picture:
             self._kernel(point, name, symbol, color)
 
     def _kernel(self, point: Point, name: str, symbol: str, color: str) -> None:
-        """What the level that computes attains by itself: the ceiling over any intensity at home."""
+        """Draw the ceiling that the computing level attains by itself, at any intensity on the tier of the data."""
         flops = hrm.attainable(self._level(point.level), point.intensity)
         self._line([(point.intensity, flops), (self._high, flops)], color=color, width=1.5, style="--")
         handle = self._marker(point.intensity, flops, symbol, color, hollow=True)
@@ -155,7 +155,7 @@ class _Picture:
         self._rows.append((handle, f"ceiling of the kernel (dashed){size}\n{where}"))
 
     def _mark(self, name: str, mark: Mark) -> None:
-        """A turning point on its link's roof, and a line down to its intensity."""
+        """Draw a turning point on the roof of its link, and a line down to its intensity."""
         kinds, color = name.split(" = "), _LINK_COLORS[mark.far]
         bottom, top = self._axes.get_ylim()
         height = min(mark.flops, top)
@@ -171,7 +171,7 @@ class _Picture:
         self._rows.append((handle, "\n".join([head, *(meanings[kind] for kind in kinds)])))
 
     def _bands(self) -> None:
-        """What binds left of P1, between P1 and P2 of one link, and right of P2; said where there is room."""
+        """Shade the bands left of P1, between P1 and P2 of one link, and right of P2; label wide bands."""
         ends = {mark.name: mark for mark in self._roofline.marks if mark.name != "balance"}
         if set(ends) != {"P1", "P2"} or ends["P1"].far != ends["P2"].far:
             return
@@ -225,7 +225,7 @@ class _Picture:
             text.set_fontweight("bold" if handle is None else "normal")
 
     def _write_names(self) -> None:
-        """Each name on the side of its point where it covers least of what is drawn and written."""
+        """Place each label on the side of its point where it covers the fewest drawn points and other labels."""
         renderer = self._figure.canvas.get_renderer()
         frame = self._axes.get_window_extent(renderer)
         drawn = self._axes.transData.transform(self._drawn)
@@ -245,7 +245,7 @@ class _Picture:
                     entry[2].remove()
 
     def _text(self, text: str, x: float, y: float, offset: tuple[int, int], color: str, **style: Any) -> Any:
-        """``text`` beside a point, on the side that ``offset`` (in points) says, legible over lines."""
+        """Write ``text`` at ``offset`` (in points) from a data point, outlined to stay legible over lines."""
         from matplotlib.patheffects import withStroke
 
         dx, dy = offset
@@ -263,7 +263,7 @@ class _Picture:
 
 
 def _distinct(marks: tuple[Mark, ...]) -> list[tuple[str, Mark]]:
-    """The marks with their names; those at one place under both names."""
+    """Return the marks with their names; marks at the same intensity are merged under both names."""
     found: list[tuple[str, Mark]] = []
     for mark in marks:
         if found and abs(found[-1][1].far_intensity / mark.far_intensity - 1) < 1e-6:
@@ -274,7 +274,7 @@ def _distinct(marks: tuple[Mark, ...]) -> list[tuple[str, Mark]]:
 
 
 def _horizontal(roofline: Roofline) -> tuple[float, float]:
-    """Everything that has an intensity, with room on both sides."""
+    """Return the x limits: all intensities, with a margin on both sides."""
     points = [value for point in roofline.points for value in (point.intensity, point.home_intensity)]
     marks = [mark.far_intensity for mark in roofline.marks]
     turns = [hrm.turning_point(level) for level in roofline.chain if level.peak_flops]
@@ -283,13 +283,13 @@ def _horizontal(roofline: Roofline) -> tuple[float, float]:
 
 
 def _vertical(roofline: Roofline, low: float) -> tuple[float, float]:
-    """From under the lowest roof or point to above the highest compute roof."""
+    """Return the y limits: from below the lowest roof or point to above the highest compute roof."""
     links = [hrm.link_roof(level.link_bandwidth, low * 4) for level in roofline.chain if level.link_bandwidth]
     points = [point.flops / 4 for point in roofline.points]
     return min([*links, *points]), max(level.peak_flops for level in roofline.chain) * 3
 
 
 def _between(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
-    """Points along what is straight on double-logarithmic paper."""
+    """Return 401 points along a line that is straight on log-log axes."""
     (x0, y0), (x1, y1) = start, end
     return [(x0 * (x1 / x0) ** (step / 400), y0 * (y1 / y0) ** (step / 400)) for step in range(401)]

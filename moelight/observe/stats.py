@@ -1,7 +1,4 @@
-"""The figures of one run: seconds, tokens, bytes, and each lane's share of them.
-
-Knows timelines and counts. Refuses to measure anything: whoever runs the passes hands the numbers in.
-"""
+"""Figures of one run: seconds, tokens and bytes, in total and by lane. The caller provides all measurements."""
 
 from __future__ import annotations
 
@@ -20,8 +17,10 @@ _RECENT_PASSES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneStats:
-    """One lane over a whole run: seconds in work, bytes that crossed it, tasks it carried out; ``bubbles_s``: seconds
-    of rest by cause, longest first, up to the last pass but one while the run goes on."""
+    """One lane over a whole run: seconds at work, bytes transferred, tasks executed.
+
+    ``bubbles_s`` is idle seconds by cause, longest first; during a run, up to the last pass but one.
+    """
 
     busy_s: float = 0.0
     bytes: int = 0
@@ -30,13 +29,13 @@ class LaneStats:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes over seconds in work; 0 where nothing was moved."""
+        """Bytes over seconds at work; 0 if nothing was transferred."""
         return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binding:
-    """The busiest lane, and the share of the time that it was at work."""
+    """The busiest lane and the share of the time that it was at work, 0 to 1."""
 
     lane: Lane
     share: float
@@ -44,16 +43,17 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStats:
-    """One run.
+    """Figures of one run.
 
     Attributes:
         wall_s: from the start of the first pass to the last token.
         load_s: from the start of loading to the first pass.
-        python_s: the part of ``wall_s`` in which no lane worked: launching, bookkeeping, packing that nothing hides.
-        device_peak_bytes: the most that the device's allocator took since loading began; 0 without a GPU.
+        python_s: the part of ``wall_s`` in which no lane was at work: launching, bookkeeping and packing that no task
+            overlaps.
+        device_peak_bytes: peak memory of the device's allocator since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
-        counts: events worth counting, by name: ``prefix_cache_queries`` are the tokens of all prompts that were begun,
-            ``prefix_cache_hits`` those of them that an earlier one had computed.
+        counts: event counts by name: ``prefix_cache_queries`` counts the tokens of all prompts begun,
+            ``prefix_cache_hits`` the prompt tokens found in the prefix cache.
         adaptations: changes of policy between passes, a handful at most.
     """
 
@@ -71,12 +71,12 @@ class RunStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of ``wall_s``; 0 where nothing ran."""
+        """Generated tokens per second of ``wall_s``; 0 if nothing ran."""
         return self.completion_tokens / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def binding(self) -> Binding | None:
-        """The lane that was busiest, and its share of ``wall_s``; None where nothing ran."""
+        """The busiest lane and its share of ``wall_s``; None if nothing ran."""
         lane = max(self.lanes, key=lambda each: self.lanes[each].busy_s, default=None)
         return None if lane is None or not self.lanes[lane].busy_s else Binding(lane=lane, share=self._share(lane))
 
@@ -84,7 +84,7 @@ class RunStats:
         return min(1.0, self.lanes[lane].busy_s / self.wall_s) if self.wall_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that ``--stats`` writes."""
+        """Return the object that ``--stats`` writes."""
         return {
             "wall_s": self.wall_s,
             "load_s": self.load_s,
@@ -118,7 +118,7 @@ class RunStats:
 
 
 class LaneTotals:
-    """Adds up timelines pass by pass, so that only those of the last passes need be kept."""
+    """Running totals by lane, accumulated pass by pass; timelines need not be kept."""
 
     def __init__(self, lanes: Iterable[Lane] = ()) -> None:
         self._busy_s = dict.fromkeys(lanes, 0.0)
@@ -129,17 +129,17 @@ class LaneTotals:
         self._ended_s: float | None = None
 
     def begin(self, at_s: float) -> None:
-        """A run begins; what comes before its first task is the host's."""
+        """Start a run at ``at_s``; idle time before its first task counts as between passes."""
         self._bubbles.begin(at_s)
         self._recent.clear()
         self._ended_s = at_s
 
     def end(self, at_s: float) -> None:
-        """No pass of this run follows."""
+        """End the run at ``at_s``; no pass of this run follows."""
         self._bubbles.end(at_s)
 
     def add(self, timeline: Timeline) -> None:
-        """Count the spans of one pass; a lane not named at construction joins at its first span."""
+        """Add the spans of one pass; a lane not given at construction is added with its first span."""
         mine = timeline.busy_s()
         for lane, seconds in mine.items():
             self._busy_s[lane] = self._busy_s.get(lane, 0.0) + seconds
@@ -155,7 +155,7 @@ class LaneTotals:
 
     @property
     def binding(self) -> Binding | None:
-        """The busiest lane of the last few passes, and its share of them; None before the first."""
+        """The busiest lane of the last `_RECENT_PASSES` passes and its share of their time; None before any pass."""
         busy_s: dict[Lane, float] = {}
         for _, mine in self._recent:
             for lane, seconds in mine.items():
@@ -168,11 +168,11 @@ class LaneTotals:
 
     @property
     def busy_s(self) -> Mapping[Lane, float]:
-        """Seconds in work so far, by lane."""
+        """Seconds at work so far, by lane."""
         return self._busy_s
 
     def stats(self) -> dict[Lane, LaneStats]:
-        """The totals so far, in the order of the enumeration."""
+        """Return the totals so far, in the order of `Lane`."""
         return {
             lane: LaneStats(
                 busy_s=self._busy_s[lane],

@@ -1,7 +1,6 @@
-"""A run as a Chrome trace: one row per lane, one bar per task. Perfetto and chrome://tracing open it.
+"""Writer of a run as a Chrome trace (Perfetto, chrome://tracing): one row per lane, one bar per task.
 
-Knows the trace format and timelines. Refuses to know which clock the seconds come from: only differences count.
-``trace_reading`` reads it back.
+Times are relative to the first span, so any monotonic clock works. ``trace_reading`` reads the files back.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _LANES, _KINDS = {lane: str(lane) for lane in Lane}, {kind: str(kind) for kind i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneForecast:
-    """What one steady decode pass was predicted to ask of a lane: seconds in work, and bytes that cross it."""
+    """Prediction for one lane in one steady decode pass: seconds at work and bytes transferred."""
 
     busy_s: float
     bytes: int = 0
@@ -30,17 +29,17 @@ class LaneForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What a trace says of its run beside the bars: enough to hold the prediction against it.
+    """Header of a trace: the run and its prediction, for comparison with the bars.
 
     Attributes:
-        version: moelight's.
+        version: version of moelight.
         source: ``measured`` or ``simulated``.
-        policy: its keys and values, plain.
-        hardware: the machine that the prediction is for.
-        predicted: by lane, for one steady decode pass; empty where nothing was predicted.
-        pass_s: seconds of that pass; 0 where nothing was predicted.
-        roofs: bytes per second that each lane could move at most.
-        notes: further facts by name, shown as they are.
+        policy: keys and plain values of the policy.
+        hardware: name of the machine that the prediction is for.
+        predicted: prediction by lane, for one steady decode pass; empty without a prediction.
+        pass_s: predicted seconds of one steady decode pass; 0 without a prediction.
+        roofs: maximal bytes per second by lane.
+        notes: further facts by name, shown verbatim.
     """
 
     version: str
@@ -53,7 +52,7 @@ class About:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The trace's ``otherData``."""
+        """Return the ``otherData`` of the trace."""
         return {
             "moelight": self.version,
             "source": self.source,
@@ -67,7 +66,7 @@ class About:
 
 
 class TraceWriter:
-    """Writes a trace pass by pass through ``write``, so that no timeline need be kept; `finish` ends it."""
+    """Writes a trace pass by pass through ``write``, so that timelines need not be kept; call `finish` at the end."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
@@ -78,13 +77,13 @@ class TraceWriter:
         write(_metadata("process_name", 0, {"name": "moelight"}).encode())
 
     def add(self, timeline: Timeline) -> None:
-        """The spans of the next pass; time 0 is the start of the first span of all."""
+        """Write the spans of the next pass; time 0 is the start of the earliest span of the first non-empty pass."""
         if timeline.spans:
             self._add(timeline)
         self._passes += 1
 
     def finish(self, about: About | None = None) -> None:
-        """Nothing follows; ``about`` says what the run was."""
+        """Complete the JSON document, with ``about`` as its header if given."""
         self._write(b"\n]")
         if about is not None:
             self._write(f',\n"otherData": {json.dumps(about.as_dict())}'.encode())
@@ -104,7 +103,7 @@ class TraceWriter:
 
 
 def write_trace(path: Path, timelines: Iterable[Timeline], about: About | None = None) -> None:
-    """A whole trace: every span of ``timelines`` (one per pass, on one clock) goes to ``path``.
+    """Write a whole trace to ``path``: every span of ``timelines``, one per pass, on one clock.
 
     Raises:
         OSError: ``path`` cannot be written.
@@ -121,7 +120,7 @@ def _metadata(name: str, row: int, args: dict[str, Any]) -> str:
 
 
 def _bar(span: Span, *, origin_s: float, pass_number: int) -> str:
-    """One task as JSON, put together by hand: the engine waits for it. No word in it needs escaping."""
+    """Return one task as JSON, formatted by hand because the engine waits for it. No value needs escaping."""
     task, page = span.task, span.task.page
     layer, expert = (task.layer, "") if page is None else (page.layer, f', "expert": {page.expert}')
     expert += f', "part": {page.part}' if page is not None and page.part else ""

@@ -1,6 +1,6 @@
-"""Reads back what ``trace`` writes, event by event, so that a long run needs little memory; believes nothing it reads.
+"""Reader of the traces that ``trace`` writes: event by event, to bound memory, and with validation of every value.
 
-Knows the format. Refuses to know what the figures mean (``report``).
+``report`` interprets the figures.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FOR_NOTHING, NOT_RECORDED = -1, -2
 
 
 class Bars:
-    """Every task of a trace as columns: 51 bytes a task. ``lanes`` and ``kinds`` number the two enumerations.
+    """All tasks of a trace as columns, 51 bytes a task.
 
-    ``waited_for`` numbers the kind of the dependency that ended last, at ``until_us``; or it is `FOR_NOTHING`, or
-    `NOT_RECORDED` in a trace of a version that did not note it.
+    ``lanes`` and ``kinds`` hold positions in `Lane` and `TaskKind`. ``waited_for`` holds the position of the kind of
+    the dependency that ended last, at ``until_us``; or `FOR_NOTHING`; or `NOT_RECORDED` in a trace of an older version.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Bars:
 
 
 class Recording:
-    """One trace: its bars, and what it says about its run (None in a trace that says nothing)."""
+    """One trace: its bars, and its header ``about`` (None if the trace has none)."""
 
     def __init__(self, bars: Bars, about: About | None) -> None:
         self.bars = bars
@@ -57,10 +57,11 @@ class Recording:
 
 
 def read_trace(path: Path) -> Recording:
-    """Every task in the trace ``path``, which ``generate --trace`` or ``simulate --trace`` wrote.
+    """Return the recording in the file ``path``, as written by ``generate --trace`` or ``simulate --trace``.
 
     Raises:
-        InputError: unreadable, not such a trace, cut off, or with a value no run could have; one line names it.
+        InputError: the file is unreadable, not such a trace, truncated, or holds an impossible value, which the
+            message names.
     """
     try:
         with open(open_regular(path), encoding="utf-8") as file:
@@ -74,11 +75,11 @@ def read_trace(path: Path) -> Recording:
 
 
 class _TraceError(Exception):
-    """What is wrong with the file, without its name."""
+    """An error in the content of a trace; the message omits the file name."""
 
 
 class _Text:
-    """JSON values one after another out of a file of any length."""
+    """Incremental reader of JSON values from a file of any length."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -86,7 +87,7 @@ class _Text:
         self._text, self._at = "", 0
 
     def next_mark(self) -> str:
-        """The next character that is no blank, which stays to be read; empty at the end of the file."""
+        """Return the next non-blank character without consuming it; empty at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _BLANK:
                 self._at += 1
@@ -96,7 +97,7 @@ class _Text:
                 return ""
 
     def skip(self, marks: str) -> str:
-        """Read one character that must be one of ``marks``."""
+        """Consume and return the next non-blank character, which must be one of ``marks``."""
         found = self.next_mark()
         if not found:
             raise _TraceError("cut off before its end; was the run interrupted?")
@@ -106,12 +107,12 @@ class _Text:
         return found
 
     def value(self, longest: int) -> Any:
-        """The next value, of at most ``longest`` characters."""
+        """Return the next value, of at most about ``longest`` characters."""
         self.next_mark()
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-                if end < len(self._text) or not self._more():  # a number might go on
+                if end < len(self._text) or not self._more():  # a number may continue in the next chunk
                     self._at = end
                     return value
             except RecursionError:
@@ -197,7 +198,7 @@ def _add(bars: Bars, event: Any, number: int) -> None:
 
 
 def _about(data: Any) -> About | None:
-    """What the trace says of its run; None where the words are another program's."""
+    """Return the header of the trace; None if another program wrote ``data``."""
     if not isinstance(data, dict) or not isinstance(data.get("moelight"), str):
         return None
     predicted = {}
@@ -233,7 +234,7 @@ def _object(data: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _plain(data: dict[str, Any], key: str, *, depth: int = 1) -> dict[str, Any]:
-    """A few short values, some of them by tier."""
+    """Return the object ``key`` after checking that it holds few, short plain values, nested at most once (by tier)."""
     found = _object(data, key)
     for name, value in found.items():
         if isinstance(value, dict) and depth:

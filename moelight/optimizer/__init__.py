@@ -1,1 +1,1 @@
-"""Floor 3: from a machine, a model and a workload to a plan."""
+"""The optimizer: turns a machine, a model and a workload into a plan."""

@@ -1,7 +1,7 @@
-"""Whether another policy within the same allocation would be faster on the machine as it shows itself, and when to
-change: twice in a row by more than 5 %, with a way back where the promise does not come true.
+"""Adapt a policy within its allocation to the measured speed of the machine: change when two looks in a row predict a
+gain of more than 5 %, and change back if the gain is not realised.
 
-Knows figures of passes; refuses to know engines. Its clock is the number of looks it is asked to take.
+Depends only on measurements of passes, not on the engine. Time is counted in calls of `Adapter.look`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
 WORTH_IT = 0.05
-KEPT = 0.5  # of a promised gain, at least so much must come, or WORTH_IT: half of a promise may still be a lot
-LEAST_PASSES = 8  # what a look rests on
-MOST_CHANGES = 8  # ways back included
-_SETTLING = 2  # passes after a change that are assembled by the policy before it, or fill its pipeline
-_AT_EASE = 3  # looks without a change after one
-_PATIENCE = 4  # looks that places may take to fill
+KEPT = 0.5  # the share of a predicted gain that must be realised, or WORTH_IT if that is less
+LEAST_PASSES = 8  # passes that a look needs
+MOST_CHANGES = 8  # changes back included
+_SETTLING = 2  # passes after a change that are packed under the previous policy, or fill the pipeline
+_AT_EASE = 3  # looks without a change after a change
+_PATIENCE = 4  # looks that slots may take to fill
 _STEPS = 4  # changes in one respect each that may add up to one change
-_REMEMBERED = 64  # passes of each kind that a look rests on at most
-_MATTERS = 0.25  # the share of a pass from which on a lane is worth naming
+_REMEMBERED = 64  # passes of each kind that a look uses at most
+_MATTERS = 0.25  # the share of a pass from which on a lane is named in a reason
 _AS_PLANNED = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
-    """What is left to do: whether requests are ``waiting``, of ``prompt_len`` and ``gen_len`` tokens on average; of
-    such, the cache holds ``most_running`` at a time."""
+    """The rest of a job: True in ``waiting`` if requests wait, ``prompt_len`` and ``gen_len`` are their average tokens,
+    and ``most_running`` is the number of such sequences that the cache holds at a time."""
 
     waiting: bool
     prompt_len: float
@@ -47,7 +47,7 @@ class Rest:
     most_running: int
 
     def workload(self) -> Workload:
-        """Endless work of this kind."""
+        """A practically endless workload of such requests."""
         prompt = max(1, round(self.prompt_len))
         return Workload(
             num_requests=1 << 30, prompt_len=prompt, max_prompt_len=prompt, gen_len=max(1, round(self.gen_len))
@@ -56,8 +56,8 @@ class Rest:
 
 @dataclass(kw_only=True, slots=True)
 class _PolicyTrial:
-    """A change that has to prove itself. ``beliefs`` are from before it; ``rows`` the sequences that a pass should now
-    have."""
+    """A change under evaluation. ``before`` and ``beliefs`` are the policy and the beliefs before the change; ``rows``
+    is the expected number of sequences in a pass."""
 
     before: Policy
     beliefs: dict[str, Belief]
@@ -67,13 +67,13 @@ class _PolicyTrial:
 
 
 class Adapter:
-    """Watches the passes of one run. ``policy`` is the one that is best for now."""
+    """Observes the passes of one run. ``policy`` is the best one at present."""
 
     def __init__(
         self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType, *, fixed: Collection[str] = ()
     ) -> None:
-        """``policy`` is resolved, and its regions are allocated; ``speeds`` are those that it was planned with; the
-        ``fixed`` ones of `FIELDS` are never changed."""
+        """``policy`` is resolved and its regions are allocated; ``speeds`` are those of its estimate; those of `FIELDS`
+        in ``fixed`` are never changed."""
         self.policy = policy
         self.allocation = Allocation(model, policy, dtype, fixed=fixed)
         self._pricing = Pricing(model, policy, speeds, dtype)
@@ -86,7 +86,7 @@ class Adapter:
         self._changes, self._settling, self._at_ease = 0, 0, 0
 
     def observe(self, passed: Passed) -> None:
-        """Remember one pass. How spread out prompts are is remembered for about as long as a sequence lives."""
+        """Record one pass. The share of passes with prompts is averaged over about the lifetime of a sequence."""
         self._with_prompts += (float(passed.prompts > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
         if self._settling:
             self._settling -= 1
@@ -100,11 +100,14 @@ class Adapter:
 
     @property
     def exhausted(self) -> bool:
-        """No further change will ever be made."""
+        """True if no further change is possible."""
         return self._changes + 2 > MOST_CHANGES and self._trial is None
 
     def look(self, rest: Rest, *, after_pass: int) -> Adaptation | None:
-        """Learn from the passes since the last look; change ``policy`` if that is worth it."""
+        """Update the beliefs by the passes since the last look, and change ``policy`` if the predicted gain suffices.
+
+        Returns the change made, or None.
+        """
         ran = {kind: list(passed) for kind, passed in self._ran.items() if passed}
         self._forget_passes()
         if not ran:
@@ -125,7 +128,7 @@ class Adapter:
             self._beliefs[kind] = new if old is None else old.blended(new)
 
     def _consider(self, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int) -> Adaptation | None:
-        """The best policy near this one, if it was better at the last look too."""
+        """Change to the best policy near the present one, if it was better at the last look too."""
         now = values_of(self.policy)
         best, gain = self._best(now, rest)
         noted, self._noted = self._noted, best if gain > WORTH_IT else None
@@ -142,7 +145,8 @@ class Adapter:
     def _judge(
         self, trial: _PolicyTrial, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int
     ) -> Adaptation | None:
-        """Whether enough of the promise came true: passes take as long as was expected of them, and are as full."""
+        """End the trial if enough of the predicted gain is realised; change back if not, by the duration of passes and
+        their number of sequences."""
         passed = [each for kind in ran.values() for each in kind]
         took = sum(each.seconds for each in passed)
         expected = sum(self._expected_s(kind, each, trial.beliefs) for kind, each in ran.items())
@@ -165,7 +169,7 @@ class Adapter:
         return self._change(back, reason, 0.0, after_pass)
 
     def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
-        """Go over to ``values``."""
+        """Change ``policy`` to ``values`` and return the record of the change."""
         now = values_of(self.policy)
         changed = [at for at, (old, new) in enumerate(zip(now, values, strict=True)) if old != new]
         self.policy = with_values(self.policy, values)
@@ -197,7 +201,7 @@ class Adapter:
         return float(seconds[0] / seconds[1]) - 1.0
 
     def _token_s(self, rows: Collection[Values], rest: Rest) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Seconds for one generated token under each of ``rows``, in full swing."""
+        """Seconds per generated token under each of ``rows``, in the steady state."""
         found, work = PolicyCandidates.made(self.policy, rows), rest.workload()
         running = np.minimum(found.batch_size, max(1, rest.most_running))
         riding = riding_tokens(found) + found.batch_size - running
@@ -209,7 +213,7 @@ class Adapter:
         return np.asarray(seconds / (running * work.gen_len))
 
     def _belief(self, kind: str) -> Belief:
-        """Of passes of ``kind``; of the others where there were none."""
+        """The belief about passes of ``kind``, or about the other kind if none of ``kind`` ran."""
         return self._beliefs.get(kind) or next(iter(self._beliefs.values()), Belief())
 
     def _expected_s(self, kind: str, ran: list[Passed], beliefs: Mapping[str, Belief]) -> float:
@@ -225,7 +229,8 @@ class Adapter:
             kept.clear()
 
     def _evidence(self, ran: Mapping[str, list[Passed]], best: Values, rest: Rest) -> str:
-        """What the lane that works longest takes beside what was planned, or what else speaks for a change."""
+        """The reason for a change: the busiest lane's measured over planned time, or else the batch size or the share
+        of passes with prompts."""
         passed = [each for kind in ran.values() for each in kind]
         planned, took = self._pricing.lanes(self.policy, passed), sum(each.seconds for each in passed)
         measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in passed) for lane in planned}
@@ -243,13 +248,13 @@ class Adapter:
 
 
 def _direction(now: Values, then: Values) -> tuple[str, bool]:
-    """The first thing that changes, and whether it grows."""
+    """The first of `FIELDS` that differs, and True if it grows."""
     differing = zip(FIELDS, now, then, strict=True)
     return next(((name, new > old) for name, old, new in differing if old != new), ("", False))
 
 
 def _changes(now: Values, then: Values) -> str:
-    """The difference in words."""
+    """A description of the differences."""
     (n, mu, tokens, prompts, ahead), (to_n, to_mu, to_tokens, to_prompts, to_ahead) = now, then
     said = []
     if n != to_n:

@@ -1,6 +1,6 @@
-"""Policies within one allocation: what may change between two passes, and what the regions in memory still hold.
+"""Policies within one allocation: the sizes that may change between passes without larger memory regions.
 
-Refuses to know what is fast (``adapter``).
+``adapter`` chooses among these policies by speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moelight.profiles.model import ModelProfile
 FIELDS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead")
 Values = tuple[int, ...]  # of `FIELDS`
 
-# A region whose size depends on the sizes without bounding them: the batcher fills what there is.
+# Regions whose size depends on `FIELDS` without bounding them: the batcher fills the region it has.
 _NO_BOUND = ("kv_buffer",)
 _SIZES = tuple(2.0 ** (quarter / 4) for quarter in range(-8, 9))
 _PARTS = (*range(1, 9), 10, 12, 16)
@@ -30,8 +30,8 @@ _CUTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyCandidates:
-    """Policies that differ in `FIELDS` from ``of``, as arrays; with the face of a policy as far as memory and time ask
-    for it."""
+    """Policies that differ from ``of`` in `FIELDS`, as arrays. Has the attributes of a policy that memory and time
+    depend on."""
 
     of: Policy
     batch_size: Any
@@ -42,7 +42,7 @@ class PolicyCandidates:
 
     @classmethod
     def made(cls, of: Policy, rows: Collection[Values]) -> PolicyCandidates:
-        """From the values of each."""
+        """Make candidates from the values of `FIELDS` of each policy."""
         columns = np.array(list(rows), dtype=np.int64).T
         return cls(of=of, **dict(zip(FIELDS, columns, strict=True)))
 
@@ -80,7 +80,7 @@ class PolicyCandidates:
 
 
 class Allocation:
-    """The regions that were filled for ``policy``, a resolved one; the ``fixed`` ones of `FIELDS` stay as they are."""
+    """The memory regions allocated for ``policy``, which is resolved; those of `FIELDS` in ``fixed`` do not change."""
 
     def __init__(self, model: ModelProfile, policy: Policy, dtype: DType, *, fixed: Collection[str] = ()) -> None:
         self.policy, self._fixed = policy, frozenset(fixed)
@@ -89,7 +89,7 @@ class Allocation:
         self._most = int(pass_tokens(policy))
 
     def holds(self, candidates: PolicyCandidates | Policy) -> Any:
-        """Whether no region would have to be larger."""
+        """True, for each candidate, if no region would have to be larger."""
         needed = fixed_bytes(self._model, candidates, dtype=self._dtype, kv_dtype=self._dtype)
         fits = np.asarray(pass_tokens(candidates) <= self._most)
         fits = fits & (candidates.micro_batch_tokens <= self.policy.micro_batch_tokens)
@@ -99,17 +99,17 @@ class Allocation:
         return fits
 
     def check(self, policy: Policy) -> None:
-        """Refuse what is no policy of this allocation.
+        """Refuse a policy that is outside this allocation.
 
         Raises:
-            ConfigError: it differs in more than `FIELDS`, or a region would have to be larger.
+            ConfigError: ``policy`` differs in more than `FIELDS`, or a region would have to be larger.
         """
         same = replace(policy, **{name: getattr(self.policy, name) for name in FIELDS})
         if same != self.policy or not bool(self.holds(policy)):
             raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
 
     def neighbours(self, values: Values, *, most_running: int) -> list[Values]:
-        """Policies that differ from the one of ``values`` in one respect each, and fit; it comes first."""
+        """The values of all fitting policies that differ in one respect from ``values``; ``values`` itself is first."""
         found = {values: None}
         for each in self._lines(values, most_running):
             n, mu, tokens, prompts, _ = each
@@ -137,12 +137,12 @@ class Allocation:
 
 
 def values_of(policy: Policy) -> Values:
-    """Its `FIELDS`."""
+    """The values of `FIELDS` in ``policy``."""
     return tuple(getattr(policy, name) for name in FIELDS)
 
 
 def with_values(policy: Policy, values: Values) -> Policy:
-    """``policy`` with these `FIELDS`."""
+    """``policy`` with ``values`` of `FIELDS`."""
     n, mu, tokens, prompts, ahead = values
     return replace(
         policy,

@@ -1,6 +1,6 @@
-"""The planner as ``moelight`` shows it in Python: names or profiles in, plans and timelines out.
+"""The planner's public Python interface: turns names or profiles into plans and timelines.
 
-Refuses to measure a machine: ``auto`` is the command line's and the engine's word.
+Does not measure a machine: ``auto`` exists only on the command line and in the engine.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def optimize(
     kv_dtypes: tuple[str, ...] = ("auto",),
     cache: bool = True,
 ) -> Plan:
-    """The policy with the most tokens per second for ``model`` on ``hardware``, and why.
+    """The plan with the most tokens per second for ``model`` on ``hardware``.
 
     Args:
         hardware, model, workload: names, files, or profiles; a model may be a directory with a ``config.json``.
-        name: what the policy calls the model; ``model`` if that is text, else the profile's name.
-        estimator: ``calibrated``, what the engine really does, or ``paper``, the published formulas.
-        limits: bytes that may be used by tier (``device`` of one GPU, ``host``, ``disk``; 0: none), where not all.
+        name: the model's name in the policy; default: ``model`` if that is text, else the profile's name.
+        estimator: ``calibrated``, the cost of the engine's own passes, or ``paper``, the published formulas.
+        limits: usable bytes by tier (``device`` of one GPU, ``host``, ``disk``; 0: none), where not the whole tier.
         fix: parts of the policy, by the keys of ``--fix`` (``{"attention": "cpu", "weights.device": 0.1}``).
-        weight_dtypes, kv_dtypes: what experts and cache may be stored in; ``auto`` is the model's own.
-        cache: whether an equal question may be answered from disk.
+        weight_dtypes, kv_dtypes: allowed dtypes of experts and cache; ``auto`` is the model's own.
+        cache: whether a stored plan of equal inputs may be returned.
 
     Raises:
         ConfigError: an unknown name (the nearest is named), or fixed parts that contradict each other.
-        BudgetError: nothing fits; says what lacks and what would do.
+        BudgetError: nothing fits; names the missing bytes and a sufficient size.
     """
     return planner.make_plan(
         _hardware(hardware),
@@ -72,18 +72,18 @@ def simulate(
     schedule: str | None = None,
     with_prompts: bool = False,
 ) -> Timeline:
-    """One pass as it would run: each task's start and end on a virtual clock, at the ledger's costs.
+    """Simulate one pass: each task's start and end on a virtual clock, at the ledger's costs.
 
     Args:
-        plan_or_policy: what to run; a plan also says for which machine and workload.
-        hardware, workload: those of the plan, unless given; a policy has no machine, and stands for ``mtbench``.
-        model: what the policy names, unless given.
-        schedule: another order of work than the policy's.
-        with_prompts: the pass in which prompts ride along; otherwise a steady one in which every slot decodes.
+        plan_or_policy: the policy to simulate; a plan also provides machine and workload.
+        hardware, workload: default: those of the plan; for a policy, no machine and ``mtbench``.
+        model: default: the model that the policy names.
+        schedule: a schedule in place of the policy's.
+        with_prompts: simulate the pass with prompt tokens instead of a steady pass in which every slot decodes.
 
     Raises:
-        ConfigError: no machine is named, an unknown name, an order of work that these devices do not allow, or a
-            workload without passes that bring prompts.
+        ConfigError: no machine is named, an unknown name, a schedule that these devices do not allow, or a workload
+            without passes with prompts.
     """
     plan = plan_or_policy if isinstance(plan_or_policy, Plan) else None
     policy = plan.policy if plan is not None else plan_or_policy

@@ -1,17 +1,16 @@
-"""Proof of how good any policy can be: branch and bound over boxes of everything that a policy may say.
+"""Upper bound on the speed of any policy: branch and bound over boxes of all values of a policy.
 
-A box is a range of N, of numbers of micro-batches, of tokens in a prompt micro-batch, of tokens of prompts that ride in
-a pass, of pages for the CPU and of the cache's share of the device. It is priced with the best of everything in it:
-passes that are fewer and carry less than those of any N in it (`bounding_passes`), weights read for its fewest
-micro-batches, a pipeline filled as by its most, memory as its smallest candidate leaves it, pages computed and cached
-wherever that is best, no page moved that nobody is routed to and no wait for that, on a machine where more work never
-takes less time or is done at a lower rate. So no policy in the box is faster, whatever its order of work: cgopipe takes
-no longer than any other but ``module``. The cache has the smallest blocks, homes are pinned and micro-batches look
-ahead as far as they may, unless they are fixed otherwise: nothing of that ever takes longer. Both ways of admission
-have boxes of their own.
+A box is a range of N, of numbers of micro-batches, of tokens in a prompt micro-batch, of prompt tokens in a pass, of
+pages for the CPU and of the cache's share on the device. The price of a box combines the best values in the box: passes
+that are fewer and have fewer tokens than those of any N in the box (`bounding_passes`), weights read for its fewest
+micro-batches, a pipeline filled as by its most, the free memory of its smallest candidate, pages computed and cached
+where that is best, no transfer of a page without routed tokens and no wait for routers, on a machine where more work
+never takes less time or is done at a lower rate. So no policy in the box is faster, whatever its schedule: cgopipe
+takes no longer than any other but ``module``. Unless fixed otherwise, the cache has the smallest blocks, host pages are
+pinned and look-ahead is the largest allowed: none of these ever takes longer. Each way of admission has its own boxes.
 
-Boxes that cannot beat the best known policy are dropped, the others are cut in two along the side that has raised
-bounds the most so far for its length, until what is left is within the gap or the boxes run out.
+Boxes that cannot beat the best known policy are dropped. The others are cut in two along the side that has raised
+bounds the most so far for its length, until all remaining boxes are within the gap or the limit of boxes is reached.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ AT_ONCE = 1000
 MOST_BOXES = {True: 14_000, False: 40_000}  # with a GPU, whose passes take longer to price, and without
 MOST_CUTS, WORTH_A_CALL = 3, 300
 FORGET, LEAST_RAISED = 0.7, 1e-3
-# By how much a cut along each of `_SIDES` raises a bound, as a share of it for the side's length: a first guess.
+# Initial estimate of the relative rise of a bound by a cut along each of `_SIDES`, per length of the side.
 RAISES = (0.8, 0.1, 0.1, 0.5, 4.0, 6.0)
-BOUNDING = ("cgopipe", "module")  # no other order takes less than the first of them, whichever pages move
+BOUNDING = ("cgopipe", "module")  # no other schedule takes less than cgopipe, whichever pages are transferred
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Boxes:
     """N from ``n0`` to ``n1``, micro-batches from ``b0`` to ``b1``, tokens of a prompt micro-batch from ``t0`` to
-    ``t1``, of all that ride in a pass from ``r0`` to ``r1``, pages computed by the CPU from ``c0`` to ``c1`` and the
-    share of the cache on the device from ``k0`` to ``k1``: arrays of one length. ``before_s`` is the bound of the box
-    that each was cut from, at last along a ``side`` of that ``length``."""
+    ``t1``, prompt tokens of a pass from ``r0`` to ``r1``, pages computed by the CPU from ``c0`` to ``c1`` and the share
+    of the cache on the device from ``k0`` to ``k1``: arrays of one length. ``before_s`` is the bound of the parent box,
+    which was cut along ``side``, of ``length`` before the cut."""
 
     n0: Any
     n1: Any
@@ -81,8 +80,8 @@ _FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side", "len
 
 
 def least_seconds(problem: Problem, known_s: float) -> float:
-    """No policy does the job in less; ``known_s`` is what the best known one takes. Within `GAP` of it where the boxes
-    suffice; they go to the settings that hold the bound down."""
+    """A lower bound in seconds on the job under any policy; ``known_s`` is the time of the best known policy. The bound
+    is within `GAP` of ``known_s`` if the boxes suffice; boxes are cut first in the variant with the lowest bound."""
     goal_s, left = known_s * (1 - GAP), MOST_BOXES[problem.has_gpu]
     fronts = [_Front.of(problem, setting, goal_s) for setting in _bounding(problem)]
     while left > 0:
@@ -94,7 +93,7 @@ def least_seconds(problem: Problem, known_s: float) -> float:
 
 
 def _bounding(problem: Problem) -> Iterator[Variant]:
-    """The settings whose boxes hold every policy."""
+    """The variants whose boxes together bound every policy."""
     for setting in variants(problem):
         usual = setting.residents != "learned" or "residents" in problem.fixed
         if usual and (setting.order in BOUNDING or "schedule" in problem.fixed):
@@ -102,8 +101,8 @@ def _bounding(problem: Problem) -> Iterator[Variant]:
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:
-    """The single candidates for sizes that some homes of pages might make faster than ``known_s``, most promising
-    first. Complete where the boxes suffice, and prompt micro-batches are fixed."""
+    """The sizes, as single candidates, that some placement might make faster than ``known_s``, lowest bound first.
+    Complete if the boxes suffice and prompt micro-batches are fixed."""
     found: list[tuple[float, Candidates]] = []
     for setting in variants(problem):
         front, left = _Front.of(problem, setting, known_s * (1 - EXACT)), most_boxes
@@ -124,8 +123,8 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cand
 
 @dataclass(kw_only=True, slots=True)
 class _Front:
-    """The boxes of one setting that may hold something faster than ``goal_s``, and their bounds: those that wait to be
-    cut, and those that are ``whole``."""
+    """The boxes of one variant that may hold a policy faster than ``goal_s``, and their bounds: boxes ``waiting`` to be
+    cut, and ``whole`` boxes that cannot be cut further."""
 
     problem: Problem
     setting: Variant
@@ -134,11 +133,11 @@ class _Front:
     waiting_s: Any
     whole: _Boxes
     whole_s: Any
-    raised: Any  # by how much a cut raised the bound so far, as a share of it for the length of each side
+    raised: Any  # relative rise of the bound by cuts so far, per length of each side
 
     @classmethod
     def of(cls, problem: Problem, setting: Variant, goal_s: float) -> _Front:
-        """All there is."""
+        """The front of all boxes of ``setting``."""
         setting = replace(setting, cost_model=replace(setting.cost_model, speeds=at_best(setting.cost_model.speeds)))
         boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
         return cls(
@@ -158,7 +157,8 @@ class _Front:
         return float(min(np.min(self.waiting_s, initial=np.inf), np.min(self.whole_s, initial=np.inf)))
 
     def advance(self) -> int:
-        """Cut the boxes with the lowest bounds, so that the least of them rises fastest; how many came of it."""
+        """Cut the boxes with the lowest bounds, which raises the overall bound fastest; return the number of new
+        boxes."""
         order = np.argsort(self.waiting_s, kind="stable")
         first, rest = order[:AT_ONCE], order[AT_ONCE:]
         lengths = _lengths(self.problem, self.waiting.at(first))
@@ -167,7 +167,7 @@ class _Front:
         self.whole = _joined(self.whole, self.waiting.at(done))
         self.whole_s = np.concatenate([self.whole_s, self.waiting_s[done]])
         boxes = replace(self.waiting.at(cut), before_s=self.waiting_s[cut])
-        for _ in range(MOST_CUTS):  # few boxes are not worth a call
+        for _ in range(MOST_CUTS):  # cut again while too few boxes are left for one call of `_bound_s`
             boxes = self._cut(boxes)
             if not len(boxes) or len(boxes) >= WORTH_A_CALL:
                 break
@@ -179,7 +179,7 @@ class _Front:
         return len(boxes)
 
     def _cut(self, boxes: _Boxes) -> _Boxes:
-        """The halves of ``boxes``, each cut where it is worth most; those of one step stay."""
+        """The halves of ``boxes``, each cut along its most promising side; boxes of a single point are kept."""
         lengths = _lengths(self.problem, boxes)
         side = np.argmax(lengths * self.raised[:, None], axis=0)
         length = lengths[side, np.arange(len(boxes))]
@@ -188,7 +188,7 @@ class _Front:
         return halves if some.all() else _joined(boxes.at(~some), halves)
 
     def _learn(self, boxes: _Boxes, seconds: Any) -> None:
-        """Note by how much the last cut of ``boxes`` raised their bounds."""
+        """Update ``raised`` by the rise of bounds in the last cut of ``boxes``."""
         gained = np.minimum(seconds, 2 * self.goal_s) / boxes.before_s - 1.0
         for index in np.unique(boxes.side).astype(int):
             along = (boxes.side == index) & (boxes.length > 0)
@@ -198,7 +198,7 @@ class _Front:
 
 
 def _open(problem: Problem, setting: Variant, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
-    """The boxes that may hold something faster than ``goal_s``, and their bounds."""
+    """The boxes that may hold a policy faster than ``goal_s``, and their bounds."""
     seconds = _bound_s(problem, setting, boxes)
     index = np.flatnonzero(seconds < goal_s)
     return boxes.at(index), seconds[index]
@@ -209,10 +209,10 @@ def _joined(*parts: _Boxes) -> _Boxes:
 
 
 def _all(problem: Problem, setting: Variant) -> _Boxes:
-    """Boxes that together hold every candidate of a setting."""
+    """Boxes that together cover every candidate of a variant."""
     total, (fewest, most) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
-    longest = max(problem.prompt_tokens, most, LEAST_TOKENS)  # more tokens in a pass there never are
+    longest = max(problem.prompt_tokens, most, LEAST_TOKENS)  # the most tokens of a pass
     n = _ranges(fewest, most, 8)
     b = [(number, number)] if number is not None else _ranges(1, most, 16)
     tokens = [(fixed, fixed)] if fixed is not None else [(1, longest)]
@@ -251,9 +251,9 @@ def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
 
 
 def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
-    """Boxes without the sizes that cannot go together: N of at least as many sequences as micro-batches, a fixed number
-    in each of them, a token for each sequence of a micro-batch, one prompt micro-batch at least in a pass, whole blocks
-    of the cache. Boxes with nothing left are gone."""
+    """Boxes shrunk to consistent sizes: N at least the number of micro-batches, a fixed μ where given, a token for each
+    sequence of a micro-batch, at least one prompt micro-batch in a pass, whole blocks of the cache. Empty boxes are
+    dropped."""
     n0, n1, b0, b1, mu = boxes.n0, boxes.n1, boxes.b0, boxes.b1, problem.count("micro_batch_size")
     if mu is not None:
         n0, n1 = np.maximum(n0, (b0 - 1) * mu + 1), np.minimum(n1, b1 * mu)
@@ -275,7 +275,7 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
 
 
 def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
-    """Seconds that no policy of each box undercuts; infinite where none fits."""
+    """A lower bound of the seconds of any policy, for each box; infinite where no policy fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
     smallest = make_candidates(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
     bounding = bounding_static_passes if setting.admission == "static" else bounding_passes
@@ -315,7 +315,7 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
         ]
     )
     best = _from_disk(problem, setting, best, filled.placed)
-    if not setting.cost_model.discrete:  # nothing costs more beside another than after it, for then it is done after it
+    if not setting.cost_model.discrete:  # overlapping never costs more than running one after the other
         cpu, disk = (
             np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu"))
         )
@@ -337,7 +337,8 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
 
 
 def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The least and the most sequences of a micro-batch in each box, and of its tokens in prompts."""
+    """The least and the most sequences of a micro-batch in each box, and the same of tokens in a prompt
+    micro-batch."""
     fixed = problem.count("micro_batch_size")
     least, most = np.ceil(boxes.n0 / boxes.b1), np.ceil(boxes.n1 / boxes.b0)
     if fixed is not None:
@@ -347,8 +348,9 @@ def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tu
 
 
 def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_tokens: Any) -> FreeMemory:
-    """What the smallest candidate of each box leaves, and where memory does not grow with the candidate, what the best
-    one leaves more: buffers for a share of the cache that falls with N, no context to gather where T is above it."""
+    """The free memory of the smallest candidate of each box, plus the memory that another candidate saves where use
+    does not grow with size: buffers for a share of the cache that falls with N, and the gathered context, which is not
+    needed where T exceeds the context."""
     room, model, cost_model = room_of(problem, smallest), problem.model, smallest.setting.cost_model
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
@@ -366,8 +368,8 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
 
 
 def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
-    """``cost`` relieved of copies inside host memory as far as reading pages from disk instead could relieve it: a lane
-    sinks until the disk, which takes over, is as busy; all the way where nothing overlaps."""
+    """``cost`` less the copies inside host memory that reading pages from disk instead could save: a lane's time falls
+    until the disk is as busy; without such a limit in ``serial``, which overlaps nothing."""
     if "stage" not in cost.lanes:
         return cost
     speeds, page = setting.cost_model.speeds, setting.cost_model.page_bytes()
@@ -390,8 +392,9 @@ def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: Place
 def _pages_or_cache(
     setting: Variant, cost: PassCost, bare: PlacementCounts, room: FreeMemory, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
-    """``cost`` with a link that carries a page less one for every slot that the cache takes of device memory. ``links``
-    are passes with none taken, but the least and the most of the cache there; in between they are straight."""
+    """``cost`` with a host-to-device link that transfers one more page for every slot of device memory that the cache
+    takes, less one page in total. ``links`` are passes without slots taken, at the least and the most cache on the
+    device; link time is linear in between."""
     page_s = links[0].share * setting.cost_model.page_bytes() / setting.cost_model.speeds.h2d
     taken = room.kv_blocks * room.kv_block_bytes / room.slot_bytes
     least = np.minimum(
@@ -403,7 +406,7 @@ def _pages_or_cache(
 
 
 def _best_of(costs: list[PassCost]) -> PassCost:
-    """The least of every figure; what is taken off again, beside the first attention, may be everything."""
+    """The least of every figure; ``first``, which is subtracted again beside the first attention, is infinite."""
     first = costs[0]
 
     def least(name: str) -> Any:
@@ -427,7 +430,8 @@ def _best_of(costs: list[PassCost]) -> PassCost:
 
 
 def _lengths(problem: Problem, boxes: _Boxes) -> Any:
-    """How long each of `_SIDES` is: sizes count as factors, shares as parts of a whole; 0 where it is one step."""
+    """The length of each of `_SIDES`: of sizes the log of their ratio, of shares the difference; 0 for a single
+    value."""
     blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
     return np.stack(
         [
@@ -443,7 +447,7 @@ def _lengths(problem: Problem, boxes: _Boxes) -> Any:
 
 def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:
     """Each box cut in two along its ``side``: sizes at the geometric mean, shares halfway; N where the number of full
-    waves changes, if it does."""
+    waves changes, if that number changes within the box."""
     requests = problem.workload.num_requests
     parts = []
     for side, (low, high) in enumerate(_SIDES):

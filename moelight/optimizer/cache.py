@@ -1,4 +1,4 @@
-"""Plans on disk, by a hash of everything they depend on. A file that cannot be read is a question not asked before."""
+"""Plans on disk, keyed by a hash of all inputs. A file that cannot be read counts as a miss."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moelight.hrm.estimate import Estimate, Phase
 from moelight.optimizer.plan import Plan, TierUse, WhatIf
 from moelight.profiles.workload import Workload
 
-FORMAT = 3  # raise it when formulas change, so that old answers are forgotten
+FORMAT = 3  # increment when formulas change, so that stored plans are not used
 
 
 def key_of(*inputs: Any) -> str:
-    """A name for a question: equal for equal inputs, different for others and for other versions of this program."""
+    """The key of a planning problem: equal for equal inputs; different inputs or program versions give other keys."""
     text = json.dumps([FORMAT, __version__, *map(_plain, inputs)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load(key: str) -> Plan | None:
-    """The plan stored under ``key``, if there is a whole one."""
+    """The plan stored under ``key``; None if there is none or its file is invalid."""
     try:
         return _plan(read_json(_place(key)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MoelightError):
@@ -36,7 +36,7 @@ def load(key: str) -> Plan | None:
 
 
 def store(key: str, plan: Plan) -> None:
-    """Keep ``plan`` without the machine's speeds; a disk that refuses is not worth a complaint."""
+    """Store ``plan`` without the machine's speeds; errors of the file system are ignored."""
     with contextlib.suppress(OSError):
         write_whole(_place(key), json.dumps(asdict(replace(plan, speeds=None))))
 

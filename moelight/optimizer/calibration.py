@@ -1,7 +1,6 @@
-"""A machine as its passes show it: what each lane really took, against what the ledger says of exactly those passes.
+"""Calibrate the cost model by measured passes: the busy seconds of each lane over the ledger's for the same passes.
 
-The ledger's speeds, each as much slower or faster as its lane turned out to be, price every other policy. Knows nothing
-of which policies there are to choose from (``adapter``).
+The ledger's speeds, scaled by these ratios, price every other policy. ``adapter`` chooses among policies.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from moelight.profiles.model import ModelProfile
 
 KINDS = ("prompts", "decode")  # passes with prompts, and without
 LANES = ("disk", "stage", "h2d", "d2h", "device", "cpu")
-NEWEST = 0.5  # the weight of the newest window in what is believed
+NEWEST = 0.5  # the weight of the newest window in a belief
 _ROUNDS = 3  # lanes that share a memory slow each other: corrected together, in a few rounds
-_FURTHEST = 100.0  # what is believed of a lane that barely works must not run away
+_FURTHEST = 100.0  # limit of a correction factor, which is unstable for a lane that is barely used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """One pass that ran: what rode in it, how long it took, and seconds of work on each lane.
+    """One measured pass: its tokens, its seconds, and the busy seconds of each lane.
 
-    ``context`` is the average number of cached tokens of a sequence that decodes; ``prompts`` the number of prompts, or
-    of parts of them.
+    ``context`` is the average number of cached tokens of a decoding sequence; ``prompts`` the number of prompts or
+    prompt chunks.
     """
 
     decode_tokens: int
@@ -54,20 +53,20 @@ class Passed:
 
     @property
     def rows(self) -> int:
-        """Sequences that took part."""
+        """Sequences in the pass."""
         return self.decode_tokens + self.prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Belief:
-    """Of one kind of pass: how much slower than planned each lane is, and by what factor such a pass takes longer than
-    its lanes explain."""
+    """Correction factors for one kind of pass: ``slower`` is measured over planned seconds by lane, ``stretch`` the
+    factor by which a pass takes longer than its lanes explain."""
 
     slower: Mapping[str, float] = field(default_factory=dict)
     stretch: float = 1.0
 
     def blended(self, newer: Belief) -> Belief:
-        """Halfway to ``newer``, on a logarithmic scale; what was not believed before is taken as it is."""
+        """The mean of this belief and ``newer`` on a logarithmic scale; lanes absent here take the newer factor."""
 
         def mean(old: float, new: float) -> float:
             return math.exp((1 - NEWEST) * math.log(old) + NEWEST * math.log(new))
@@ -77,20 +76,20 @@ class Belief:
 
 
 class Pricing:
-    """Seconds of passes of one model under policies that share their allocation, on a machine believed to be so."""
+    """Prices passes of one model under policies that share an allocation, with speeds corrected by a `Belief`."""
 
     def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
-        """``policy`` is resolved; ``dtype`` is what units work in, and weights and cache are stored in."""
+        """``policy`` is resolved; ``dtype`` is that of computation, weights and cache."""
         self._acts, self._order = cost_model_of(model, policy, speeds, dtype), policy.schedule
         self._placed = placement_counts(place(model, policy), policy)
         self._made: dict[str, tuple[Belief, CostModel]] = {}
 
     def seconds(self, sizes: Sizes, passes: Passes, kind: str, belief: Belief) -> Any:
-        """Of each of ``passes``, all of one ``kind``."""
+        """Predicted seconds of each of ``passes``, all of one ``kind``."""
         return belief.stretch * pass_s(self._order, self._cost(sizes, passes, self._believed(kind, belief)))
 
     def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> Belief:
-        """What passes of one kind that ``ran`` under ``policy`` say, starting from what was believed."""
+        """A new belief from passes of one kind that ``ran`` under ``policy``, starting from ``belief``."""
         passes = passes_that_ran(ran)
         measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane in LANES}
         slower = dict(belief.slower)
@@ -108,7 +107,7 @@ class Pricing:
         return Belief(slower=slower, stretch=stretch)
 
     def lanes(self, policy: Policy, ran: Sequence[Passed]) -> dict[str, float]:
-        """Seconds of work of each lane that were planned for passes that ``ran``."""
+        """Planned busy seconds of each lane for the passes that ``ran``."""
         return _busy_s(self._acts, self._cost(policy, passes_that_ran(ran), self._acts))
 
     def _believed(self, kind: str, belief: Belief) -> CostModel:
@@ -121,7 +120,7 @@ class Pricing:
         return replace(self._acts, speeds=slowed(self._acts.speeds, by))
 
     def _cost(self, sizes: Sizes, passes: Passes, cost_model: CostModel) -> PassCost:
-        """Of passes that are packed as the batcher does: full micro-batches of those that are there."""
+        """The cost of passes packed as the batcher packs them: full micro-batches of the sequences present."""
         decode, prompts, cut = passes.decode_tokens, passes.prompts, np.asarray(sizes.micro_batch_tokens, dtype=float)
         rows = decode + (0.0 if cost_model.discrete else prompts)
         rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
@@ -139,7 +138,7 @@ class Pricing:
 
 
 def passes_that_ran(ran: Sequence[Passed]) -> Passes:
-    """The same passes, as the ledger asks for them."""
+    """Convert measured passes to the ledger's `Passes`, one entry each."""
     table = np.array([(p.decode_tokens, p.prompt_tokens, p.context, p.prompts) for p in ran], dtype=float)
     decode, prompt, context, prompts = table.T
     return Passes(
@@ -152,10 +151,10 @@ def passes_that_ran(ran: Sequence[Passed]) -> Passes:
 
 
 def _busy_s(cost_model: CostModel, cost: PassCost) -> dict[str, float]:
-    """Seconds in which each lane works. Without a GPU, reading and computing slow each other while both go on."""
+    """Busy seconds of each lane. Without a GPU, disk reads and computation slow each other while they overlap."""
     busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
     if not cost_model.discrete:
         kept = {"cpu": cost_model.speeds.under_disk, "disk": cost_model.speeds.disk_under_cpu}
         busy = {lane: own + np.minimum(cost.waits[lane], own * (1.0 / kept[lane] - 1.0)) for lane, own in busy.items()}
-    shape = np.shape(cost.count)  # what is the same in every pass may be one number
+    shape = np.shape(cost.count)  # a value that is the same in every pass may be a scalar
     return {lane: float(np.sum(np.broadcast_to(seconds, shape))) for lane, seconds in busy.items()}

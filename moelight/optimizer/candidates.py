@@ -1,6 +1,6 @@
-"""Which candidates are looked at: a sample of the whole space first, then random and single steps around good ones.
+"""Generators of candidates: a sample of the whole space, and random and single steps around good candidates.
 
-Depends on what is fixed; does not depend on what candidates cost.
+Depends on the fixed values; does not depend on costs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moelight.core.policy import MOST_COUNTS
 from moelight.optimizer.placement import RequestedPlacement
 from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, Variant, make_candidates
 
-WHOLE_UP_TO = 12  # requests: up to there the first look has every N and every number of micro-batches
-SAMPLED = 1600  # candidates of a first look
-ANEW = 0.1  # of random neighbours have other prompt micro-batches altogether
-MOST_PASSES = 64  # in which the prompts of all places come: up to there each number is a valley of its own
+WHOLE_UP_TO = 12  # requests up to which the first sample has every N and every number of micro-batches
+SAMPLED = 1600  # candidates of the first sample
+ANEW = 0.1  # the share of random neighbours with newly drawn prompt micro-batches
+MOST_PASSES = 64  # the most passes over which prompts of all slots are spread: each number is a local minimum
 _PASSES = np.array([1, 2, 3, 4, 5, 6, 8, 12], dtype=float)
 _PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
@@ -28,19 +28,19 @@ _STEPS = (-1, 0, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedCandidates:
-    """Candidates, and what is wanted of their homes."""
+    """Candidates with their requested placement."""
 
     cells: Candidates
     wanted: RequestedPlacement
 
     def at(self, index: Any) -> PlacedCandidates:
-        """The candidates that ``index`` picks."""
+        """The candidates at ``index``."""
         return PlacedCandidates(cells=self.cells.at(index), wanted=self.wanted.at(index))
 
 
 def first_look(problem: Problem, setting: Variant) -> PlacedCandidates:
-    """A sample of a setting: N, micro-batches, prompt tokens and shares of homes, each over its whole range; and every
-    N of a coarse row with the least of all else, which takes the least memory."""
+    """A sample of a variant: N, micro-batches, prompt tokens and placement shares, each over its whole range; and a
+    coarse grid of N with the least of everything else, which takes the least memory."""
     draw, requests = np.random.default_rng(1), problem.workload.num_requests
     if requests <= WHOLE_UP_TO:
         every = [(n, b) for n in range(1, requests + 1) for b in range(1, n + 1)]
@@ -64,8 +64,8 @@ def first_look(problem: Problem, setting: Variant) -> PlacedCandidates:
 
 
 def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Tokens of a prompt micro-batch and of all that ride in a pass: from few to those of all prompts, or as many as no
-    context has to be gathered for."""
+    """Tokens of a prompt micro-batch, and prompt tokens of a pass: from few up to those of all prompts, or as many as
+    the longest context, for which no context is gathered."""
     most = max(problem.prompt_tokens, LEAST_TOKENS)
     tokens = np.exp2(draw.integers(4, np.log2(max(min(most, 1 << 16), 32)) + 1, count))
     whole = problem.model.max_positions
@@ -74,7 +74,7 @@ def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[An
 
 
 def _riding(problem: Problem, setting: Variant, sequences: Any, passes: Any) -> Any:
-    """Tokens that ride in a pass where the prompts of so many sequences come in so many passes (`hrm.workload_model`)."""
+    """Prompt tokens of a pass when the prompts of ``sequences`` are spread over ``passes`` (`hrm.workload_model`)."""
     prompt = problem.workload.prompt_len
     if setting.admission == "static":
         return sequences * prompt / passes - sequences
@@ -82,8 +82,8 @@ def _riding(problem: Problem, setting: Variant, sequences: Any, passes: Any) -> 
 
 
 def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCandidates:
-    """Neighbours of some candidates of one setting: sizes up to the factor ``1 + step`` away, shares up to ``step`` of
-    a whole, and always those one whole step away."""
+    """Neighbours of candidates of one variant: sizes differ by a factor up to ``1 + step``, shares by up to ``step`` of
+    the whole, and in any case by one unit."""
     cell, requests = beam.cells, problem.workload.num_requests
     n, mu, t, p = (np.atleast_1d(np.asarray(getattr(cell, name)))[:, None] for name in _SIZE_NAMES)
     factor, single, in_waves, times, more, twice = _SIZE_MOVES
@@ -113,8 +113,8 @@ def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCa
 def scattered(
     problem: Problem, beam: PlacedCandidates, draw: np.random.Generator, count: int, *, widest: float = 0.0
 ) -> PlacedCandidates:
-    """Random neighbours of some candidates of one setting: each size and each share as it is, or a thousandth of it to
-    a few times as much away (10 to the power of ``widest`` instead of few)."""
+    """Random neighbours of candidates of one variant: each size and share is kept, or changed by a random factor whose
+    logarithm has a scale from 0.001 to 10 to the power of ``widest``."""
     cell, requests, wanted = beam.cells, problem.workload.num_requests, _columns(beam.wanted)
     pick = draw.integers(len(cell.batch_size), size=count)
     n, mu, t, p = (np.asarray(getattr(cell, name))[pick] for name in _SIZE_NAMES)
@@ -155,7 +155,7 @@ def scattered(
 
 
 def as_of(problem: Problem, choices: PlacedCandidates, setting: Variant) -> PlacedCandidates:
-    """The same sizes in another setting, with what it knows of their homes."""
+    """The same sizes in another variant, with those parts of the requested placement that the variant has."""
     cell, (computed, cache, resident, spilled) = choices.cells, _columns(choices.wanted)
     n, mu, t, p = (np.asarray(getattr(cell, name)) for name in _SIZE_NAMES)
     open_here, count = cache_is_open(problem, setting), len(n)
@@ -174,17 +174,17 @@ def as_of(problem: Problem, choices: PlacedCandidates, setting: Variant) -> Plac
 
 
 def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:
-    """N of a lattice, and those that serve all requests in so many full waves."""
+    """N of a lattice, and every N that serves all requests in at most ``waves`` full waves."""
     return np.unique(np.append(-(-requests // np.arange(1, waves + 1)), lattice.astype(int)))
 
 
 _SIZE_NAMES = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")
-_SAME_SIZE = 99.0  # instead of a number of micro-batches more or less: as many as keep the size of each
+_SAME_SIZE = 99.0  # in place of a change of the number of micro-batches: keep the size of each
 
 
 def _size_moves() -> Any:
-    """Moves of N (a factor's exponent, single ones, of waves instead), and of micro-batches (and twice or half as
-    many)."""
+    """Moves of N (exponent of a factor, single steps, the same for waves) and of micro-batches (also times 2 or
+    1/2)."""
     sizes = [(up, single, waves) for up, single, waves in product(_STEPS, _STEPS, (0, 1)) if not (up and single)]
     batches = [(float(times), float(more), 1.0) for times in _STEPS for more in (0, times or 1)]
     batches += [(0.0, -1.0, 1.0), (0.0, _SAME_SIZE, 1.0), (0.0, 0.0, 2.0), (0.0, 0.0, 0.5)]
@@ -195,7 +195,8 @@ _SIZE_MOVES = _size_moves()
 
 
 def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
-    """Tokens of a prompt micro-batch and micro-batches that ride, moved apart and so that as many tokens ride."""
+    """Moves of the tokens of a prompt micro-batch and of the number of prompt micro-batches: each alone, and both with
+    the same prompt tokens per pass."""
     factors = np.array([1.0, 2.0, 0.5, 1.0 + step, 1.0 / (1.0 + step), 1.0, 1.0])
     singles = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
     tokens = np.round(t * factors) + singles
@@ -214,9 +215,9 @@ def _columns(wanted: RequestedPlacement) -> tuple[Any, Any, Any, Any]:
 
 
 def _near_shares(problem: Problem, cell: Candidates, wanted: Any, step: float) -> tuple[list[Any], list[Any]]:
-    """Homes near the wanted ones: more or fewer pages that stay, and the cache in the memory they leave. And others,
-    to be tried with the same sizes alone: pages for the CPU with each of these, and from disk instead of host memory.
-    """
+    """Placements near ``wanted``: more or fewer resident pages, and the cache in the memory that they leave; and a
+    second list, tried with unchanged sizes only: more or fewer pages for the CPU with each of these, and pages on disk
+    instead of host memory."""
     c, k, most, x = wanted
     single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
     near: list[Any] = []
@@ -238,7 +239,7 @@ def _near_shares(problem: Problem, cell: Candidates, wanted: Any, step: float) -
 
 
 def cache_is_open(problem: Problem, setting: Variant) -> bool:
-    """Whether cache and pages compete for device memory, and neither's share is fixed."""
+    """True if cache and pages compete for device memory and neither share is fixed."""
     open_here = problem.device_kv is None and problem.share("weights.device") is None
     return open_here and setting.attention_device == "gpu" and setting.ffn_device != "cpu"
 
@@ -246,8 +247,8 @@ def cache_is_open(problem: Problem, setting: Variant) -> bool:
 def _choices(
     problem: Problem, setting: Variant, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
 ) -> PlacedCandidates:
-    """These candidates as far as they can be: within bounds, what is fixed put in its place, the smallest micro-batches
-    that give as many, and no more prompts riding than there are."""
+    """Candidates from raw columns: clipped to their bounds, fixed values inserted, micro-batches as small as their
+    number allows, prompt tokens per pass no more than the workload's. Infeasible rows are dropped."""
     fewest, largest = problem.sequences
     number, size, tokens, riding = (problem.count(key) for key in _COUNTS)
     n = np.clip(n, fewest, largest).astype(np.int64)

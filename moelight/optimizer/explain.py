@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in one sentence, and what would help most: the same question on a better machine."""
+"""Explain a plan in one sentence, and compute what-ifs: the gain of the same problem on a better machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LANES = {
 
 
 def why(plan: Plan, model: ModelProfile) -> str:
-    """One sentence: sizes, homes, and what binds."""
+    """One sentence: sizes, placement, and the binding lane."""
     policy, tier = plan.policy, "host" if plan.policy.ffn_device == "cpu" else "device"
     lane = plan.estimate.binding
     return (
@@ -42,9 +42,9 @@ def why(plan: Plan, model: ModelProfile) -> str:
 
 
 def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
-    """What twice of each thing would bring, best first; what brings less than 1 % is not named.
+    """The gain of doubling each part of the machine, best first; gains below 1 % are left out.
 
-    The chosen devices and order are kept and sizes near the chosen ones tried: re-planning can only bring more.
+    Devices and schedule are kept and sizes near the chosen ones are tried, so re-planning can only gain more.
     """
     now_s = _seconds(problem, found)
     changes = {f"twice the {what}": changed for what, changed in _better(problem).items()}
@@ -53,7 +53,7 @@ def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
 
 
 def _seconds(problem: Problem, found: Found) -> float:
-    """Seconds of the job at the best sizes near those of ``found``, with its devices and order."""
+    """Seconds of the job at the best sizes near those of ``found``, with its devices and schedule."""
     setting = replace(found.cell.setting, cost_model=replace(found.cell.setting.cost_model, speeds=problem.speeds))
     cells = replace(found.cell, setting=setting)
     cache = found.placed.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)

@@ -1,7 +1,7 @@
-"""What a user fixes of a policy before it is planned (``--fix KEY=VALUE``): read, typed, checked for contradictions.
+"""Values of a policy that the user fixes before planning (``--fix KEY=VALUE``): parsed, typed, checked for
+contradictions.
 
-Knows the keys of a policy as ``policy_as_dict`` spells them, and what cannot go together on any machine. Refuses to
-know what is good, and what fits (``search``).
+Keys are spelled as in ``policy_as_dict``. The checks hold on any machine; ``search`` finds what fits.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:
 
 
 def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
-    """Refuse what no plan can satisfy.
+    """Refuse fixed values that no plan can satisfy.
 
     Raises:
-        ConfigError: two of ``fixes`` contradict each other, or one asks for a GPU where there is none; names both.
+        ConfigError: two of ``fixes`` contradict each other (both are named), or one needs a GPU where there is none.
     """
     _check_shares(fixes, ("weights.device", "weights.host", "weights.disk"))
     _check_shares(fixes, ("kv.device", "kv.host"))
@@ -102,10 +102,10 @@ def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
 
 
 def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fixed]) -> None:
-    """Refuse counts out of range, and more sequences than bytes of their keys and values can be counted for.
+    """Refuse counts out of range, and numbers of sequences whose keys and values exceed `_MOST_CACHE_BYTES`.
 
     Raises:
-        ConfigError: names what asks for so many.
+        ConfigError: names the values that are too large.
     """
     _check_range(fixes)
     parts = int(fixes.get("num_micro_batches", 1)) * int(fixes.get("micro_batch_size", 1))
@@ -161,7 +161,7 @@ def _check_without_gpu(fixes: Mapping[str, Fixed]) -> None:
 
 
 def _check_shares(fixes: Mapping[str, Fixed], keys: tuple[str, ...]) -> None:
-    """Shares sum to 1: two of them to no more, all of them to no less."""
+    """Refuse shares that exceed 1 in sum, or that are all given and fall short of 1."""
     given = {key: float(fixes[key]) for key in keys if key in fixes}
     for one, other in combinations(given, 2):
         if given[one] + given[other] > 1 + _SLACK:
@@ -172,7 +172,8 @@ def _check_shares(fixes: Mapping[str, Fixed], keys: tuple[str, ...]) -> None:
 
 
 def _check_counts(fixes: Mapping[str, Fixed]) -> None:
-    """N is cut into micro-batches of at most μ sequences, each with a token at least."""
+    """Refuse counts that contradict each other: N is cut into micro-batches of at most μ sequences, each with at least
+    one token."""
     _check_range(fixes)
     for smaller, larger in (("micro_batch_size", "batch_size"), ("num_micro_batches", "batch_size")):
         if int(fixes.get(smaller, 1)) > int(fixes.get(larger, 1 << 62)):
@@ -187,7 +188,7 @@ def _check_counts(fixes: Mapping[str, Fixed]) -> None:
 
 
 def _check_cpu_experts(fixes: Mapping[str, Fixed]) -> None:
-    """The CPU computes experts beside a GPU (``split``) alone, and only those that are at home in host memory."""
+    """Refuse ``cpu_experts`` without ``split``, or above the share of experts in host memory."""
     share = fixes.get("cpu_experts")
     if not share:
         return
@@ -201,7 +202,7 @@ def _check_cpu_experts(fixes: Mapping[str, Fixed]) -> None:
 
 
 def _check_placement(fixes: Mapping[str, Fixed]) -> None:
-    """What a processor works on is at home in a memory that it reads."""
+    """Refuse placements in a memory that the fixed processor does not read."""
     if fixes.get("attention_device") == "cpu":
         why = "the CPU attends over keys and values in host memory"
         if fixes.get("kv.device"):
@@ -213,7 +214,7 @@ def _check_placement(fixes: Mapping[str, Fixed]) -> None:
 
 
 def _check_schedule(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
-    """A fixed order of work needs devices that are there and are not fixed otherwise."""
+    """Refuse a fixed schedule whose devices are missing or fixed otherwise."""
     if "schedule" not in fixes:
         return
     schedule, devices = str(fixes["schedule"]), ("attention_device", "ffn_device")

@@ -1,4 +1,4 @@
-"""Why nothing fits: the tier that is short, by how much, and the smallest change that would do."""
+"""Explain why nothing fits: the tier that is too small, by how much, and the smallest change that suffices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moelight.optimizer.placement import fill, room_of
 from moelight.optimizer.problem import Problem, variants
 from moelight.optimizer.search import search
 
-_TIERS = ("host", "device")  # what lacks host memory only has enough on the device, so it is mended more easily
+_TIERS = ("host", "device")  # a candidate that lacks host memory alone fits the device, so it is easier to fix
 _PLENTY = 1 << 60
 
 
 def infeasible_error(problem: Problem) -> BudgetError:
-    """The error that says what the candidate nearest to fitting lacks: of one tier, or, where none alone would do, of
-    both kinds of memory."""
+    """The error that names the memory missing for the candidate nearest to fitting: of one tier, or, where no single
+    tier suffices, of both host and device."""
     looks = [_smallest(first_look(problem, setting)) for setting in variants(problem)]
     for tier in _TIERS:
         if (needed := _least(problem, looks, tier)) is not None:
@@ -47,14 +47,14 @@ def _with(problem: Problem, tier: str, size: int) -> Problem:
 
 
 def _smallest(choices: PlacedCandidates) -> PlacedCandidates:
-    """Candidates of the fewest sequences: memory grows with their number."""
+    """The candidates with the fewest sequences; memory use grows with N."""
     sizes = choices.cells.batch_size
     return choices.at(np.flatnonzero(sizes == np.min(sizes, initial=1 << 60)))
 
 
 def _least(problem: Problem, looks: list[PlacedCandidates], tier: str) -> int | None:
-    """The least bytes of ``tier`` with which some candidate fits, the other tiers being as they are; None where more of
-    it would not help."""
+    """The least bytes of ``tier`` with which some candidate fits, the other tiers unchanged; None where more of
+    ``tier`` does not help."""
     if tier not in problem.capacity_bytes:
         return None
 
@@ -74,7 +74,7 @@ def _least(problem: Problem, looks: list[PlacedCandidates], tier: str) -> int | 
 
 
 def _without_a_fix(problem: Problem) -> str:
-    """The one fixed value without which it fits, if there is one."""
+    """A hint at the one fixed value without which the problem is feasible; empty if there is none."""
     for key in problem.fixed:
         rest = {name: value for name, value in problem.fixed.items() if name != key}
         if search(replace(problem, fixed=rest)) is not None:
@@ -83,7 +83,7 @@ def _without_a_fix(problem: Problem) -> str:
 
 
 def _on_disk(problem: Problem) -> BudgetError:
-    """No memory helps alone: pages must lie somewhere."""
+    """The error for a disk too small for the expert pages, where more memory does not help."""
     room = [room_of(problem, first_look(problem, setting).cells) for setting in variants(problem)]
     needed = room[0].pages * room[0].page_bytes
     given = problem.capacity_bytes.get("disk", 0)

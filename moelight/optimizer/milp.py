@@ -1,7 +1,7 @@
-"""The integer programme: homes of every page and cache block for one candidate, so that its job ends soonest.
+"""The integer programme: the placement of every page and cache block of one candidate that minimises the job's time.
 
-Solved by HiGHS. Time is a sum over the kinds of passes, each as long as its longest term; every term is
-affine in the homes (``hrm.pass_cost``), so its coefficients are read off by pricing unit steps.
+Solved by HiGHS. Time is a sum over the kinds of passes, each as long as its longest term; every term is affine in the
+placement (``hrm.pass_cost``), so pricing unit steps gives its coefficients.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from moelight.hrm.schedule_time import ORDERS
 from moelight.optimizer.placement import FreeMemory, fixed_device_kv, room_of
 from moelight.optimizer.problem import Candidates, Problem
 
-_TOLERANCE = 2e-6  # of a slot: what the solver may overstep a limit by
+_TOLERANCE = 2e-6  # of a slot: by how much the solver may exceed a limit
 _AFFINE_IN = ("from_host", "from_disk", "computed", "device_kv")
-# Pages by home, the most streamed pages of a layer, blocks of the cache on the device, pinned slots, and whether any
-# page comes from disk. Seconds of each kind of pass follow.
+# Pages by placement, the most streamed pages of a layer, cache blocks on the device, pinned slots, and 1 if any page is
+# streamed from disk. Seconds of each kind of pass follow.
 _NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device_blocks", "pinned", "reads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolvedPlacement:
-    """Page counts and cache blocks of the best homes, and the seconds of the job with them."""
+    """Page counts and device cache blocks of the best placement, and the seconds of the job under this placement."""
 
     resident: int
     from_host: int
@@ -40,7 +40,7 @@ class SolvedPlacement:
 
 @dataclass(kw_only=True, slots=True)
 class _IntegerProgram:
-    """Whole numbers `_NAMES`, none below 0, and ``seconds`` of so many kinds of passes, within linear limits."""
+    """Non-negative integers `_NAMES` and the seconds of ``seconds`` kinds of passes, within linear limits."""
 
     seconds: int
     matrix: list[Any] = field(default_factory=list)
@@ -51,7 +51,7 @@ class _IntegerProgram:
     def add(
         self, coefficients: Mapping[str, float], *, least: float = -np.inf, most: float = np.inf, kind: int = -1
     ) -> None:
-        """Limit a sum of variables. ``kind``: the kind of pass whose seconds are taken off the sum."""
+        """Limit a linear sum of variables. ``kind``: the kind of pass whose seconds are subtracted from the sum."""
         row = np.zeros(len(_NAMES) + self.seconds)
         for name, value in coefficients.items():
             row[_NAMES.index(name)] = value
@@ -62,7 +62,7 @@ class _IntegerProgram:
         self.most.append(most)
 
     def solved(self) -> list[float] | None:
-        """The values of all variables where the sum of seconds is least; None where nothing is within the limits."""
+        """The values of all variables that minimise the sum of seconds; None if the programme is infeasible."""
         import highspy
 
         lp, matrix, whole = highspy.HighsLp(), np.array(self.matrix), len(_NAMES)
@@ -89,7 +89,7 @@ class _IntegerProgram:
 
 
 def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
-    """The best homes for one candidate (a `Candidates` of scalars); None where none fit."""
+    """The best placement of one candidate (a `Candidates` of scalars); None if none fits."""
     room, terms = room_of(problem, cell), _terms(problem, cell)
     integer_program = _IntegerProgram(seconds=len(terms))
     _memory(cell, room, integer_program)
@@ -116,7 +116,7 @@ def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
 
 
 def _memory(cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram) -> None:
-    """Every page has a home, and every tier holds what is at home on it. In slots, to keep numbers small."""
+    """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
     block, pinned_pages = room.kv_block_bytes / room.slot_bytes, cell.setting.cost_model.pinned_pages
     device, host = float(room.device) / room.slot_bytes, float(room.host) / room.slot_bytes
     kv = int(room.kv_blocks) * block
@@ -150,7 +150,7 @@ def _memory(cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram
 
 
 def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram) -> None:
-    """Fixed shares are met to the page and to the block."""
+    """Limits: fixed shares are met to the page and to the block."""
     near_device = cell.ffn_device != "cpu"
     counts: Mapping[str, Mapping[str, float]] = {
         "weights.device": {"resident": 1} if near_device else {"resident": 0},
@@ -169,7 +169,7 @@ def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, integer_program
 
 
 def _terms(problem: Problem, cell: Candidates) -> list[tuple[float, Any, Any]]:
-    """For each kind of pass: how many, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
+    """For each kind of pass: its count, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
     cost_model, order = cell.setting.cost_model, cell.setting.order
     found = []
     kinds = kinds_of(cost_model.model, problem.workload, cell)

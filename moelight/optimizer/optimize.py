@@ -1,6 +1,6 @@
-"""``optimize``: from a machine, a model and a workload to a plan. Puts the rooms of the optimizer in order.
+"""``optimize``: make a plan from the profiles of a machine, a model and a workload.
 
-Refuses to know files and devices; whoever asks brings profiles.
+Does not depend on files and devices: the caller passes profiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
 ESTIMATORS = ("calibrated", "paper")
-# What an operating system, a desktop and a driver keep of memory that nobody has bounded for us.
+# The share of a tier without a user's limit that the operating system, a desktop and a driver take.
 SYSTEM_SHARE = {"host": 0.05, "device": 0.03}
 
 
@@ -48,18 +48,18 @@ def make_plan(
     kv_dtypes: tuple[str, ...] = ("auto",),
     cache: bool = True,
 ) -> Plan:
-    """The best policy for ``model``, called ``name``, on ``hardware`` for ``workload``.
+    """The best plan for ``model``, called ``name``, on ``hardware`` for ``workload``.
 
     Args:
-        estimator: ``calibrated``, what the engine really does, or ``paper``, the published formulas.
-        limits: bytes that may be used by tier, where not all of it; ``device`` is of one GPU, ``disk`` 0 is none.
+        estimator: ``calibrated``, the cost of the engine's own passes, or ``paper``, the published formulas.
+        limits: usable bytes by tier, where not the whole tier; ``device`` is of one GPU, ``disk`` 0 means no disk.
         fix: values by key of the policy (``optimizer.fixed_values``).
-        weight_dtypes, kv_dtypes: what experts and cache may be stored in.
-        cache: whether an equal question may be answered from disk.
+        weight_dtypes, kv_dtypes: allowed dtypes of experts and cache.
+        cache: whether a stored plan of equal inputs may be returned.
 
     Raises:
         ConfigError: unknown estimator, or fixed values that contradict each other.
-        BudgetError: nothing fits; names the tier, what lacks and what would do.
+        BudgetError: nothing fits; names the tier, the missing bytes and a sufficient size.
     """
     if estimator not in ESTIMATORS:
         raise ConfigError(
@@ -100,9 +100,9 @@ def make_plan(
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:
-    """The plan that answers ``problem``; ``limits`` say which capacities are the user's own.
+    """The best plan for ``problem``; ``limits`` are the capacities that the user set.
 
-    Without ``proof`` nothing is said of what would help and of how much better any policy could be.
+    Without ``proof`` the plan has neither what-ifs nor a bound.
 
     Raises:
         BudgetError, ConfigError: see `make_plan`.
@@ -134,7 +134,7 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
 
 
 def _check_cache(problem: Problem) -> None:
-    """Refuse a fixed cache that cannot hold as many sequences as are alive at least."""
+    """Refuse a fixed cache that cannot hold the least number of running sequences."""
     (fewest, most), tokens = problem.sequences, problem.count("kv_tokens")
     if tokens is not None and fewest > most:
         needed = int(cache_tokens(problem.workload, fewest, problem.block_size, problem.model.max_positions))
@@ -145,7 +145,7 @@ def _check_cache(problem: Problem) -> None:
 
 
 def policy_of(problem: Problem, found: Found) -> Policy:
-    """The candidate as a policy whose shares place every page as the programme did."""
+    """Convert the candidate to a policy whose shares give every page the tier that the search chose."""
     cell, placed = found.cell, found.placed
     total = placed.resident + placed.from_host + placed.from_disk + placed.computed
     if cell.ffn_device == "cpu":
@@ -183,8 +183,8 @@ def policy_of(problem: Problem, found: Found) -> Policy:
 
 
 def _simplest(problem: Problem, policy: Policy) -> Policy:
-    """``policy`` with the usual value of every key that brings nothing: homes that need not be locked, larger blocks,
-    fewer micro-batches ahead."""
+    """``policy`` with the default value of every key that gains nothing: unpinned host pages, larger blocks, fewer
+    micro-batches of look-ahead."""
     plain, work = Policy(model=policy.model), problem.workload
     blocks = {"kv_block_size": plain.kv_block_size}
     if "kv_tokens" not in problem.fixed:
@@ -209,7 +209,7 @@ def _tokens_per_s(problem: Problem, policy: Policy) -> float:
 
 
 def _fits(problem: Problem, policy: Policy) -> bool:
-    """Whether memory holds ``policy``."""
+    """True if ``policy`` fits in memory."""
     kv, pages = _dtypes(problem, policy)
     taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
     needed = {tier: taken.total(tier) for tier in ("device", "host") if tier in problem.capacity_bytes}
@@ -218,7 +218,7 @@ def _fits(problem: Problem, policy: Policy) -> bool:
 
 
 def _dtypes(problem: Problem, policy: Policy) -> tuple[DType, DType]:
-    """What the cache and the experts of ``policy`` are stored in."""
+    """Dtypes of the cache and of the experts of ``policy``."""
     kv, pages = (
         problem.dtype if name == "auto" else dtype_named(name) for name in (policy.kv_dtype, policy.weight_dtype)
     )
@@ -228,7 +228,7 @@ def _dtypes(problem: Problem, policy: Policy) -> tuple[DType, DType]:
 def memory_of(
     problem: Problem, policy: Policy, hardware: HardwareProfile, limits: Mapping[str, int]
 ) -> tuple[TierUse, ...]:
-    """Every tier of the machine: what ``policy`` takes by purpose, and what is left to the system."""
+    """The use of every tier of the machine: the bytes of ``policy`` by purpose, and the bytes left to the system."""
     kv, pages = _dtypes(problem, policy)
     taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
     uses = []
@@ -237,7 +237,7 @@ def memory_of(
         purposes = [(arena.purpose, arena.bytes) for arena in taken.arenas if arena.tier == tier and arena.bytes]
         if tier == "disk":
             purposes = disk_purposes(problem, policy)
-        if whole > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, and keeps nothing back
+        if whole > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, but reserves nothing
             purposes.append(("system", whole - capacity))
         if whole:
             uses.append(TierUse(tier=tier, capacity_bytes=whole, by_purpose=tuple(purposes)))
@@ -245,7 +245,7 @@ def memory_of(
 
 
 def disk_purposes(problem: Problem, policy: Policy) -> list[tuple[str, int]]:
-    """Pages that are read from disk in every pass. (The checkpoint lies there in any case.)"""
+    """Bytes of pages that every pass reads from disk, by purpose; the checkpoint itself is not counted."""
     from moelight.hrm.costs import page_bytes
     from moelight.hrm.placement import place
 
@@ -255,7 +255,7 @@ def disk_purposes(problem: Problem, policy: Policy) -> list[tuple[str, int]]:
 
 
 def tier_bytes(hardware: HardwareProfile, tier: str, limits: Mapping[str, int]) -> int:
-    """Bytes of ``tier`` on the machine, all GPUs together, or fewer by the user's limit."""
+    """Bytes of ``tier`` on the machine, all GPUs together, or the user's limit."""
     found, gpu = hardware.tier(tier), hardware.processor("gpu")
     count = gpu.count if tier == "device" and gpu is not None else 1
     if tier in limits:
@@ -264,7 +264,7 @@ def tier_bytes(hardware: HardwareProfile, tier: str, limits: Mapping[str, int]) 
 
 
 def capacities(hardware: HardwareProfile, limits: Mapping[str, int]) -> dict[str, int]:
-    """What may be used of every tier: a limit to the last byte, a whole machine less what its system keeps."""
+    """Usable bytes of every tier: the user's limit in full, or the whole tier less the system's share."""
     found = {}
     for tier in ("device", "host", "disk"):
         if tier == "device" and hardware.tier("device") is None:
@@ -276,7 +276,7 @@ def capacities(hardware: HardwareProfile, limits: Mapping[str, int]) -> dict[str
 
 
 def compute_dtype(model: ModelProfile) -> DType:
-    """What units work in: the model's own format where it is one, else bfloat16."""
+    """The dtype of computation: the model's own unless it is quantised in groups, else bfloat16."""
     own = dtype_named(model.dtype)
     return own if own.group == 0 else dtype_named("bfloat16")
 
@@ -290,7 +290,7 @@ def _published(
     limits: Mapping[str, int],
     fix: Mapping[str, Fixed],
 ) -> Plan:
-    """The answer of the published estimator and its grid."""
+    """The plan of the published estimator and its grid."""
     from moelight.optimizer.paper import published_plan
 
     tiers = tuple(replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers)

@@ -1,7 +1,7 @@
 """Planning as published: the best policy by MoE-Lightning's own estimator, over its own candidates.
 
-Knows which parts of a policy the published model has, and refuses to fix the others. The formulas are ``hrm.paper``'s,
-the search is ``optimizer.paper_grid``'s.
+Only the parts of a policy that the published model has can be fixed. The formulas are in ``hrm.paper``, the search is
+in ``optimizer.paper_grid``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moelight.profiles.workload import Workload
 
 T = TypeVar("T")
 
-# The order of work that T = max(…) stands for, by where decoding sequences attend: S1 and S4 of section 4.1.
+# The schedule that T = max(…) models, by the device of decode attention: S1 and S4 of section 4.1.
 SCHEDULE = {"cpu": "cgopipe", "gpu": "flexgen"}
 _KNOWN = (
     "batch_size",
@@ -58,13 +58,13 @@ class PaperResult:
 
     Attributes:
         layer_s: T, one layer of a decode step for the whole batch.
-        prefill_layer_s: the same for the pass of the prompts.
+        prefill_layer_s: the same for the prefill pass.
         decode_tokens_per_s: N n / (T (n-1) l), as the artifact reports it.
         tokens_per_s: N n / (T_prefill l + T (n-1) l), prompts included.
-        lanes: seconds of one decode step by lane; ``prefill_lanes`` those of the prompts' pass.
-        binding: the lane that takes longest while decoding.
-        memory: (tier, capacity, bytes by purpose); ``device`` is all GPUs together. The capacity is the whole memory,
-            of which the estimator lets 0.86 (device) and 0.8 (host) be used.
+        lanes: seconds of one decode step by lane; ``prefill_lanes`` those of the prefill pass.
+        binding: the busiest lane of a decode step.
+        memory: (tier, capacity, bytes by purpose); ``device`` is all GPUs together. The capacity is the whole memory;
+            the estimator uses at most 0.86 (device) and 0.8 (host) of it.
     """
 
     policy: Policy
@@ -86,14 +86,14 @@ def search_published(
     name: str,
     fix: Mapping[str, Any],
 ) -> PaperResult:
-    """The policy of least T / N for the model called ``name``, within what is fixed.
+    """The policy of least T / N for the model called ``name``, with the values of ``fix``.
 
-    ``workload.prompt_len`` is s and ``gen_len`` n; its other fields do not enter.
+    ``workload.prompt_len`` is s and ``workload.gen_len`` n; the workload's other fields are not used.
 
     Raises:
-        ConfigError: no GPU; fewer than two tokens to generate; a fixed value contradicts another, or is about something
-            the published model does not have (keys are named).
-        BudgetError: nothing fits; names the memory, the bytes it is short of, and what would do.
+        ConfigError: no GPU; fewer than two tokens to generate; a fixed value contradicts another, or the published
+            model has no such key (keys are named).
+        BudgetError: nothing fits; names the memory, the missing bytes and a sufficient size.
     """
     if workload.gen_len < 2:
         raise ConfigError(
@@ -191,7 +191,7 @@ def published_plan(
 def _what_if(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, fix: Mapping[str, Any], now: float
 ) -> tuple[WhatIf, ...]:
-    """What twice of each thing would bring to the decode rate, planned anew; best first."""
+    """The gain in decode rate of doubling each part of the machine and planning anew; best first."""
     found = []
     for change, better in _better(hardware):
         gain = search_published(better, model, workload, name=model.name, fix=fix).decode_tokens_per_s / now - 1.0
@@ -201,7 +201,7 @@ def _what_if(
 
 
 def _better(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
-    """The machine with twice of one thing."""
+    """Yield each change and the machine with this part doubled."""
     words = {"device": "device memory", "host": "host memory"}
     for tier in hardware.tiers:
         if tier.name in words:
@@ -222,7 +222,7 @@ def _swapped(items: tuple[T, ...], old: T, new: T) -> tuple[T, ...]:
 
 
 def _shares(fix: Mapping[str, Any], what: str, host: float) -> Shares:
-    """What is fixed as it was written, and the rest."""
+    """Shares of device and host memory: fixed values exactly as given, the others from ``host``."""
     return Shares(device=fix.get(f"{what}.device", 1.0 - host), host=fix.get(f"{what}.host", host))
 
 
@@ -253,7 +253,7 @@ def _lanes(setting: PaperSetting, time: LayerTime) -> dict[str, float]:
 
 
 def _memory(setting: PaperSetting, choice: PaperPolicy, hardware: HardwareProfile) -> tuple[TierBytes, ...]:
-    """By tier and purpose; the device's is the larger of the two phases."""
+    """Bytes by tier and purpose; of the device, those of the larger phase."""
     phases = (paper.device_decode_bytes(setting, choice), paper.device_prefill_bytes(setting, choice))
     device = max(phases, key=lambda use: float(sum(use.values())))
     host = paper.host_use_bytes(setting, choice)
@@ -270,11 +270,11 @@ def _whole(use: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is fixed
+# Fixed values
 
 
 def read_limits(fix: Mapping[str, Any]) -> Limits:
-    """The part of the grid that ``fix`` leaves.
+    """The part of the grid that ``fix`` leaves free.
 
     Raises:
         ConfigError: see `search_published`.
@@ -305,7 +305,7 @@ def read_limits(fix: Mapping[str, Any]) -> Limits:
 
 
 def _sizes(fix: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """μ, n_ub and N; two of them say the third, for N = μ n_ub."""
+    """μ, n_ub and N; any two determine the third, since N = μ n_ub."""
     mu, n_ub, batch = (fix.get(key) for key in ("micro_batch_size", "num_micro_batches", "batch_size"))
     if batch is not None:
         for key, part in (("micro_batch_size", mu), ("num_micro_batches", n_ub)):
@@ -331,7 +331,7 @@ def _host_share(fix: Mapping[str, Any], what: str, free: paper_grid.Range) -> pa
 
 
 def _kv_host(fix: Mapping[str, Any], attention_device: str) -> paper_grid.Range:
-    """c_c: 1 where the CPU attends."""
+    """The range of c_c: 1 for attention on the CPU."""
     if attention_device == "gpu":
         return _host_share(fix, "kv", (0.0, 1.0))
     for key, only in (("kv.device", 0.0), ("kv.host", 1.0)):
@@ -343,7 +343,7 @@ def _kv_host(fix: Mapping[str, Any], attention_device: str) -> paper_grid.Range:
 
 
 def _dtype(fix: Mapping[str, Any], key: str, model: ModelProfile) -> DType:
-    """What is fixed, else 16 bits: the checkpoint's own format if it has as many."""
+    """The fixed dtype, else the checkpoint's own if it has 16 bits, else float16."""
     if key in fix:
         return dtype_named(fix[key])
     own = dtype_named(model.dtype)

@@ -1,8 +1,8 @@
-"""The published search: the artifact's whole grid of μ and n_ub, and in each cell its linear programme in closed form.
+"""The published search: the artifact's whole grid of μ and n_ub, with each cell's linear programme in closed form.
 
-The artifact solves a linear programme for every cell and stops at the first that is worse than the one before. Here
-every cell counts. Those that are not priced are those whose micro-batch size alone, by the seconds that its attention
-and experts take, cannot be better than what was found. Refuses to know machines and models (`PaperSetting`).
+The artifact solves a linear programme for every cell and stops at the first cell that is worse than the one before.
+This search covers every cell; it skips only micro-batch sizes whose attention and experts alone take longer than the
+best cell found. Depends only on a `PaperSetting`, not on machine and model profiles.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moelight.hrm import paper
 from moelight.hrm.paper import PaperPolicy, PaperSetting
 
 FIRST_SIZES, STEP = (1, 2, 3, 4), 32  # g of the artifact: 1, 2, 3, 4, 36, 68, 100, …
-TIE = 1e-12  # relative; closer times are the same time, computed differently
+TIE = 1e-12  # relative; closer times differ by rounding only
 _BLOCK = 1 << 16  # cells that are priced at once
-_PIECE = 1 << 10  # sizes that are looked at together
+_PIECE = 1 << 10  # micro-batch sizes that are processed together
 _SLACK = 1e-12
 
 Range = tuple[float, float]
@@ -28,7 +28,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What is searched: A_g, the ranges of w_c and c_c, and the sizes that are given (None: free, over the grid)."""
+    """The search space: A_g, the ranges of w_c and c_c, and fixed sizes (None: free, over the grid)."""
 
     gpu_attention: bool = False
     weights_host: Range = (0.0, 1.0)
@@ -48,13 +48,13 @@ class CapacityRow:
     cap: float
 
     def room(self, kv_host: Any) -> Any:
-        """What w_c may take of the cap."""
+        """The bytes of the cap left for w_c."""
         return self.cap - self.base - self.kv * kv_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridShares:
-    """Solutions of the programme: w_c, c_c, and whether there is one."""
+    """Solutions of the linear programme: w_c, c_c, and whether it is feasible."""
 
     weights_host: Any
     kv_host: Any
@@ -69,7 +69,7 @@ def device_rows(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) 
 
 
 def host_row(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> CapacityRow:
-    """The host's use <= 0.8 m_c."""
+    """use_host <= 0.8 m_c."""
     return _row(setting, limits, sizes, counts, paper.host_use_bytes, paper.HOST_SHARE * setting.host_bytes)
 
 
@@ -81,7 +81,7 @@ def _row(
     use: Callable[[PaperSetting, PaperPolicy], dict[str, Any]],
     cap: float,
 ) -> CapacityRow:
-    """Uses are linear in the shares: three points say all."""
+    """The row of ``use``, which is linear in the shares: three points determine it."""
     base, weights, kv = (
         sum(use(setting, _choice(limits, sizes, counts, weights_host, kv_host)).values())
         for weights_host, kv_host in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
@@ -100,9 +100,9 @@ def _choice(limits: Limits, sizes: Any, counts: Any, weights_host: Any, kv_host:
 
 
 def solve_cells(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> GridShares:
-    """The artifact's linear programme for arrays of cells.
+    """Solve the artifact's linear programme for arrays of cells.
 
-    T depends on w_c and c_c through the link alone, so its least value is the link's.
+    T depends on w_c and c_c through the link alone, so the shares of least link time are optimal.
     """
     rows = [*device_rows(setting, limits, sizes, counts), host_row(setting, limits, sizes, counts)]
 
@@ -113,10 +113,10 @@ def solve_cells(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) 
 
 
 def least_shares(rows: list[CapacityRow], limits: Limits, cost: Callable[[Any, Any], Any]) -> GridShares:
-    """The (w_c, c_c) of least ``cost``, which is linear and falls with neither.
+    """The (w_c, c_c) of least ``cost``, which is linear and decreases in neither.
 
-    For a given c_c the least feasible w_c is best; it is the largest of straight lines in c_c. So the best c_c is an
-    end of its range, or lies where two of the bounds on w_c cross.
+    For a given c_c the least feasible w_c is best; it is the maximum of linear functions of c_c. So the best c_c is an
+    end of its range, or a crossing of two bounds on w_c.
     """
     low, high = limits.weights_host
     bounds = [
@@ -154,7 +154,7 @@ def _candidates(bounds: list[CapacityRow], kv_host: Range) -> Iterator[Any]:
 
 
 def _weights_range(bounds: list[CapacityRow], kv_host: Any) -> tuple[Any, Any]:
-    """The least and the most w_c that all bounds allow; least above most where there is none."""
+    """The least and the most w_c that all bounds allow; the least exceeds the most where no w_c is feasible."""
     least: Any = -np.inf
     most: Any = np.inf
     for row in bounds:
@@ -169,7 +169,7 @@ def _weights_range(bounds: list[CapacityRow], kv_host: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridCell:
-    """One point of the grid with its shares, and T / N: seconds of a layer per sequence."""
+    """One point of the grid with its shares; ``each_s`` is T / N, the seconds of a layer per sequence."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -180,7 +180,7 @@ class GridCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridColumns:
-    """Micro-batch sizes that fit, ascending, with the least and the most micro-batches of each."""
+    """Feasible micro-batch sizes, ascending, with the least and the most micro-batches of each."""
 
     sizes: Any
     first: Any
@@ -194,8 +194,8 @@ class GridColumns:
 
 
 def best_cell(setting: PaperSetting, limits: Limits) -> GridCell | None:
-    """The cell of least T / N; of equals the one that the artifact meets last: the largest μ, then the largest n_ub.
-    None where nothing fits."""
+    """The cell of least T / N; of equals the last in the artifact's order: the largest μ, then the largest n_ub. None
+    if nothing fits."""
     best: GridCell | None = None
     sizes = micro_batch_sizes(setting, limits)
     while len(sizes):
@@ -213,7 +213,7 @@ def best_cell(setting: PaperSetting, limits: Limits) -> GridCell | None:
 
 
 def best_of(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> GridCell:
-    """The best of the cells given, all of which fit; of equals the first."""
+    """The best of the given cells, which must all be feasible; of equals the first."""
     shares = solve_cells(setting, limits, sizes, counts)
     choice = _choice(limits, sizes, counts, shares.weights_host, shares.kv_host)
     each_s = paper.decode_time(setting, choice).layer_s / choice.batch_size
@@ -228,14 +228,15 @@ def best_of(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> G
 
 
 def _can_beat(setting: PaperSetting, limits: Limits, best: GridCell | None, sizes: Any) -> Any:
-    """Whether attention and experts alone, which take the same seconds per sequence for any n_ub, leave room for a
-    better time than ``best``."""
+    """True where attention and experts alone, whose seconds per sequence do not depend on n_ub, take less than the time
+    of ``best``."""
     one = paper.decode_time(setting, _choice(limits, sizes, 1, 0.0, 0.0))
     return np.maximum(one.cpu_s, one.gpu_s) / sizes < (np.inf if best is None else best.each_s * (1 - TIE))
 
 
 def micro_batch_sizes(setting: PaperSetting, limits: Limits) -> Any:
-    """All μ of the grid with which something fits, ascending. What fits still fits with less of either number."""
+    """All feasible μ of the grid, ascending. Feasibility is monotonic: a feasible cell stays so with less of either
+    number."""
     found = []
     for sizes in _sizes(limits):
         fitting = fits(setting, limits, sizes, _first(limits, sizes))
@@ -247,7 +248,7 @@ def micro_batch_sizes(setting: PaperSetting, limits: Limits) -> Any:
 
 
 def columns(setting: PaperSetting, limits: Limits, sizes: Any) -> GridColumns:
-    """``sizes``, with the numbers of micro-batches that fit."""
+    """``sizes`` with their feasible numbers of micro-batches."""
     first = _first(limits, sizes)
     free = limits.num_micro_batches is None and limits.batch_size is None
     last = most_that_fit(lambda counts: fits(setting, limits, sizes, counts), first) if free else first
@@ -255,12 +256,12 @@ def columns(setting: PaperSetting, limits: Limits, sizes: Any) -> GridColumns:
 
 
 def fits(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> Any:
-    """Whether cells are feasible."""
+    """True for each feasible cell."""
     return np.broadcast_to(solve_cells(setting, limits, sizes, counts).feasible, np.shape(sizes))
 
 
 def most_that_fit(fitting: Callable[[Any], Any], first: Any) -> Any:
-    """The largest counts that are ``fitting``, by doubling and halving from ``first``, which is."""
+    """The largest counts that are ``fitting``, by doubling and bisection from ``first``, which must be fitting."""
     low, high = first, first * 2
     while (growing := fitting(high)).any():
         low, high = np.where(growing, high, low), np.where(growing, high * 2, high)
@@ -284,7 +285,7 @@ def _sizes(limits: Limits) -> Iterator[Any]:
 
 
 def _first(limits: Limits, sizes: Any) -> Any:
-    """The least n_ub of each size, and the only one where it is given."""
+    """The least n_ub of each size; the fixed one if n_ub or N is fixed."""
     if limits.num_micro_batches is not None:
         return np.full_like(sizes, limits.num_micro_batches)
     if limits.batch_size is not None:
@@ -293,13 +294,13 @@ def _first(limits: Limits, sizes: Any) -> Any:
 
 
 def _block(piece: GridColumns) -> int:
-    """How many of the largest sizes have at most a block of cells together; one at least."""
+    """The number of largest sizes that together have at most `_BLOCK` cells; at least one."""
     cells = np.cumsum((piece.last - piece.first + 1)[::-1])
     return max(1, int(np.searchsorted(cells, _BLOCK, side="right")))
 
 
 def _cells(block: GridColumns) -> Iterator[tuple[Any, Any]]:
-    """All cells of ``block`` from the largest to the smallest, in pieces of a block."""
+    """All cells of ``block`` from the largest to the smallest, in pieces of at most `_BLOCK` cells."""
     sizes, first, last = block.sizes[::-1], block.first[::-1], block.last[::-1]
     number = last - first + 1
     if len(sizes) > 1:

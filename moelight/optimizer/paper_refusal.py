@@ -1,4 +1,4 @@
-"""Why nothing fits the published memory rules: which memory is short, by how many bytes, and what would do instead."""
+"""Explain why nothing fits the published memory rules: the memory that is too small, the missing bytes, and a fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from moelight.profiles.model import ModelProfile
 def published_infeasible_error(
     setting: PaperSetting, limits: Limits, hardware: HardwareProfile, model: ModelProfile
 ) -> BudgetError:
-    """Why not even the smallest cell fits, by how much, and the least that would change it."""
+    """The error that names the memory too small for even the smallest cell, the missing bytes, and the least change
+    that suffices."""
     mu = limits.micro_batch_size or 1
     n_ub = limits.num_micro_batches or max(1, (limits.batch_size or 1) // mu)
     device_needed = -(-_device_needed(setting, limits, mu, n_ub) // setting.gpus)
@@ -47,7 +48,7 @@ def published_infeasible_error(
 
 
 def _device_needed(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> int:
-    """m_g with which the device's rules hold for some shares."""
+    """The least m_g with which the device's rules hold for some shares, in bytes."""
     rows = paper_grid.device_rows(setting, limits, mu, n_ub)
     ends = [(w, c) for w in limits.weights_host for c in limits.kv_host]
     least = min(max(float(row.base + row.weights * w + row.kv * c) for row in rows) for w, c in ends)
@@ -55,7 +56,7 @@ def _device_needed(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) ->
 
 
 def _host_needed(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> int:
-    """m_c with which all rules hold, the device being as it is; 0 where the device's do not."""
+    """The least m_c with which all rules hold for the given device, in bytes; 0 if the device's rules do not hold."""
     rows = paper_grid.device_rows(setting, limits, np.asarray(mu), np.asarray(n_ub))
     host = paper_grid.host_row(setting, limits, mu, n_ub)
 
@@ -69,7 +70,7 @@ def _host_needed(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> i
 
 
 def _capacity(use: float, share: float) -> int:
-    """The least whole capacity of which ``share`` is at least ``use``."""
+    """The least whole capacity with ``share`` of it at least ``use``."""
     capacity = math.floor(use / share)
     while share * capacity < use:
         capacity += 1
@@ -77,7 +78,7 @@ def _capacity(use: float, share: float) -> int:
 
 
 def _more_device(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> str:
-    """How much more device memory would take enough weights off the host; empty where none would."""
+    """A hint at the additional device memory that takes enough weights off the host; empty if none suffices."""
     host = paper_grid.host_row(setting, limits, mu, n_ub)
     low, high = limits.weights_host
     weights_host = min(high, float(host.room(limits.kv_host[0]) / host.weights))
@@ -91,7 +92,7 @@ def _more_device(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> s
 
 
 def _fewer(setting: PaperSetting, limits: Limits) -> str:
-    """The largest batch that fits where the one that is fixed does not; empty where none does."""
+    """A hint at the largest batch that fits in place of the fixed one; empty if none fits."""
     if limits.batch_size is None and limits.num_micro_batches is None and limits.micro_batch_size is None:
         return ""
     one = np.array([1], dtype=np.int64)

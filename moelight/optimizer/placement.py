@@ -1,8 +1,8 @@
-"""Where pages and cache blocks can be, given the memory that is left: in closed form for many candidates at once.
+"""Placement of pages and cache blocks in the free memory, in closed form for many candidates at once.
 
-Near pages save a transfer in every pass and ring slots besides, so memory beside the experts' unit goes to pages first
-and to the cache with what is left (a byte of cache saves at most a byte, and only in passes that read it all). What
-closed form cannot settle, the integer programme does (``milp``).
+A resident page saves a transfer in every pass and ring slots besides, so the memory of the experts' processor goes to
+pages first and the rest to the cache (a byte of cache saves at most a byte, and only in passes that read all of it).
+The integer programme (``milp``) decides the cases that the closed form cannot.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moelight.optimizer.problem import Candidates, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeMemory:
-    """Bytes left on each tier once everything without a choice is placed, for each candidate. ``kv_blocks`` of
-    ``kv_block_bytes`` each and ``pages`` in slots of ``slot_bytes`` are still to be placed."""
+    """Bytes left on each tier after everything of fixed placement, for each candidate. ``kv_blocks`` blocks of
+    ``kv_block_bytes`` each and ``pages`` pages in slots of ``slot_bytes`` each are still to be placed."""
 
     device: Any
     host: Any
@@ -36,13 +36,13 @@ class FreeMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedPlacement:
-    """What memory leaves open, for each candidate.
+    """The free choices of a placement, for each candidate.
 
     Attributes:
-        computed: pages that the CPU computes beside a GPU; more where the others would not pass through the ring.
-        device_kv: the share of the cache on the device; not a number: what pages leave.
-        resident: in that case, the most pages that stay on the device.
-        spilled: pages that come from disk at least, whether host memory had room for them or not: it spares copies.
+        computed: pages that the CPU computes beside a GPU; raised where the others do not fit through the ring.
+        device_kv: the share of the cache on the device; NaN: all that the pages leave free.
+        resident: with ``device_kv`` NaN, the most pages resident on the device.
+        spilled: the least number of pages streamed from disk, even if host memory could hold them: this saves copies.
     """
 
     computed: Any
@@ -51,14 +51,14 @@ class RequestedPlacement:
     spilled: Any = 0.0
 
     def at(self, index: Any) -> RequestedPlacement:
-        """Those of the candidates that ``index`` picks, where all are arrays."""
+        """The requests of the candidates at ``index``; all fields must be arrays."""
         names = ("computed", "device_kv", "resident", "spilled")
         return RequestedPlacement(**{name: getattr(self, name)[index] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedPlacement:
-    """``placed`` and whether they are ``feasible``, for each candidate; ``resident`` pages never move."""
+    """Counts ``placed`` and ``resident`` pages, and whether they are ``feasible``, for each candidate."""
 
     placed: PlacementCounts
     resident: Any
@@ -66,7 +66,7 @@ class ResolvedPlacement:
 
 
 def room_of(problem: Problem, cells: Candidates) -> FreeMemory:
-    """What is left on each tier."""
+    """The free memory of each tier, for each candidate."""
     cost_model = cells.setting.cost_model
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
     for (_, tier), size in fixed_bytes(
@@ -95,10 +95,10 @@ def fill(
     in_host: Any = None,
     room: FreeMemory | None = None,
 ) -> ResolvedPlacement:
-    """The best homes as they are wanted, and what is left open filled from the nearest tier on.
+    """Resolve the requested placement; free choices fill the tiers from the fastest on.
 
-    For bounds: ``off_host``, the share of the cache that host memory need not hold, where it is not the wanted one;
-    ``in_host``, the pages for the CPU that it must hold, where they are not; and the ``room`` to fill.
+    For bounds only: ``off_host`` is the share of the cache that host memory need not hold and ``in_host`` the number of
+    pages for the CPU that host memory must hold, where they differ from the request; ``room`` is the memory to fill.
     """
     computed, device_kv = wanted.computed, wanted.device_kv
     room = room_of(problem, cells) if room is None else room
@@ -138,7 +138,8 @@ def fill(
 
 
 def _least_computed(room: FreeMemory, device: Any) -> Any:
-    """Pages that the CPU computes at least: the others must all stay, or pass through two slots for each of a layer."""
+    """The least number of pages that the CPU computes: all others must be resident, or stream through two slots for
+    each streamed page of a layer."""
     slots = np.floor(np.maximum(device, 0) / room.slot_bytes)
     return np.maximum(room.pages - np.maximum(slots, room.layers * np.floor(slots / 2)), 0)
 
@@ -146,7 +147,7 @@ def _least_computed(room: FreeMemory, device: Any) -> Any:
 def _beside_a_layer(
     problem: Problem, room: FreeMemory, pages: Any, slots: Any, resident: Any, ring: Any, fits: Any
 ) -> tuple[Any, Any]:
-    """Fewer pages stay where the ring must hold a whole layer, since any page of it may be elsewhere."""
+    """Reduce resident pages where the ring must hold a whole layer, since any page of the layer may be offloaded."""
     layer = problem.model.experts.num_experts
     short = (resident < pages) & (ring < layer)
     fewer = np.where(short, np.minimum(resident, slots - layer), resident)
@@ -155,15 +156,15 @@ def _beside_a_layer(
 
 
 def _at_most(most: Any, pages: Any, room: FreeMemory, resident: Any, ring: Any) -> tuple[Any, Any]:
-    """No more than so many pages stay; the others pass through the ring."""
+    """Limit resident pages to ``most``; the others stream through the ring."""
     fewer = resident > most
     kept = np.where(fewer, most, resident)
     return kept, np.where(fewer, 2 * np.ceil((pages - kept) / room.layers), ring)
 
 
 def _cache_blocks(cells: Candidates, room: FreeMemory, held: Any, device_kv: Any) -> Any:
-    """Blocks of the cache that device memory gives room to first: a share of them, or, where that is left open, all
-    that fit if it holds nothing else, and no more than host memory cannot hold if it holds pages."""
+    """Cache blocks placed in device memory before any page: the requested share, or, if the share is free, all that fit
+    where device memory holds no pages, and otherwise only those that host memory cannot hold."""
     if cells.attention_device == "cpu":
         return np.zeros_like(room.kv_blocks)
     if cells.ffn_device == "cpu":
@@ -184,8 +185,8 @@ def _from_host(
     held: Any,
     spilled: Any,
 ) -> Any:
-    """Pages streamed from host memory where ``slots`` of it are left; -1 where they and the ``pinned`` ring do not fit,
-    which has more slots where some pages come from disk."""
+    """Pages streamed from host memory with ``slots`` free slots; -1 where pages and ``pinned`` ring do not fit. The
+    ring has more slots where some pages are streamed from disk."""
     shallow, deep = pinned
     on_host = slots - shallow
     reads = _needs_disk(problem, room, streamed, on_host, held)
@@ -199,7 +200,7 @@ def _from_host(
 
 
 def _spread_is_fixed(problem: Problem) -> bool:
-    """Whether fixed shares say which of the pages that move come from disk."""
+    """True if fixed shares decide which of the streamed pages are on disk."""
     return any(problem.share(key) is not None for key in ("weights.host", "weights.disk"))
 
 
@@ -214,9 +215,9 @@ def _on_host(problem: Problem, room: FreeMemory) -> int:
 
 
 def _resident(pages: Any, room: FreeMemory, slots: Any, share: float | None, elsewhere: Any) -> tuple[Any, Any, Any]:
-    """The most of ``pages`` that stay within ``slots`` beside the ring of those that cannot, the ring's slots, and
-    whether that fits at all: r + 2 ceil((pages - r) / layers) <= slots. ``elsewhere`` are kept from staying by fixed
-    shares of other tiers; a fixed ``share`` of this one leaves no choice."""
+    """The most resident ``pages`` within ``slots`` beside the ring of the others, the ring's slots, and whether both
+    fit: r + 2 ceil((pages - r) / layers) <= slots. Fixed shares of other tiers exclude ``elsewhere`` pages; a fixed
+    ``share`` of this tier leaves no choice."""
     if share is not None:
         wanted = np.round(share * room.pages)
         resident = np.minimum(wanted, pages) + 0 * slots
@@ -232,15 +233,16 @@ def _resident(pages: Any, room: FreeMemory, slots: Any, share: float | None, els
 
 
 def _needs_disk(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any, held: Any) -> Any:
-    """Whether some pages come from disk, and pinned memory is two layers deep: those that find no room, or fixed."""
+    """True if some pages are streamed from disk, for lack of host memory or by fixed shares: pinned memory is then two
+    layers deep."""
     host = problem.share("weights.host")
     kept_off = False if host is None else streamed > _on_host(problem, room) - held
     return (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
 
 
 def _host_pages(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any, computed: Any, held: Any) -> Any:
-    """Pages streamed from host memory; -1 where a fixed share asks for what cannot be. Between ``held`` and
-    ``computed`` pages for the CPU, the most that may be."""
+    """Pages streamed from host memory, the most for any number of CPU pages between ``held`` and ``computed``; -1 where
+    a fixed share is infeasible."""
     host, disk = problem.share("weights.host"), problem.share("weights.disk")
     most = np.minimum(streamed, np.maximum(on_host, 0))
     if host is not None:
@@ -253,7 +255,7 @@ def _host_pages(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any,
 
 
 def fixed_device_kv(problem: Problem, cells: Candidates) -> float | None:
-    """The share of the cache on the device, where there is no choice."""
+    """The share of the cache on the device, if fixed; None if free."""
     if cells.attention_device == "cpu":
         return 0.0
     device, host = problem.share("kv.device"), problem.share("kv.host")

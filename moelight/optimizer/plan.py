@@ -1,6 +1,6 @@
-"""What the optimizer gives back: a policy, what it takes and promises, how good it can be at most, and why.
+"""The result of the optimizer: a policy with its memory use, its estimate, the proven bound and an explanation.
 
-Nouns only. Refuses to know how a plan is found (``search``) or how it is carried out.
+Data classes only; ``search`` finds plans and the engine executes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moelight.profiles.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierUse:
-    """What a plan takes of one tier, by purpose, against what there is. Bytes."""
+    """The bytes that a plan uses of one tier, by purpose, and the tier's capacity."""
 
     tier: str
     capacity_bytes: int
@@ -30,7 +30,7 @@ class TierUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """A ``change`` of the machine (``twice the host memory``) and the share by which tokens per second would grow."""
+    """A ``change`` of the machine (``twice the host memory``) and its relative ``gain`` in tokens per second."""
 
     change: str
     gain: float
@@ -38,19 +38,20 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The best policy that was found for one machine, model and workload.
+    """The best policy found for one machine, model and workload.
 
     Attributes:
         hardware: the machine's name.
         estimator: ``calibrated`` or ``paper``.
-        memory: every tier of the machine.
-        why: one sentence.
-        helps: what would help most, best first.
-        bound_tokens_per_s: proven: no policy is faster by the same estimate, whatever the keys that are not fixed say.
-        solve_s: seconds the solving took, when it was solved.
-        speeds: of the machine, as they were planned with; None where a plan comes from elsewhere.
-        fixed: keys of the policy whose values the user chose.
-        why_not: what of the policy or its model the engine does not carry out; empty where the plan runs.
+        memory: the use of every tier of the machine.
+        why: a one-sentence explanation.
+        what_if: the changes of the machine that gain most, best first.
+        bound_tokens_per_s: proven upper bound: no policy is faster by the same estimate, for any values of the keys
+            that are not fixed.
+        solve_s: seconds that the original solution took.
+        speeds: the machine's speeds in the estimate; None for plans of the paper estimator.
+        fixed: keys of the policy that the user fixed.
+        why_not: the features of the policy or its model that the engine does not support; empty if the plan runs.
     """
 
     policy: Policy
@@ -69,11 +70,11 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether the engine carries it out on such a machine."""
+        """True if the engine can run the plan on such a machine."""
         return not self.why_not
 
     def use_of(self, tier: str) -> TierUse:
-        """What is taken of ``tier``; nothing of nothing where the machine has no such tier."""
+        """The use of ``tier``; of capacity 0 if the machine has no such tier."""
         return next(
             (use for use in self.memory if use.tier == tier), TierUse(tier=tier, capacity_bytes=0, by_purpose=())
         )

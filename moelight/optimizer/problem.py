@@ -1,6 +1,6 @@
-"""One question to the optimizer, and the space it searches: which devices, orders and dtypes, and which sizes.
+"""One optimization problem and its search space: devices, schedules, dtypes and sizes.
 
-Refuses to know what anything costs (``hrm``) and how the best is found (``search``).
+Costs are in ``hrm``, the search is in ``search``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moelight.scheduler.requirements import misfit
 
 Fixed = str | int | float
 
-# Orders that may be the fastest. cgopipe takes no longer than any other with the same pages
-# (tests/hrm/test_estimate.py), but in small passes it waits for the routers; of those that never do, flexgen and
-# flexgen-c are the fastest. Nothing overlaps in serial, which pays where reading and computing slow each other by more
-# than overlapping saves.
+# Schedules that may be the fastest. cgopipe takes no longer than any other with the same pages
+# (tests/hrm/test_estimate.py), but its on-demand passes wait for the routers; of the schedules without that wait,
+# flexgen and flexgen-c are the fastest. serial overlaps nothing, which pays where reading and computing slow each other
+# by more than overlapping saves.
 SEARCHED_ORDERS = ("cgopipe", "module", "flexgen", "flexgen-c", "serial")
 LEAST_TOKENS = 16  # of a prompt micro-batch: fewer save a few kilobytes
-KV_BLOCK_SIZE = KV_BLOCK_SIZES[0]  # the smaller, the less of the cache is lost in blocks that are not full
+KV_BLOCK_SIZE = KV_BLOCK_SIZES[0]  # smaller blocks lose less of the cache to blocks that are not full
 _DEVICE_KEYS = (
     "schedule",
     "attention_device",
@@ -45,16 +45,17 @@ _DEVICE_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is to be run on what.
+    """A model and a workload to plan for a machine.
 
     Attributes:
-        name: what the policy will call the model.
-        capacity_bytes: what may be used of each tier; no ``device`` without a GPU, ``disk`` 0 where nothing may be
-            streamed from it.
-        dtype: what the compute unit works in; ``weight_dtypes`` and ``kv_dtypes`` are allowed for experts and cache.
+        name: the model's name in the policy.
+        capacity_bytes: usable bytes of each tier; no ``device`` without a GPU, ``disk`` 0 where nothing may be
+            streamed from disk.
+        dtype: the dtype of computation; ``weight_dtypes`` and ``kv_dtypes`` are those allowed for experts and cache.
         fixed: values by key of the policy.
-        programme: whether the integer programme places pages; without it, nearest tiers are filled first, which is the
-            same wherever neither the CPU's share of experts nor the cache's place is open and no copy binds.
+        integer_program: whether the integer programme places pages; without it, the fastest tiers are filled first,
+            which is equivalent unless the CPU's share of experts or the placement of the cache is free, or a copy
+            binds.
     """
 
     name: str
@@ -71,12 +72,12 @@ class Problem:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether there is device memory."""
+        """True if the machine has device memory."""
         return "device" in self.capacity_bytes
 
     @property
     def pages(self) -> int:
-        """Experts of all layers."""
+        """Expert pages of all layers."""
         return self.model.num_moe_layers * self.model.experts.num_experts
 
     def share(self, key: str) -> float | None:
@@ -94,19 +95,19 @@ class Problem:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts: more in a pass are of no use."""
+        """Tokens of all prompts: the most that a pass can use."""
         return self.workload.num_requests * self.workload.prompt_len
 
     @property
     def device_kv(self) -> float | None:
-        """The share of the cache on the device where a GPU attends, if it is fixed."""
+        """The share of the cache on the device for attention on a GPU, if fixed."""
         device, host = self.share("kv.device"), self.share("kv.host")
         return device if device is not None else None if host is None else 1.0 - host
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """The least and the most N: not more than there are requests, unless a fixed micro-batch asks for it, nor than
-        a fixed cache holds. The most is less than the least where it holds too few."""
+        """The least and the most N. The most is the number of requests, unless a fixed micro-batch requires more, and
+        no more than a fixed cache holds; it is below the least where the fixed cache holds too few."""
         fixed, number, size = (self.count(key) for key in ("batch_size", "num_micro_batches", "micro_batch_size"))
         if fixed is not None:
             least = most = fixed
@@ -123,8 +124,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """The discrete part of a policy: devices, order, admission, dtypes, whether homes in host memory are pinned and
-    whether residents are learned. It is priced by its ``cost_model``."""
+    """The discrete part of a policy: devices, schedule (``order``), admission, dtypes, pinned or unpinned host pages,
+    fixed or learned residents; ``cost_model`` prices it."""
 
     cost_model: CostModel
     order: str
@@ -135,19 +136,19 @@ class Variant:
 
     @property
     def attention_device(self) -> str:
-        """Where decoding sequences attend."""
+        """The device of decode attention."""
         return self.cost_model.attention_device
 
     @property
     def ffn_device(self) -> str:
-        """Where experts run."""
+        """The device of the experts."""
         return self.cost_model.ffn_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates:
-    """Candidates of one setting as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and how many of
-    these ride in a pass. They have the face of a policy, as far as memory and time ask for it."""
+    """Candidates of one variant as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and the number
+    of prompt micro-batches in a pass. Has the attributes of a policy that memory and time depend on."""
 
     setting: Variant
     batch_size: Any
@@ -160,36 +161,36 @@ class Candidates:
 
     @property
     def attention_device(self) -> str:
-        """Where decoding sequences attend."""
+        """The device of decode attention."""
         return self.setting.attention_device
 
     @property
     def ffn_device(self) -> str:
-        """Where experts run."""
+        """The device of the experts."""
         return self.setting.ffn_device
 
     @property
     def schedule(self) -> str:
-        """The order of work."""
+        """The schedule's name."""
         return self.setting.order
 
     @property
     def admission(self) -> str:
-        """When prompts are admitted."""
+        """The admission rule of prompts."""
         return self.setting.admission
 
     @property
     def residents(self) -> str:
-        """Whether experts that are near make way for others."""
+        """``learned`` if resident experts may be evicted for others."""
         return self.setting.residents
 
     @property
     def discrete(self) -> bool:
-        """Whether a GPU takes part."""
+        """True if a GPU is used."""
         return self.setting.cost_model.discrete
 
     def at(self, index: Any) -> Candidates:
-        """The candidates that ``index`` picks."""
+        """The candidates at ``index``."""
         return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in CELL_ARRAYS})
 
 
@@ -197,12 +198,12 @@ CELL_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_m
 
 
 def variants(problem: Problem) -> Iterator[Variant]:
-    """Every allowed combination of devices, order, admission and dtypes. Homes in host memory are pinned where nothing
-    is fixed: that takes less time and less memory. Residents are learned in settings of their own where that changes
-    what passes bring (`hrm.estimate.least_missed`).
+    """Yield every allowed combination of devices, schedule, admission and dtypes. Unless fixed, host pages are pinned,
+    which takes less time and less memory. Learned residents are variants of their own where they change which pages
+    passes transfer (`hrm.estimate.least_missed`).
 
     Raises:
-        ConfigError: the fixed ones cannot go together; names them.
+        ConfigError: the fixed values contradict each other; names them.
     """
     fixed, found = problem.fixed, 0
     orders = (str(fixed["schedule"]),) if "schedule" in fixed else problem.orders
@@ -247,7 +248,8 @@ def variants(problem: Problem) -> Iterator[Variant]:
 
 
 def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
-    """Device memory holds pages for a GPU's experts and a cache for its attention, and for nothing else."""
+    """True if fixed shares contradict the devices: device memory holds pages only for experts on the GPU and a cache
+    only for attention on the GPU."""
     return bool(
         (ffn == "cpu" and problem.share("weights.device"))
         or (attention == "cpu" and (problem.share("kv.device") or (problem.share("kv.host") or 1.0) < 1.0))
@@ -258,7 +260,7 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
 def make_candidates(
     problem: Problem, setting: Variant, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
 ) -> Candidates:
-    """Candidates from arrays of N, μ, the most ``tokens`` of a prompt micro-batch and how many of these ride."""
+    """Candidates from arrays of N, μ, the most ``tokens`` of a prompt micro-batch and their number in a pass."""
     return Candidates(
         setting=setting,
         batch_size=batch_size,
@@ -272,7 +274,7 @@ def make_candidates(
 
 
 def kv_tokens(problem: Problem, batch_size: Any) -> Any:
-    """Tokens of the cache, where they are not fixed: what N sequences of the workload need."""
+    """Tokens of the cache: the fixed value, or else the need of N sequences of the workload."""
     fixed = problem.count("kv_tokens")
     if fixed is not None:
         return np.full_like(batch_size, fixed)

@@ -1,6 +1,6 @@
-"""What can be planned and not run: the one list of it, for plans, policy files and the engine's own refusal.
+"""The features that can be planned but not run: one list for plans, policy files and the engine's own checks.
 
-Knows policies and models. Refuses to know the machine that is there: devices are the engine's business.
+Depends only on policies and models; the engine checks the devices of the machine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from moelight.profiles.model import ModelProfile
 
 
 def why_not(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
-    """Why the engine refuses ``policy`` for ``model``, a clause each; empty where it runs."""
+    """The reasons why the engine refuses ``policy`` for ``model``, a clause each; empty if the policy runs."""
     missing = not_computed(model)
     of_model = (f"the engine does not compute {', '.join(missing)} ({model.model_type})",) if missing else ()
     return (*of_model, *policy_faults(policy))
 
 
 def policy_faults(policy: Policy) -> tuple[str, ...]:
-    """What of ``policy`` the engine carries out for no model, a clause each."""
+    """The features of ``policy`` that the engine supports for no model, a clause each."""
     found = []
     if policy.gpus > 1:
         found.append(f"it is for {policy.gpus:,} GPUs, and the engine uses one (optimize --fix gpus=1 plans for it)")

@@ -1,11 +1,11 @@
-"""The outer search: over N, micro-batches, prompts in a pass, and the discrete settings; where homes of pages and cache
-are in doubt, the programme settles them (``milp``).
+"""The outer search: over N, micro-batches, prompts in a pass, and the variants. The integer programme (``milp``)
+decides the placement of pages and cache where the closed form may not be optimal.
 
-Every setting is sampled over its whole space, with homes in closed form (``placement``). From the best of it, far enough
-apart to lie in different valleys, the search goes on at random and ever nearer; settings that fall behind are left. The
-last steps are of single sequences, micro-batches, pages and blocks. For N sequences in b micro-batches, the smallest μ
-is best: the same work in less memory. How far any policy at all can be from what is found is proven by branch and bound
-(``bound``); problems of few requests and fixed prompt micro-batches are solved to the end that way.
+The search samples each variant over its whole space, with placement in closed form (``placement``). It continues at
+random around the best candidates of different regions with shrinking steps, and drops variants that fall behind. The
+last steps are single sequences, micro-batches, pages and blocks. For N sequences in b micro-batches, the smallest μ is
+best: the same work in less memory. Branch and bound (``bound``) proves how far any policy can be from the result, and
+solves problems of few requests and fixed prompt micro-batches exactly.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from moelight.optimizer.milp import SolvedPlacement, solve
 from moelight.optimizer.placement import RequestedPlacement, fill
 from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Candidates, Problem, Variant, variants
 
-# Rounds at random: how far (powers of ten of a factor), how many candidates, and how far behind a setting may lie.
+# Random rounds: the widest step (a power of ten of a factor), the number of candidates, and the time of a variant over
+# the best at which it is dropped.
 ROUNDS = ((0.3, 400, 4.0), (0.0, 400, 2.5), (0.0, 400, 1.6), (-0.5, 400, 1.3), (-1.0, 400, 1.15), (-1.0, 400, 1.08))
 LAST_STEPS = (0.03, 0.004, 0.0)
-FEW = 12  # candidates of a setting that are followed
-FIRST = 3  # of them to the end
+FEW = 12  # candidates of a variant that are kept
+FIRST = 3  # candidates of a variant that are refined to the end
 WORTH_SOLVING = 1.01
 MOST_SOLVED = 3
 MOST_ROUNDS = 8
@@ -44,19 +45,20 @@ MOST_FINISHED = 2
 SHAKES = 2
 SCATTERED = 1000
 EQUAL = 1e-9
-AS_GOOD = 5e-4  # what fewer tokens may cost
-GAINED = 1e-4  # less is not worth another round
+AS_GOOD = 5e-4  # relative loss of speed that is accepted for fewer tokens
+GAINED = 1e-4  # relative gain below which no further round is run
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
-# Settings that are rarely the fastest: first tried with sizes that were good for the usual ones.
+# Variants that are rarely the fastest: first tried with sizes that were good for the usual ones.
 STAND_INS = ("flexgen", "flexgen-c", "serial", "static", "learned")
 POOLED_AFTER = (2, 5)  # rounds
-POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05  # of each setting; random neighbours; how far behind a setting may lie
+# candidates of each variant; random neighbours; the time of a variant over the best at which it is dropped
+POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The best candidate: its setting and sizes, and its homes with the seconds of the job."""
+    """The best candidate: its variant and sizes, and its placement with the seconds of the job."""
 
     cell: Candidates
     placed: SolvedPlacement
@@ -64,7 +66,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beam:
-    """A few good candidates of one setting, best first, and their seconds in closed form."""
+    """A few good candidates of one variant, best first, and their seconds in closed form."""
 
     choices: PlacedCandidates
     seconds: Any
@@ -82,7 +84,7 @@ class Beam:
 
 
 def search(problem: Problem) -> Found | None:
-    """The fastest policy, or None where nothing fits."""
+    """The fastest policy, or None if nothing fits."""
     if problem.sequences[0] > problem.sequences[1]:
         return None
     every = list(variants(problem))
@@ -113,13 +115,13 @@ def search(problem: Problem) -> Found | None:
 
 
 def _is_small(problem: Problem) -> bool:
-    """Whether branch and bound can settle the sizes that are open."""
+    """True if branch and bound can decide all free sizes."""
     open_tokens = problem.count("micro_batch_tokens") is None or problem.count("prompt_micro_batches") is None
     return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
 
 
 def _pooled(problem: Problem, beam: list[Beam], every: list[Variant], draw: np.random.Generator) -> list[Beam]:
-    """Every setting at the sizes that are best in any of them, as far as that makes it one of the best."""
+    """Beams of all variants at the sizes that are best in any variant; variants that fall behind are dropped."""
     pool = _joined(*(found.first(POOLED).choices for found in beam))
     known = {id(found.setting): found for found in beam}
     best, kept = min(found.least for found in beam), []
@@ -137,7 +139,7 @@ def _stands_in(setting: Variant) -> bool:
 
 
 def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
-    """Seconds of the job for every candidate at its homes in closed form; infinite where it does not fit."""
+    """Seconds of the job for every candidate with its placement in closed form; infinite where it does not fit."""
     filled = fill(problem, choices.cells, choices.wanted)
     seconds = np.full(np.shape(filled.feasible), np.inf)
     fits = np.flatnonzero(filled.feasible)
@@ -148,11 +150,11 @@ def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
 
 
 def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by_waves: bool = False) -> Any:
-    """The best of ``beam`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
-    micro-batches. None where there are none.
+    """The best candidates of ``beam`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
+    micro-batches. None if there are none.
 
-    Regions are sizes of about the same logarithm, or ``by_waves``: so many waves for all requests, full ones apart;
-    those apart where every page stays, between which and the others there is no small step.
+    A region holds sizes of about the same logarithm, or, with ``by_waves``, of the same number of waves for all
+    requests, full waves apart. Candidates with every page resident are regions apart: no small step leads to them.
     """
     seconds = closed_form_s(problem, look)
     fits = np.flatnonzero(np.isfinite(seconds))
@@ -170,7 +172,7 @@ def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by
 
 
 def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> Any:
-    """A number for each candidate, the same for those of one region."""
+    """The region number of each candidate."""
     cell, all_stay = choices.cells, choices.wanted.resident + choices.wanted.computed >= problem.pages
     n, requests = cell.batch_size, problem.workload.num_requests
     b = -(-n // cell.micro_batch_size)
@@ -184,8 +186,8 @@ def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> A
 
 
 def _as_filled(problem: Problem, choices: PlacedCandidates) -> PlacedCandidates:
-    """The same candidates, what they want said by what they got, so that a small step from there is one: pages that
-    come from disk, and the place of the cache as that of the pages which leave it room."""
+    """The same candidates with the resolved placement as the requested one, so that a small step of the request is a
+    small step of the result: pages streamed from disk, and resident pages, which leave the rest to the cache."""
     setting = choices.cells.setting
     if setting.ffn_device == "cpu" or not choices.cells.batch_size.size:
         return choices
@@ -206,13 +208,13 @@ def _joined(*parts: PlacedCandidates) -> PlacedCandidates:
 
 
 def _beside(every: list[Variant], beam: list[Beam]) -> list[Variant]:
-    """The settings whose devices are those of ``beam``."""
+    """The variants with the devices of ``beam``."""
     devices = {(found.setting.attention_device, found.setting.ffn_device) for found in beam}
     return [setting for setting in every if (setting.attention_device, setting.ffn_device) in devices]
 
 
 def _in_other_schedules(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
-    """The best of ``beam`` in another order or admission, if that is faster, to the end."""
+    """The best of ``beam`` with another schedule or admission, refined; ``beam`` itself if none is faster."""
     own, best = beam.setting, beam
     for setting in every:
         if setting is not own and setting.attention_device == own.attention_device:
@@ -223,7 +225,7 @@ def _in_other_schedules(problem: Problem, beam: Beam, every: list[Variant]) -> B
 
 
 def _refined(problem: Problem, beam: Beam, _every: list[Variant]) -> Beam:
-    """``beam`` from the first of which, each in its own region, no small or single step leads on."""
+    """``beam`` after local search: no small or single step improves its first candidates, each in its own region."""
     for _ in range(MOST_ROUNDS):
         before = beam.seconds[:FIRST]
         for step in LAST_STEPS:
@@ -235,12 +237,12 @@ def _refined(problem: Problem, beam: Beam, _every: list[Variant]) -> Beam:
 
 
 def _is_better(seconds: Any, before: Any) -> bool:
-    """Whether any of the first regions got faster, or there are more of them."""
+    """True if any of the first regions is faster than before, or there are more regions."""
     return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
 def _restarted(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
-    """``beam`` near which none of many random candidates is better: what no step along an axis finds."""
+    """``beam`` improved by random candidates near it, which steps along one axis do not reach."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
         near = scattered(problem, beam.choices, draw, SCATTERED, widest=-0.3)
@@ -250,7 +252,7 @@ def _restarted(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
 
 
 def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
-    """The best of ``beam``, best first in closed form, once the programme has placed every page."""
+    """The best of ``beam`` (sorted by closed-form time) once the integer programme has placed every page."""
     best: Found | None = None
     for found in beam[:MOST_SOLVED]:
         if best is not None and found.least > best.placed.seconds * WORTH_SOLVING:
@@ -267,7 +269,7 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
 
 
 def _solved(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
-    """The programme's homes; of equals, those that leave no memory empty."""
+    """The integer programme's placement; of equals, the one that leaves no memory empty."""
     placed = solve(problem, cell)
     if placed is None:
         return None
@@ -281,7 +283,7 @@ def _solved(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
 
 
 def _certified(problem: Problem, best: Found) -> Found:
-    """The best there is, where the bounds leave few enough candidates to solve them all."""
+    """The optimum, if the bounds leave few enough candidates to solve them all; otherwise the best one solved."""
     for cell in undecided(problem, best.placed.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
         placed = _solved(problem, cell)
         if placed is not None and placed.seconds < best.placed.seconds * (1 - EQUAL):
@@ -290,8 +292,8 @@ def _certified(problem: Problem, best: Found) -> Found:
 
 
 def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
-    """``best`` with the fewest tokens of prompts in a pass and in its micro-batches that are as good: nobody needs
-    memory for a pass of a million tokens that is a thousandth of a percent faster."""
+    """``best`` with the fewest prompt tokens per pass and per micro-batch that are as good (`AS_GOOD`): memory for a
+    pass of a million tokens is not worth a thousandth of a percent of speed."""
     cell, placed = best.cell, best.placed
     tokens, rides = int(cell.micro_batch_tokens), int(cell.prompt_micro_batches)
     fixed = [problem.count(key) is not None for key in ("micro_batch_tokens", "prompt_micro_batches")]
@@ -323,12 +325,12 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
 
 
 def _powers(low: int, high: int) -> list[int]:
-    """Powers of two between them."""
+    """Powers of two from ``low`` up to, not including, ``high``."""
     return [1 << power for power in range(high.bit_length()) if low <= 1 << power < high]
 
 
 def _filled(problem: Problem, choice: PlacedCandidates) -> SolvedPlacement | None:
-    """The homes of one candidate in closed form; None where it does not fit."""
+    """The placement of one candidate in closed form; None if the candidate does not fit."""
     cell, setting = choice.cells, choice.cells.setting
     filled = fill(problem, cell, choice.wanted)
     if not filled.feasible:

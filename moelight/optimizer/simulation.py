@@ -1,7 +1,7 @@
-"""A policy's passes on a virtual clock: built in an order of work, priced by the ledger, run as the executor would.
+"""Simulate a policy's passes on a virtual clock: built by a schedule, priced by the ledger, run as the executor would.
 
-First a pass with prompts, as the job has them when slots refill, then passes in which every slot decodes. Refuses to
-know what a plan is good for; ``simulate`` (in ``face``) and the command line show what comes out.
+The first pass has prompts, as in a job whose slots refill; in the following passes every slot decodes. ``simulate`` (in
+``api``) and the command line present the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_TASKS = 2_000_000  # of the passes that are simulated together: about a min
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassRun:
-    """One simulated pass. ``seconds`` run from the end of the pass before it; ``lane_bytes`` are the schedule's own."""
+    """One simulated pass. ``seconds`` count from the end of the previous pass; ``lane_bytes`` are the schedule's."""
 
     timeline: Timeline
     seconds: float
@@ -44,34 +44,34 @@ class PassRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded tokens per second; those of prompts are not counted."""
+        """Decoded tokens per second; prompt tokens are not counted."""
         return self.decode_tokens / self.seconds
 
     @property
     def busy_s(self) -> dict[Lane, float]:
-        """Seconds in work by lane, in the order of the enumeration, lanes without work left out."""
+        """Busy seconds by lane, in the order of the enumeration; idle lanes are left out."""
         found = self.timeline.busy_s()
         return {lane: found[lane] for lane in Lane if found.get(lane, 0.0) > 0}
 
     @property
     def binding(self) -> Lane:
-        """The lane with the least rest."""
+        """The busiest lane."""
         busy = self.busy_s
         return max(busy, key=busy.__getitem__)
 
     @property
     def idle_share(self) -> float:
-        """The share of the pass in which the binding lane stands still."""
+        """The share of the pass in which the binding lane is idle."""
         return max(0.0, 1.0 - self.busy_s[self.binding] / self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedRun:
-    """The passes of one order of work, on one clock. ``with_prompts`` is None where the job has no such pass;
-    ``estimate`` is the ledger's, of the same order.
+    """The simulated passes of one schedule, on one clock. ``with_prompts`` is None where the job has no such pass;
+    ``estimate`` is the ledger's estimate of the same schedule.
 
-    ``tokens_per_s`` is of the whole job: its passes with prompts and without, each as much longer or shorter than
-    estimated as the ones here.
+    ``tokens_per_s`` is the rate of the whole job: the estimated seconds of passes with and without prompts, scaled by
+    the ratio of simulated to estimated seconds of each kind.
     """
 
     schedule: str
@@ -82,18 +82,21 @@ class SimulatedRun:
 
     @property
     def steady(self) -> PassRun:
-        """The last decode pass: what a long run of them repeats."""
+        """The last decode pass, which a long run of decode passes repeats."""
         return self.decode[-1]
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Every pass in order."""
+        """The timelines of all passes, in order."""
         first = () if self.with_prompts is None else (self.with_prompts.timeline,)
         return (*first, *(run.timeline for run in self.decode))
 
 
 class SimulationSetup:
-    """One policy, resolved or not, of one model on one machine for one workload; ``estimate`` is in its own order."""
+    """One policy, resolved or not, of one model on one machine for one workload.
+
+    ``estimate`` is the ledger's estimate of the policy's own schedule.
+    """
 
     def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
         hardware = with_gpus(hardware, policy.gpus)
@@ -105,28 +108,28 @@ class SimulationSetup:
         self._placement: Placement = place(model, policy)
 
     def estimate_of(self, schedule: str) -> Estimate:
-        """What the ledger promises of the policy in the order ``schedule``."""
+        """The ledger's estimate of the policy with ``schedule`` in place of its own."""
         policy = replace(self.policy, schedule=schedule)
         return estimate(self.model, policy, self.workload, self._speeds, dtype=self._dtype)
 
     def schedules(self) -> tuple[str, ...]:
-        """The orders of work that the policy's devices allow."""
+        """Names of the schedules that the policy's devices allow."""
         policy = self.policy
         placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
         return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **placed) is None)
 
     def roofs(self) -> dict[str, float]:
-        """Bytes per second that each lane can move at most, by lane; links that are not there are left out."""
+        """The most bytes per second of each lane, by lane; links that the machine lacks are left out."""
         speeds = self._speeds
         rates = {Lane.DISK: speeds.disk, Lane.STAGE: speeds.stage, Lane.H2D: speeds.h2d, Lane.D2H: speeds.d2h}
         there = (Lane.DISK, Lane.STAGE, Lane.H2D, Lane.D2H) if self.policy.discrete else (Lane.DISK,)
         return {str(lane): rates[lane] for lane in there if 0 < rates[lane] < math.inf}
 
     def simulated_run(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
-        """One pass with prompts, where the job has one, and ``passes`` that decode.
+        """Simulate one pass with prompts, where the job has one, and ``passes`` decode passes.
 
         Raises:
-            ConfigError: the order of work does not exist, or not on these devices; or the passes have more than
+            ConfigError: the schedule does not exist, or these devices do not allow it; or the passes have more than
                 `MOST_TASKS` tasks.
         """
         self._check_size(passes + 1)
@@ -148,12 +151,12 @@ class SimulationSetup:
         )
 
     def lane_bytes(self, schedule: str) -> dict[Lane, int]:
-        """What crosses each lane in a steady decode pass."""
+        """Bytes that cross each lane in a steady decode pass."""
         return self._built(schedule, self._decode_loads(), self._prefetched(schedule)).lane_bytes()
 
     def _check_size(self, passes: int) -> None:
-        """Refuse what would take too long before any of it is built: each layer of each micro-batch is some five tasks,
-        each part of a page that moves is two."""
+        """Refuse too many passes before any schedule is built: each layer of each micro-batch is about five tasks, each
+        part of a streamed page is two."""
         policy, running = self.policy, min(self.policy.batch_size, self.workload.num_requests)
         count = -(-running // policy.micro_batch_size) + policy.prompt_micro_batches
         tasks = passes * (5 * count * self.model.num_layers + 2 * len(self._layout.streamed))
@@ -178,7 +181,7 @@ class SimulationSetup:
             yield built, priced
 
     def _prefetched(self, schedule: str) -> int:
-        """Pages that a decode pass hands on."""
+        """Pages that a decode pass prefetches for the next pass."""
         return len(self._built(schedule, self._decode_loads(), 0).prefetched_next)
 
     def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], prefetched: int) -> Schedule:
@@ -214,7 +217,7 @@ class SimulationSetup:
         return [MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in sizes]
 
     def _prompt_loads(self) -> list[MicroBatchLoad]:
-        """Of a pass with prompts; empty where the job has none."""
+        """Micro-batches of a pass with prompts; empty where the job has no such pass."""
         phase = _prompts(self.estimate)
         if phase is None:
             return []
@@ -253,7 +256,7 @@ def _prompts(priced: Estimate) -> Phase | None:
 
 
 def layer_starts(timeline: Timeline) -> dict[int, float]:
-    """When the first output projection of each layer began."""
+    """The start of the first output projection of each layer, in seconds, by layer."""
     found: dict[int, float] = {}
     for span in timeline.spans:
         if span.task.kind in (TaskKind.POST_ATTENTION, TaskKind.ROUTE):
@@ -273,5 +276,5 @@ def _run(timeline: Timeline, before_s: float, loads: Sequence[MicroBatchLoad], b
 
 
 def _cut(total: int, parts: int) -> list[int]:
-    """``total`` in so many whole parts that differ by one at most, larger ones first."""
+    """Split ``total`` into ``parts`` whole numbers that differ by at most one, larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]

@@ -1,1 +1,1 @@
-"""Floor 1: facts about machines, models and workloads, as strict, frozen records. Refuses to know tensors and costs."""
+"""Layer 1: strict, frozen records about machines, models and workloads. Does not depend on tensors or costs."""

@@ -1,6 +1,6 @@
-"""Measured speeds that depend on the size of the work: curves and families of curves, with interpolation.
+"""Measured speeds as functions of the size of the work: interpolated curves and families of curves.
 
-Knows arithmetic only; what is on the axes is said by whoever asks.
+The caller defines the units of the axes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """``y`` at each ``x``, both above 0, ``x`` ascending; straight between points on double-logarithmic paper, and
-    level beyond the ends."""
+    """``y`` at each ``x``, both above 0, ``x`` ascending; piecewise linear on log-log axes, constant beyond the
+    ends.
+    """
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -33,8 +34,9 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surface:
-    """Curves measured at several sizes of one operand; interpolated between sizes on a logarithmic scale, and level
-    beyond them. A single curve has the size 0."""
+    """Curves measured at several sizes of one operand; interpolated between sizes on a logarithmic scale, constant
+    beyond them. A single curve has size 0.
+    """
 
     name: str
     sizes: tuple[float, ...]
@@ -56,7 +58,7 @@ class Surface:
         return self.curves[above - 1].at(x) ** (1 - share) * self.curves[above].at(x) ** share
 
     def times(self, factor: float) -> Surface:
-        """The same shape, ``factor`` times as fast."""
+        """The surface with every speed multiplied by ``factor``."""
         if factor == 1:
             return self
         curves = tuple(Curve(x=curve.x, y=tuple(y * factor for y in curve.y)) for curve in self.curves)

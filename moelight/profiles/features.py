@@ -1,7 +1,7 @@
-"""What a profile may ask for that the engine does not compute: such a model can be planned for, not run.
+"""Model features that the engine does not compute: a model with one of them can be planned for, not run.
 
-A field of a profile is either computed by ``models/`` or named in this table, which stands here so that a plan can
-say whether it runs without torch. Refuses to know why a model has it.
+Every field of a profile is either computed by ``models/`` or listed here, in the torch-free core, so that the planner
+can check a model without importing torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 
 
 def not_computed(model: ModelProfile) -> tuple[str, ...]:
-    """The features of ``model`` that the engine does not compute; none where it runs."""
+    """The features of ``model`` that the engine does not compute; empty if the model runs."""
     return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
 
 
 def require_computable(model: ModelProfile, *, where: str) -> None:
-    """Refuse a model that needs what is not computed here. ``where`` is the file that asks for it.
+    """Check that the engine computes every feature of ``model``. ``where`` is the file named in the message.
 
     Raises:
-        ConfigError: names everything that is missing.
+        ConfigError: features are not computed; the message lists them all.
     """
     missing = not_computed(model)
     if missing:

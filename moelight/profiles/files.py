@@ -1,7 +1,7 @@
-"""Strict YAML: every value knows its file and line, and every complaint names them. Also: where profiles lie.
+"""Strict YAML with file and line in every error, and the search path of profiles.
 
-An unknown key is an error that offers the nearest known one; a repeated key, an alias or a wrong type is one too.
-Refuses to know what any key means (``hardware``, ``model_files``, ``workload_files``).
+An unknown key is an error that suggests the closest known one; repeated keys, aliases and wrong types are errors too.
+``hardware``, ``model_files`` and ``workload_files`` define the keys.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PROFILES_VARIABLE = "MOELIGHT_PROFILES"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MAX_FILE_BYTES = 4 * MiB
 _MAX_DEPTH = 20
-_MOST_BITS = 1000  # of an integer, which then fits a float
+_MOST_BITS = 1000  # of an integer, so that it fits a float
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")}
 _FLOAT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only: no aliases, and ``1e9`` is a number (YAML 1.1 alone would read a string)."""
+    """Plain data only: no aliases. ``1e9`` is a number (YAML 1.1 alone reads a string)."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -64,14 +64,14 @@ class YamlNode:
         return ConfigError(f"{self.where}: {self.key or 'the file'} {complaint}")
 
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping."""
+        """True if the value is a mapping."""
         return isinstance(self._node, yaml.MappingNode)
 
     def entries(self) -> dict[str, YamlNode]:
-        """The values of a mapping whose keys are free.
+        """The values of a mapping with arbitrary keys.
 
         Raises:
-            ConfigError: not a mapping, a key that is no text, or the same key twice.
+            ConfigError: not a mapping, a key that is not text, or a repeated key.
         """
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"must be a mapping, not {self._shown()}")
@@ -87,10 +87,10 @@ class YamlNode:
         return found
 
     def fields(self, *known: str, required: tuple[str, ...] = ()) -> dict[str, YamlNode]:
-        """The values of a mapping that may have the keys ``known`` and must have those ``required``.
+        """The values of a mapping whose keys are among ``known`` and ``required``; all of ``required`` must be present.
 
         Raises:
-            ConfigError: as `entries`, or an unknown key (with the nearest known one), or a missing one.
+            ConfigError: as `entries`, or an unknown key (with the closest known one), or a missing one.
         """
         found = self.entries()
         names = (*required, *known)
@@ -106,10 +106,10 @@ class YamlNode:
         return found
 
     def scalar(self) -> str | int | float | bool | None:
-        """A single value, as YAML reads it.
+        """A single value, as parsed by YAML.
 
         Raises:
-            ConfigError: a mapping, a list, a date, or a number that is not finite or beyond a float.
+            ConfigError: a mapping, a list, a date, or a number that is not finite or exceeds a float.
         """
         value = self._value() if isinstance(self._node, yaml.ScalarNode) else self
         if not isinstance(value, (str, int, float, bool, type(None))):
@@ -132,7 +132,7 @@ class YamlNode:
         return value
 
     def integer(self, *, least: int = 1, most: int | None = None) -> int:
-        """A whole number of at least ``least``, and of at most ``most``.
+        """An integer from ``least`` to ``most``.
 
         Raises:
             ConfigError: anything else.
@@ -145,7 +145,7 @@ class YamlNode:
         return value
 
     def day(self) -> str:
-        """A day, written ``2026-11-03``, quoted or not.
+        """A date in the format ``2026-11-03``, quoted or not.
 
         Raises:
             ConfigError: anything else.
@@ -157,7 +157,7 @@ class YamlNode:
             raise self.error(f"must be a day like 2026-11-03, not {self._shown()}") from None
 
     def plain(self) -> Any:
-        """The value as Python has it: dicts, lists, text, numbers, true, false, None.
+        """The value as Python data: dicts, lists, text, numbers, true, false, None.
 
         Raises:
             ConfigError: as `entries` and `scalar`.
@@ -182,10 +182,10 @@ class YamlNode:
 
 
 def read_yaml(path: Path) -> YamlNode:
-    """The one document of ``path``.
+    """The single document of ``path``.
 
     Raises:
-        ConfigError: unreadable, not YAML, empty, or more than one document; names file and line.
+        ConfigError: unreadable, not YAML, empty, or more than one document; the message names file and line.
     """
     try:
         loader = _Loader(read_text(path, most=_MAX_FILE_BYTES))
@@ -203,10 +203,10 @@ def read_yaml(path: Path) -> YamlNode:
 
 
 def profile_directories(kind: str) -> list[Path]:
-    """Where profiles of ``kind`` (``hardware``, ``model`` or ``workload``) are looked for, first one first.
+    """The directories searched for profiles of ``kind`` (``hardware``, ``model`` or ``workload``), in order.
 
     Raises:
-        ConfigError: the environment names a directory that is not there.
+        ConfigError: the environment variable names a directory that does not exist.
     """
     directories = []
     own = os.environ.get(PROFILES_VARIABLE)
@@ -219,7 +219,7 @@ def profile_directories(kind: str) -> list[Path]:
 
 
 def profile_names(kind: str) -> dict[str, Path]:
-    """Every profile of ``kind`` by name; an earlier directory hides the same name in a later one."""
+    """All profiles of ``kind`` by name; an earlier directory takes precedence."""
     found: dict[str, Path] = {}
     for directory in reversed(profile_directories(kind)):
         found.update({path.stem: path for path in sorted(directory.glob("*.yaml"))})
@@ -230,7 +230,7 @@ def find_profile(kind: str, name: str) -> Path:
     """The file of the ``kind`` profile called ``name``.
 
     Raises:
-        ConfigError: there is none; lists the nearest and the known names.
+        ConfigError: no such profile; the message lists the known names and the closest one.
     """
     known = profile_names(kind)
     if name not in known:

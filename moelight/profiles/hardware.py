@@ -1,6 +1,6 @@
-"""What one machine can do: how much each tier holds, what each link carries, how fast each unit computes.
+"""Hardware profiles: capacities of tiers, bandwidths of links, speeds of processors.
 
-Knows the YAML of ``hardware_profiles/``. Refuses to know models, and what anything costs (floor 2).
+Reads the YAML of ``hardware_profiles/``. Does not depend on models or costs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BYTES_PER_S, FLOPS, SECONDS, SHARE, PROCESSORS_BUSY = "bytes/s", "flop/s", "s", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """What a single measured number is: its ``unit``, and what it says."""
+    """A kind of measured number: its ``unit`` and its meaning."""
 
     unit: str
     says: str
 
 
-# Single measured figures, by name.
+# Scalar measurements, by name.
 MEASURED = {
     "host_copy": Figure(
         unit=BYTES_PER_S, says="what one copy inside host memory moves (each byte is read and written)"
@@ -58,10 +58,10 @@ MEASURED = {
         unit=PROCESSORS_BUSY, says="kept busy by other programs meanwhile, so that figures may be too low"
     ),
 }
-# Measured speeds by size of work. linear: flop/s by rows, for weights of some bytes; experts: the same by rows of each
-# expert, everything included that a layer of them does; attention: bytes/s of keys and values read by context;
-# prefill: flop/s by prompt tokens (4 x head_dim flop per head and attended pair); elementwise: bytes/s of norms,
-# rotations, residual sums and routing by the bytes that one act touches (`hrm.cost_model` counts them).
+# Measured speeds by size of work. linear: flop/s by rows, for weights of some bytes; experts: flop/s by rows of each
+# expert, for all work of a layer of experts; attention: bytes/s of keys and values by context; prefill: flop/s by
+# prompt tokens (4 x head_dim flop per head and attended pair); elementwise: bytes/s of norms, rotations, residual sums
+# and routing, by the bytes that one layer phase touches (`hrm.cost_model` counts them).
 WORK = {"linear": FLOPS, "experts": FLOPS, "attention": BYTES_PER_S, "prefill": FLOPS, "elementwise": BYTES_PER_S}
 EFFICIENCY = {f"{unit}_{work}": speed for unit in PROCESSORS for work, speed in WORK.items()}
 BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))
@@ -85,7 +85,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What carries bytes from tier ``src`` to tier ``dst``."""
+    """The transfer path from tier ``src`` to tier ``dst``."""
 
     src: str
     dst: str
@@ -94,7 +94,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """``count`` equal units of kind ``name`` (``cpu`` or ``gpu``), each of ``peak_flops`` flop per second."""
+    """``count`` equal processors of kind ``name`` (``cpu`` or ``gpu``), each with a peak of ``peak_flops`` flop/s."""
 
     name: str
     count: int
@@ -103,11 +103,12 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """One machine. ``source`` says where its figures come from; ``sources`` does so for single ones, by dotted key.
+    """One machine. ``source`` is the origin of its figures; ``sources`` gives the origin of single figures, by dotted
+    key.
 
-    ``measured`` (see `MEASURED`) and ``efficiency`` (see `EFFICIENCY`) are there where somebody measured them, and then
-    ``date`` (``2026-11-03``) may say when, ``notes`` how, and ``spread`` how far samples lay apart: by dotted key
-    (``efficiency.cpu_linear`` for a whole surface), the width of the middle half of them as a share of the median.
+    ``measured`` (see `MEASURED`) and ``efficiency`` (see `EFFICIENCY`) hold measurements, if any; ``date``
+    (``2026-11-03``) and ``notes`` are their date and method. ``spread`` is their dispersion by dotted key
+    (``efficiency.cpu_linear`` for a whole surface): the interquartile range of the samples over their median.
     """
 
     name: str
@@ -123,31 +124,31 @@ class HardwareProfile:
     spread: tuple[tuple[str, float], ...] = ()
 
     def tier(self, name: str) -> Tier | None:
-        """The tier called ``name``, where the machine has it."""
+        """The tier called ``name``, or None."""
         return next((tier for tier in self.tiers if tier.name == name), None)
 
     def link(self, src: str, dst: str) -> Link | None:
-        """The link from ``src`` to ``dst``, where the machine has it."""
+        """The link from ``src`` to ``dst``, or None."""
         return next((link for link in self.links if (link.src, link.dst) == (src, dst)), None)
 
     def processor(self, name: str) -> Processor | None:
-        """The units called ``name``, where the machine has them."""
+        """The processors of kind ``name``, or None."""
         return next((unit for unit in self.processors if unit.name == name), None)
 
     def figure(self, name: str) -> float | None:
-        """The figure of `MEASURED` called ``name``, where it was measured."""
+        """The figure of `MEASURED` called ``name``, or None if not measured."""
         return dict(self.measured).get(name)
 
     def surface(self, name: str) -> Surface | None:
-        """The speeds of `EFFICIENCY` called ``name``, where they were measured."""
+        """The speeds of `EFFICIENCY` called ``name``, or None if not measured."""
         return next((surface for surface in self.efficiency if surface.name == name), None)
 
     def source_of(self, key: str) -> str:
-        """Where the figure at the dotted ``key`` (``tiers.device.capacity``) comes from."""
+        """The origin of the figure at the dotted ``key`` (``tiers.device.capacity``)."""
         return dict(self.sources).get(key, self.source)
 
     def figure_keys(self) -> tuple[str, ...]:
-        """The dotted keys of all figures, one for a whole surface."""
+        """The dotted keys of all figures, one per surface."""
         return (
             *(f"tiers.{tier.name}.{what}" for tier in self.tiers for what in ("capacity", "bandwidth")),
             *(f"links.{link.src}{TO}{link.dst}.bandwidth" for link in self.links),
@@ -158,10 +159,10 @@ class HardwareProfile:
 
 
 def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
-    """``hardware`` for a program that uses ``count`` of its GPUs; capacities, links and peaks are stated for one.
+    """``hardware`` restricted to ``count`` of its GPUs; capacities, links and peaks are stated per GPU.
 
     Raises:
-        ConfigError: it has not so many. (One is no demand: a policy may leave the GPU alone.)
+        ConfigError: the machine has fewer GPUs. (``count`` 1 is always valid: a policy may not use the GPU.)
     """
     gpu = hardware.processor("gpu")
     there = 0 if gpu is None else gpu.count
@@ -174,20 +175,22 @@ def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
 
 
 def load_hardware_profile(name_or_path: str) -> HardwareProfile:
-    """The machine called so, or described in the YAML file at that path.
+    """The hardware profile with a name, or in the YAML file at a path.
 
     Raises:
-        ConfigError: no such machine (the nearest is named), or the file breaks a rule (file and line are named).
+        ConfigError: no such profile (the message names the closest one), or the file breaks a rule (the message names
+            file and line).
     """
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
     return read_hardware_profile(Path(name_or_path) if is_path else find_profile("hardware", name_or_path))
 
 
 def read_hardware_profile(path: Path) -> HardwareProfile:
-    """The machine that the YAML file ``path`` describes.
+    """The hardware profile in the YAML file ``path``.
 
     Raises:
-        ConfigError: an unknown or missing key, a wrong unit, tiers and processors that do not fit; names file, line.
+        ConfigError: an unknown or missing key, a wrong unit, or tiers and processors that do not match; the message
+            names file and line.
     """
     root = read_yaml(path)
     optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread")
@@ -243,7 +246,7 @@ def _processor(name: str, node: YamlNode, sources: dict[str, str]) -> Processor:
 
 
 def _surface(name: str, node: YamlNode) -> Surface:
-    """``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
+    """Parse ``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
     entries = node.entries()
     if not entries:
         raise node.error("is empty")
@@ -296,7 +299,9 @@ def _spread(node: YamlNode, profile: HardwareProfile) -> tuple[tuple[str, float]
 
 
 def _quantity(node: YamlNode, parse: Callable[..., T], sources: dict[str, str]) -> T:
-    """A quantity, alone or as ``{value: …, source: …}``; its source is noted under its key."""
+    """Parse a quantity, plain or as ``{value: …, source: …}``; the source is stored in ``sources`` under the
+    quantity's key.
+    """
     value = node
     if node.is_mapping():
         fields = node.fields("source", required=("value",))
@@ -310,7 +315,7 @@ def _quantity(node: YamlNode, parse: Callable[..., T], sources: dict[str, str]) 
 
 
 def _check_parts(tiers: Collection[str], units: Collection[str], root: YamlNode) -> None:
-    """Host and CPU are always there; a GPU and its memory come together."""
+    """Check that host and CPU are present, and that a GPU and its memory are present together."""
     for name, there, key in (("host", tiers, "tiers"), ("cpu", units, "processors")):
         if name not in there:
             raise ConfigError(f"{root.where}: {key}.{name} is missing; every machine has tiers.host and processors.cpu")
@@ -320,7 +325,7 @@ def _check_parts(tiers: Collection[str], units: Collection[str], root: YamlNode)
 
 
 def _check_links(profile: HardwareProfile, root: YamlNode) -> None:
-    """A GPU's memory is joined to the host's by links both ways."""
+    """Check that links in both directions join device and host memory."""
     if profile.tier("device") is not None:
         for src, dst in (("host", "device"), ("device", "host")):
             if profile.link(src, dst) is None:

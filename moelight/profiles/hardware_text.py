@@ -1,7 +1,4 @@
-"""Hardware profiles written as YAML: what ``moelight profile`` leaves behind; ``hardware`` reads it back unchanged.
-
-Knows spellings. Refuses to know how a figure was found.
-"""
+"""Hardware profiles as YAML text, the output of ``moelight profile``; ``hardware`` reads it back unchanged."""
 
 from __future__ import annotations
 
@@ -40,12 +37,12 @@ _PLAIN = re.compile(r"[A-Za-z][\w.+-]*")
 
 
 def hardware_profile_text(profile: HardwareProfile, *, comments: Iterable[str] = ()) -> str:
-    """``profile`` as the text of such a file, every value exact; ``comments`` stand above it, a paragraph each."""
+    """``profile`` as YAML text, every value exact; ``comments`` precede it, one paragraph each."""
     return "\n".join([*_head(comments), *_lines(profile)]) + "\n"
 
 
 def write_hardware_profile(profile: HardwareProfile, path: Path, *, comments: Iterable[str] = ()) -> None:
-    """Write ``profile`` to the file ``path``, whole or not at all.
+    """Write ``profile`` to the file ``path`` atomically.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -125,7 +122,7 @@ def _curve(curve: Curve, unit: str) -> str:
 
 
 def _text(value: str) -> str:
-    """``value`` on one line, as YAML reads it back, also inside braces."""
+    """``value`` as a YAML scalar on one line that is valid inside braces too."""
     if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value:
         return value
     quoted = yaml.safe_dump(value, default_style='"', allow_unicode=value.isprintable(), width=float("inf"))

@@ -1,6 +1,6 @@
-"""Reads a raw HF ``config.json`` field by field, under every name both transformers generations use.
+"""Typed access to the fields of an HF ``config.json``, under the names of both transformers generations.
 
-Knows JSON and types; refuses to know families. Every complaint names the file and the key.
+Does not depend on model families. Every error names the file and the key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.core.small_files import read_error_text, read_object
 
-_MOST = 1 << 24  # no size in any config is larger; a hostile one must not exhaust memory
+_MOST = 1 << 24  # above every real size; a hostile config must not exhaust memory
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers takes the first
 _QUANTISED_KEYS = ("quantization_config", "compression_config")
@@ -22,10 +22,10 @@ _ABSENT = object()
 
 
 class HFConfig:
-    """Typed look-ups in one ``config.json``; ``where`` is the path that complaints name.
+    """Typed look-ups in one ``config.json``; errors name the path ``where``.
 
-    ``keys`` says where this file keeps what others keep under the usual key: ``{"hidden_size": "d_model",
-    "clip_qkv": "attn_config.clip_qkv"}``. Complaints name the file's own key.
+    ``keys`` maps usual keys to those of this file: ``{"hidden_size": "d_model", "clip_qkv": "attn_config.clip_qkv"}``.
+    Errors name the file's own key.
     """
 
     def __init__(self, values: Mapping[str, Any], *, where: str, keys: Mapping[str, str] | None = None) -> None:
@@ -34,7 +34,7 @@ class HFConfig:
         self._keys = dict(keys or {})
 
     def with_keys(self, keys: Mapping[str, str]) -> HFConfig:
-        """The same file, read through ``keys``."""
+        """The same file with another mapping of keys."""
         return HFConfig(self.values, where=self.where, keys=keys)
 
     @classmethod
@@ -56,12 +56,13 @@ class HFConfig:
         return next((value for key in keys if (value := self._value(key)) is not None), None)
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is present, be it null."""
+        """True if ``key`` is present, even if null."""
         return self._value(key, _ABSENT) is not _ABSENT
 
     def integer(self, *keys: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
-        """A whole number from ``least`` to ``most``; ``default`` None means the key is required. ``keys`` are spellings
-        of one thing: those that are there must agree."""
+        """An integer from ``least`` to ``most``; ``default`` None means the key is required. ``keys`` are spellings
+        of one setting: those present must agree.
+        """
         self._agree(*keys)
         value = self.find(*keys)
         if value is None:
@@ -73,13 +74,13 @@ class HFConfig:
         return value
 
     def integer_or_none(self, key: str, *, default: int | None, least: int = 1) -> int | None:
-        """A whole number of at least ``least``, or None where null says that there is none; ``default`` if absent."""
+        """An integer of at least ``least``, or None if the value is null; ``default`` if absent."""
         if self.find(key) is None:
             return None if self.has(key) else default
         return self.integer(key, least=least)
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """A number above 0, of a size that float32 has too."""
+        """A number above 0, within the range of float32."""
         value = self.find(*keys)
         if value is None:
             value = self._default(keys, default)
@@ -91,7 +92,7 @@ class HFConfig:
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
-        """True or false."""
+        """A boolean."""
         value = self.find(*keys)
         if value is None:
             return default
@@ -100,7 +101,7 @@ class HFConfig:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers; absent or null is empty."""
+        """A list of integers; absent or null is empty."""
         value = self.find(key)
         if value is None:
             return ()
@@ -118,7 +119,7 @@ class HFConfig:
         return tuple(value)
 
     def refuse_other(self, key: str, known: Collection[object]) -> None:
-        """``key`` is absent, or has one of the values ``known``."""
+        """Check that ``key`` is absent or has one of the values ``known``."""
         if self.has(key) and self._value(key) not in known:
             listed = ", ".join(map(json.dumps, known))
             raise ConfigError(
@@ -126,13 +127,13 @@ class HFConfig:
             )
 
     def refuse(self, keys: Collection[str], because: str) -> None:
-        """None of ``keys`` has a value."""
+        """Check that none of ``keys`` has a value."""
         for key in keys:
             if self.find(key) is not None:
                 raise ConfigError(f"{self.where}: {key} is not supported: {because}")
 
     def refuse_quantised(self) -> None:
-        """The weights are not said to be quantised."""
+        """Check that the config does not declare quantised weights."""
         for key in _QUANTISED_KEYS:
             value = self.find(key)
             if value is None:
@@ -145,13 +146,13 @@ class HFConfig:
             )
 
     def refuse_two_names(self) -> None:
-        """No key of this family stands beside its usual name with another value."""
+        """Check that no family-specific key contradicts its usual name."""
         for usual, own in self._keys.items():
             if "." not in own:
                 HFConfig(self.values, where=self.where)._agree(usual, own)
 
     def activation(self) -> str:
-        """The experts' activation; only SiLU is known to these families."""
+        """The experts' activation; only SiLU is supported."""
         value = self.find("hidden_act") or "silu"
         if value not in ("silu", "swish"):
             raise ConfigError(f"{self.where}: {self._name('hidden_act')} {quoted(value)} is not supported; known: silu")
@@ -163,11 +164,12 @@ class HFConfig:
         return str(value).removeprefix("torch.")
 
     def rope(self, *, default_type: str, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
-        """``(type, theta, factor)``: one of the types ``known``, the base, and the linear stretch of positions (1 for
-        every other type). ``default_type`` is meant where the file has neither object.
+        """``(type, theta, factor)``: one of the types ``known``, the base, and the linear scaling of positions (1 for
+        every other type). ``default_type`` applies if the file has neither object.
 
-        Transformers 4 writes ``rope_theta`` and ``rope_scaling``, 5 writes ``rope_parameters``. Of both objects
-        transformers takes ``rope_scaling`` whole, unless it is empty, and ``rope_theta`` where that object has none.
+        Transformers 4 writes ``rope_theta`` and ``rope_scaling``, 5 writes ``rope_parameters``. If both objects are
+        present, transformers uses ``rope_scaling`` alone, unless it is empty, and the top-level ``rope_theta`` if that
+        object has none.
         """
         key, scaling = self._scaling()
         absent = default_type if not key and self.find("rope_parameters") is None else "default"
@@ -179,7 +181,7 @@ class HFConfig:
         return kind, holder.number("rope_theta", default=default_theta), factor
 
     def rotary_share(self, *, default: float) -> float:
-        """``partial_rotary_factor``: the share of a head that positions turn."""
+        """``partial_rotary_factor``: the fraction of a head that is rotated."""
         _, scaling = self._scaling()
         holder = self if scaling.find("partial_rotary_factor") is None else scaling
         share = holder.number("partial_rotary_factor", default=default)
@@ -188,7 +190,7 @@ class HFConfig:
         return share
 
     def _scaling(self) -> tuple[str, HFConfig]:
-        """The object that says how positions turn, and its key; neither where the file has none."""
+        """The object with the rotary parameters and its key; empty if the file has none."""
         key = next((key for key in ("rope_scaling", "rope_parameters") if self.find(key)), "")
         scaling = self.find(key) if key else {}
         if not isinstance(scaling, dict):
@@ -199,7 +201,7 @@ class HFConfig:
         return key, HFConfig(scaling, where=self.where)
 
     def _agree(self, *keys: str) -> None:
-        """Refuse spellings of one key that say different things."""
+        """Reject spellings of one setting with different values."""
         given = [(self._name(key), value) for key in keys if (value := self.find(key)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
@@ -212,7 +214,7 @@ class HFConfig:
         return self._keys.get(key, key)
 
     def _value(self, key: str, absent: Any = None) -> Any:
-        """The value at the dotted path that ``key`` stands for."""
+        """The value at the dotted path that ``key`` maps to."""
         value: Any = self.values
         *outer, last = self._name(key).split(".")
         for name in outer:

@@ -1,6 +1,6 @@
-"""What a model stores and computes, per layer. Families fill these fields from a raw HF ``config.json``.
+"""Model profiles: the sizes and operations of a model per layer. Families fill the fields from an HF ``config.json``.
 
-Refuses to know where weights lie on disk (``names``) and what anything costs (floor 2).
+Does not depend on the location of weights on disk or on costs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moelight.profiles.names import TensorNames
 
-# Sizes that are refused at once; the largest published model has 126 layers, and the finest 512 experts in each.
+# Limits on sizes; published models have up to 126 layers, and up to 512 experts per layer.
 MOST_LAYERS, MOST_EXPERTS, MOST_PARAMETERS = 1024, 4096, 10**15
 
 
@@ -17,7 +17,7 @@ MOST_LAYERS, MOST_EXPERTS, MOST_PARAMETERS = 1024, 4096, 10**15
 class LatentSpec:
     """Latent attention (DeepSeek-V2): keys and values of all heads are projected from one cached latent.
 
-    ``q_lora_rank`` None: queries are projected directly. Widths are of one head.
+    ``q_lora_rank`` None: queries are projected directly. Widths are per head.
     """
 
     q_lora_rank: int | None
@@ -29,16 +29,17 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention, or latent attention where ``latent`` is given.
+    """Grouped-query attention, or latent attention if ``latent`` is given.
 
     ``qk_norm``: ``none``, ``head`` (RMSNorm over each head, after the split) or ``projection`` (over the whole
-    projection, before it). ``clip_qkv`` bounds q, k and v in absolute value. ``window``: the last W positions only, in
-    the layers that ``window_layers`` marks (empty: in all). ``sinks``: one learned logit per head joins each softmax.
+    projection, before the split). ``clip_qkv`` bounds q, k and v in absolute value. ``window``: the last W positions
+    only, in the layers that ``window_layers`` marks (empty: in all). ``sinks``: one learned logit per head joins each
+    softmax.
 
     With ``latent``, ``head_dim`` is the width of an expanded key (both its parts), ``num_kv_heads`` equals
-    ``num_heads``, and ``qkv_bias`` stands for the biases of the projections into the latents. ``rotary_share``: the
-    share of a head that positions turn. Of ``rope_type`` only the name is kept, and of its constants only the base and
-    the factor of ``linear``: the others change no size.
+    ``num_heads``, and ``qkv_bias`` means the biases of the projections into the latents. ``rotary_share``: the fraction
+    of a head that is rotated. ``rope_type`` is stored by name only, with the base and the factor of ``linear``: the
+    constants of other types change no size.
     """
 
     num_heads: int
@@ -69,7 +70,7 @@ class AttentionSpec:
 
     @property
     def cache_width(self) -> int:
-        """Numbers that one token leaves in the cache of one layer."""
+        """Numbers per token in the KV cache of one layer."""
         if self.latent is not None:
             return self.latent.kv_lora_rank + self.latent.rope_head_dim
         return 2 * self.kv_dim
@@ -79,13 +80,13 @@ class AttentionSpec:
 class RouterSpec:
     """The ``top_k`` experts of a token and their weights, divided by their sum if ``normalize``, times ``scale``.
 
-    ``weights_in_model_dtype``: the weights are rounded to the model's dtype before use (Qwen, OLMoE), or kept in
+    ``weights_in_model_dtype``: the weights are rounded to the model's dtype before use (Qwen, OLMoE), else kept in
     float32 (Mixtral).
 
     ``scoring``: ``softmax`` over all experts in float32, then the largest; ``softmax_of_top`` over the largest alone
-    (gpt-oss); ``sigmoid`` (DeepSeek-V3); ``sparsemixer`` (Phi-3.5-MoE). With ``groups`` above 1, only the experts of
-    the best ``top_groups`` groups can be chosen. ``bias`` is added to the logits; ``selection_bias`` to the scores that
-    choose, not to those that weigh.
+    (gpt-oss); ``sigmoid`` (DeepSeek-V3); ``sparsemixer`` (Phi-3.5-MoE). With ``groups`` above 1, only experts of the
+    best ``top_groups`` groups can be chosen. ``bias`` is added to the logits; ``selection_bias`` to the scores used for
+    selection, not to the weights.
     """
 
     top_k: int
@@ -103,10 +104,10 @@ class RouterSpec:
 class ExpertSpec:
     """Gated feed-forward experts: ``down(act(gate x) * up x)``.
 
-    ``shared_intermediate_size``: the width of all shared experts together, which every token meets (0: there are none);
-    with ``shared_gate`` their output is multiplied by a sigmoid of one logit per token. ``bias``: all three matrices of
-    an expert have one. ``clamp``: gate and up are bounded by it, and ``(up + 1) * gate * sigmoid(1.702 gate)`` takes
-    the place of the product (gpt-oss).
+    ``shared_intermediate_size``: the width of all shared experts together, which compute every token (0: none); with
+    ``shared_gate`` their output is multiplied by a sigmoid of one logit per token. ``bias``: all three matrices of an
+    expert have one. ``clamp``: bound of gate and up, with ``(up + 1) * gate * sigmoid(1.702 gate)`` in place of the
+    product (gpt-oss).
     """
 
     num_experts: int
@@ -120,10 +121,10 @@ class ExpertSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """One model. ``moe_layers[l]`` is False where layer l has one dense feed-forward of ``dense_intermediate_size``.
+    """One model. ``moe_layers[l]`` is False if layer l has one dense feed-forward of ``dense_intermediate_size``.
 
-    ``norm``: ``rms``, or ``layer`` (LayerNorm), which may have a ``norm_bias``. ``head_bias``: the logits have one.
-    Layers that only predict further tokens ahead (DeepSeek-V3, GLM-4.5) are not part of a profile.
+    ``norm``: ``rms``, or ``layer`` (LayerNorm), which may have a ``norm_bias``. ``head_bias``: the logits have a bias.
+    Multi-token-prediction layers (DeepSeek-V3, GLM-4.5) are not part of a profile.
     """
 
     name: str

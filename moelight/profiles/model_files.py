@@ -1,6 +1,6 @@
-"""Models by name: ``model_profiles/NAME.yaml`` holds the ``config.json`` of the real one, and where it was read.
+"""Models by name: ``model_profiles/NAME.yaml`` holds the model's ``config.json`` and its source.
 
-Knows the YAML around the config and the short names. What the config's keys mean is the families' business.
+Defines the YAML around the config and the short names; the families interpret the config's keys.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ NESTED_KEYS = {
 def load_model_profile(name_or_path: str) -> ModelProfile:
     """The profile of a named model, of a YAML file, or of the checkpoint in a directory (its ``config.json``).
 
-    A bare name is looked up among the named models before it is taken for a directory.
+    A plain name is looked up among the named models before directories.
 
     Raises:
-        ConfigError: no such model (the nearest is named), or a file breaks a rule.
+        ConfigError: no such model (the message names the closest one), or a file breaks a rule.
         CheckpointError: the directory has no readable ``config.json``.
     """
     path = _place(name_or_path)
@@ -128,10 +128,10 @@ def load_model_profile(name_or_path: str) -> ModelProfile:
 
 
 def model_config(name_or_path: str) -> dict[str, Any]:
-    """The raw ``config.json`` values of the same models as `load_model_profile`.
+    """The raw ``config.json`` values of the model that `load_model_profile` finds.
 
     Raises:
-        ConfigError, CheckpointError: as there.
+        ConfigError, CheckpointError: as `load_model_profile`.
     """
     path = _place(name_or_path)
     if path.is_dir():
@@ -140,7 +140,7 @@ def model_config(name_or_path: str) -> dict[str, Any]:
 
 
 def _place(name_or_path: str) -> Path:
-    """The directory or YAML file that is meant."""
+    """The directory or YAML file of ``name_or_path``."""
     path = Path(name_or_path)
     if path.name != name_or_path or path.suffix in (".yaml", ".yml"):
         if not path.exists():
@@ -161,7 +161,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _plain(node: YamlNode, key: str) -> Any:
-    """The value of ``key``; a mapping may hold what `NESTED_KEYS` says, as far as it says anything."""
+    """The value of ``key``; the keys of a mapping are restricted to `NESTED_KEYS` if listed there."""
     if key not in NESTED_KEYS or not node.is_mapping():
         return node.plain()
     return {name: _plain(inner, f"{key}.{name}") for name, inner in node.fields(*NESTED_KEYS[key]).items()}

@@ -1,4 +1,4 @@
-"""How a family names its tensors on disk: templates, with every spelling a save may use."""
+"""Tensor names of each family on disk: templates, with every spelling that checkpoints use."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ class TensorNames:
     """Templates over ``{layer}`` and ``{expert}``. Exactly one spelling of each must be present in a checkpoint.
 
     ``gate``, ``up``, ``down`` are per expert; ``fused_gate_up`` ``[E, 2I, H]`` (gate rows first) and ``fused_down``
-    ``[E, H, I]`` hold all experts of a layer. Families whose experts lie in yet another layout name none of these.
-    ``qkv``, where it is given, holds q, k and v in one tensor. ``ignored`` are regular expressions of names that carry
-    no weights.
+    ``[E, H, I]`` hold all experts of a layer. All five are empty for families with another expert layout. ``qkv``, if
+    given, holds q, k and v in one tensor. ``ignored`` are regular expressions of names that hold no weights.
     """
 
     router: Spellings

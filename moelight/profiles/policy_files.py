@@ -1,6 +1,6 @@
-"""Policies as YAML files: what ``optimize -o`` writes, and what ``generate --policy`` and ``load_policy`` read.
+"""Policies as YAML files: written by ``optimize -o``, read by ``generate --policy`` and ``load_policy``.
 
-Knows the keys. Refuses to judge a policy: whether it fits a machine is the planner's and the engine's business.
+The planner and the engine check whether a policy fits a machine.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _NOTES = {
 def load_policy(path: str | Path) -> Policy:
     """The policy in the YAML file ``path``.
 
-    Only ``model`` is required; what is left out has `Policy`'s own default. ``num_micro_batches`` may be there, and
-    must then agree with ``batch_size`` and ``micro_batch_size``.
+    Only ``model`` is required; other keys default as in `Policy`. ``num_micro_batches`` is optional and must agree with
+    ``batch_size`` and ``micro_batch_size``.
 
     Raises:
-        ConfigError: unreadable, an unknown key (the nearest is named), a wrong type or an impossible value; names file
-            and line.
+        ConfigError: unreadable, an unknown key (the message names the closest one), a wrong type or an impossible
+            value; the message names file and line.
     """
     root = read_yaml(Path(path))
     known = (*_COUNTS, *_WORDS[1:], "kv_tokens", "num_micro_batches", "weights", "cpu_experts", "kv")
@@ -97,7 +97,7 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def policy_text(policy: Policy, *, comments: Iterable[str] = ()) -> str:
-    """``policy`` as the text of such a file, every value unrounded; ``comments`` stand above it, a paragraph each."""
+    """``policy`` as YAML text, every value unrounded; ``comments`` precede it, one paragraph each."""
     return "\n".join([*_head(comments), *_lines(policy)]) + "\n"
 
 
@@ -142,7 +142,7 @@ def _lines(policy: Policy) -> Iterator[str]:
 
 
 def _scalar(value: object) -> str:
-    """``value`` on one line, as YAML reads it back."""
+    """``value`` as a YAML scalar on one line."""
     if isinstance(value, float):
         return repr(value)
     plain = not isinstance(value, str) or value.isprintable()

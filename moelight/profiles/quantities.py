@@ -1,7 +1,7 @@
-"""Sizes, bandwidths, speeds and times as profiles write them: a number in base units, or text with its unit.
+"""Sizes, bandwidths, speeds and times in profiles: a number in base units, or text with a unit.
 
-Each kind has a range, wide enough for every machine and narrow enough that products of a few of them stay numbers.
-Reading and spelling are inverse: what is spelled reads back as the same number.
+Each kind has a range, wide enough for every machine and narrow enough that products of a few quantities stay finite.
+Parsing and formatting are inverse: formatted values parse to the same number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_PROCESSORS = 4096  # of one kind in one machine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """A kind of quantity: what it is called, an example, and its range in base units, with that in words."""
+    """A kind of quantity: its name, an example, and its range in base units and in words."""
 
     name: str
     example: str
@@ -28,13 +28,13 @@ class _Kind:
     range: str
 
     def check(self, value: float, what: str) -> float:
-        """``value``, which is a number within the range."""
+        """``value`` if it is a number within the range."""
         if isinstance(value, bool) or not self.least <= value <= self.most:
             raise ConfigError(f"{what}: {quoted(value)} is out of range; {self.name} is from {self.range}")
         return float(value)
 
     def unreadable(self, value: str, what: str) -> ConfigError:
-        """What is said of text that is no such quantity."""
+        """The error for text that is not such a quantity."""
         return ConfigError(f"{what}: {quoted(value)} is not {self.name}; write {self.example}")
 
 
@@ -129,7 +129,7 @@ def seconds(value: str | float, *, what: str) -> float:
 
 
 def share(value: str | float, *, what: str) -> float:
-    """A share of a whole: a number above 0, and at most 1.
+    """A fraction: a number above 0 and at most 1.
 
     Raises:
         ConfigError: anything else; names ``what``.
@@ -140,7 +140,7 @@ def share(value: str | float, *, what: str) -> float:
 
 
 def positive(value: str | float, *, what: str) -> float:
-    """A plain number of processors, which need not be whole.
+    """A number of processors, not necessarily an integer.
 
     Raises:
         ConfigError: anything else; names ``what``.
@@ -151,36 +151,36 @@ def positive(value: str | float, *, what: str) -> float:
 
 
 def spelled_capacity(size: int) -> str:
-    """``24GiB``: short where a short spelling is exact, else the bytes."""
+    """``24GiB``: the short form if exact, else the bytes."""
     units = ((unit, parse_bytes(f"1{unit}")) for unit in (*_BINARY, *_DECIMAL))
     return _spelled(size, units, lambda text: capacity_bytes(text, what="size"))
 
 
 def spelled_bandwidth(bytes_per_s: float) -> str:
-    """``31.5GB/s``: short where a short spelling is exact, else the number."""
+    """``31.5GB/s``: the short form if exact, else the number."""
     units = ((f"{unit}/s", parse_bytes(f"1{unit}")) for unit in (*_DECIMAL, *_BINARY))
     return _spelled(bytes_per_s, units, lambda text: bandwidth_bytes_per_s(text, what="bandwidth"))
 
 
 def spelled_flops(flops: float) -> str:
-    """``104TFLOP/s``: short where a short spelling is exact, else the number."""
+    """``104TFLOP/s``: the short form if exact, else the number."""
     units = ((f"{name}FLOP/s", float(factor)) for name, factor in reversed(_FLOPS_UNITS.items()))
     return _spelled(flops, units, lambda text: flops_per_s(text, what="speed"))
 
 
 def spelled_seconds(time_s: float) -> str:
-    """``40us``: short where a short spelling is exact, else the number."""
+    """``40us``: the short form if exact, else the number."""
     units = ((name, float(_SECONDS_UNITS[name])) for name in ("s", "ms", "us", "ns"))
     return _spelled(time_s, units, lambda text: seconds(text, what="time"))
 
 
 def _spelled(value: float, units: Iterable[tuple[str, float]], read: Callable[[str], float]) -> str:
-    """The shortest spelling that reads back as ``value``, in any unit that leaves 1 to 100,000; else the number."""
+    """The shortest form that parses to ``value``, in any unit that gives 1 to 100,000; else the number."""
     candidates = [f"{value / factor:.6g}{unit}" for unit, factor in units if 1 <= value / factor < 1e5]
     exact = [text for text in candidates if read(text) == value]
     return min(exact, key=len) if exact else repr(value)
 
 
 def _scaled(number: str, factor: str) -> float:
-    """The product without a rounding of its own."""
+    """The product, rounded once."""
     return float(Decimal(number) * Decimal(factor))

@@ -1,8 +1,7 @@
-"""The list of tensors a model stores outside its experts, and the shape of one expert's page.
+"""The tensors of a model outside its experts, and the layout of an expert page.
 
-One list serves the footprint (bytes), the ledger (products), the loader (what to read where) and the audit (nothing
-missing, nothing over). The biases of an expert travel with it, in its page; everything else that is small is listed
-here.
+The list is shared by the footprint (bytes), the cost model (products), the loader (reads) and the audit (nothing
+missing, nothing left over). The biases of an expert are part of its page.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor as it lies on disk. ``name`` is a field of `TensorNames`; ``layer`` is -1 outside the layers."""
+    """One tensor as stored on disk. ``name`` is a field of `TensorNames`; ``layer`` is -1 outside the layers."""
 
     name: str
     layer: int
@@ -31,7 +30,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorList:
-    """One tensor as it lies in memory: ``parts`` stacked along their first dimension, in order."""
+    """One tensor in memory: ``parts`` stacked along their first dimension, in order."""
 
     name: str
     layer: int
@@ -39,7 +38,7 @@ class TensorList:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows of all parts over the shared trailing shape."""
+        """The summed rows of all parts, then the shared trailing shape."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
@@ -49,7 +48,7 @@ class TensorList:
 
 
 def dense_tensors(model: ModelProfile) -> Iterator[TensorList]:
-    """Every tensor outside the experts, in the order it is laid into its arena.
+    """Every tensor outside the experts, in the order of its arena.
 
     q, k and v (and their biases, and the gate and up of a dense layer or of the shared experts) are stacked into one
     matrix.
@@ -72,7 +71,7 @@ def dense_tensors(model: ModelProfile) -> Iterator[TensorList]:
 
 
 def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
-    """The matrices of one expert in the order they lie in its page: gate, up ``[I, H]``, down ``[H, I]``.
+    """The matrices of an expert page in order: gate, up ``[I, H]``, down ``[H, I]``.
 
     Where experts have biases, ``[1, 2I]`` and ``[1, H]`` of them follow.
     """
@@ -129,8 +128,10 @@ def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
 
 
 def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[TensorList]:
-    """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and values
-    (without the rotary part) from it; queries come directly, or in two steps where they have a latent of their own."""
+    """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and
+    values (without the rotary part) from the latent; queries are projected directly, or in two steps if they have a
+    latent of their own.
+    """
     rank = latent.q_lora_rank
     if rank is None:
         yield _one("q", layer, (spec.q_dim, hidden))
@@ -149,7 +150,7 @@ def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden:
 
 
 def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
-    """What a layer with experts stores beside them: router, shared experts and the gate on their output."""
+    """The tensors of a sparse layer besides routed experts: router, shared experts and the gate on their output."""
     hidden, experts, router = model.hidden_size, model.experts, model.router
     yield _one("router", layer, (experts.num_experts, hidden))
     if router.bias:

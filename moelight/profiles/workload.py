@@ -1,4 +1,4 @@
-"""How many requests, how long in, how long out."""
+"""Workloads: the number of requests, their prompt tokens and new tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ConfigError, quoted
 
-MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; of one prompt, and of one answer
+MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; per prompt, and per answer
 _MOST = {
     "num_requests": MOST_REQUESTS,
     "prompt_len": MOST_TOKENS,
@@ -17,7 +17,9 @@ _MOST = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Tokens per request: ``prompt_len`` on average, ``max_prompt_len`` at most, ``gen_len`` generated at most."""
+    """A number of requests; tokens per request: ``prompt_len`` on average, ``max_prompt_len`` at most, ``gen_len``
+    generated at most.
+    """
 
     num_requests: int = 1024
     prompt_len: int = 256

@@ -1,7 +1,4 @@
-"""Workloads by name: ``workload_profiles/NAME.yaml`` says how many requests, how long in, how long out, and whence.
-
-Knows the YAML around a `Workload`. Refuses to know prompts.
-"""
+"""Workloads by name: ``workload_profiles/NAME.yaml`` holds a `Workload` and its source."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ def load_workload(name_or_path: str) -> Workload:
     """The workload called ``name_or_path``, or that of a YAML file.
 
     Raises:
-        ConfigError: no such workload (the nearest is named), or a file breaks a rule.
+        ConfigError: no such workload (the message names the closest one), or a file breaks a rule.
     """
     path = Path(name_or_path)
     if path.name == name_or_path and path.suffix not in (".yaml", ".yml"):

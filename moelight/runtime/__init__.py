@@ -1,1 +1,1 @@
-"""Floor 6: lanes that carry out tasks, the one loop that walks a schedule, and what each kind of task does."""
+"""Lanes that run tasks, the executor that walks a schedule, and the implementation of each task kind."""

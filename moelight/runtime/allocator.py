@@ -1,6 +1,6 @@
-"""The caching allocator of a device: the most it may take, and the most it has taken.
+"""The caching allocator of a device: its limit and its peak.
 
-Device-generic, through the module that torch has for each kind of accelerator. A twin has no memory of its own.
+Device-generic, through torch's module for each kind of accelerator. The emulated device has no memory of its own.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePeak:
-    """The most bytes that tensors held (``allocated``) and that the allocator kept for them (``reserved``)."""
+    """Most bytes held by tensors (``allocated``) and kept for them by the allocator (``reserved``)."""
 
     allocated: int = 0
     reserved: int = 0
 
 
 def limit_device_memory(device: torch.device, limit_bytes: int | None) -> None:
-    """From now on the allocator takes no more than ``limit_bytes`` of ``device`` (None: all of it), and fails where it
-    would.
+    """Limit the allocator to ``limit_bytes`` of ``device`` (None: all of it); larger requests fail from now on.
 
-    On CUDA its segments grow in place, so that what one size gives back serves another. The device's own context
-    (some hundred MiB) is not the allocator's. Does nothing where the device has no memory or no such limit.
+    On CUDA its segments grow in place, so that memory freed by one size serves another. The device's own context (some
+    hundred MiB) is not counted. Does nothing where the device has no memory or no such limit.
     """
     module = _module(device)
     if module is None or not hasattr(module, "set_per_process_memory_fraction"):
@@ -37,7 +36,7 @@ def limit_device_memory(device: torch.device, limit_bytes: int | None) -> None:
 
 
 def watch_device_memory(device: torch.device) -> None:
-    """Give back what nobody holds, and forget earlier peaks."""
+    """Free unused cached memory and reset the peaks."""
     module = _module(device)
     if module is not None:
         module.empty_cache()
@@ -45,7 +44,7 @@ def watch_device_memory(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> DevicePeak:
-    """Since `watch_device_memory`; nothing where the device has no memory of its own."""
+    """Peaks since `watch_device_memory`; zeros where the device has no memory of its own."""
     module = _module(device)
     if module is None:
         return DevicePeak()

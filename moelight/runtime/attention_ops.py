@@ -1,6 +1,6 @@
-"""Attention as tasks: on the host over its paged cache, or on the device over contexts that are brought to it.
+"""Attention tasks: on the host over its paged cache, or on the device over contexts copied there.
 
-Each class holds one table from task kind to work. Refuses to know projections, experts and pages.
+Each class holds one table from task kind to operation. Does not depend on projections, experts or pages.
 
 Legend: T tokens, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -25,7 +25,7 @@ Act = Callable[[Task, MicroBatch], None]
 
 
 class HostAttention:
-    """Attention where the cache is: in host memory. Across a link, fresh prompts attend on the device."""
+    """Attention on the CPU over a cache in host memory. With a link to a device, fresh prompts attend on the device."""
 
     def __init__(self, spec: AttentionSpec, cache: KVCache) -> None:
         self._cache, self._scale, self._window = cache, spec.head_dim**-0.5, spec.window
@@ -39,7 +39,7 @@ class HostAttention:
         }
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        """Fresh prompts over their own keys and values."""
+        """Attention of fresh prompts over their own keys and values."""
         mb.attn = attend_prefill(mb, self._scale, self._window)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
@@ -50,7 +50,7 @@ class HostAttention:
         cpu_kv_append(*self._cache.layer(task.layer), k, v, mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
-        """Append this layer's keys and values to the cache, then attend: decoding rows paged, prompts packed."""
+        """Append this layer's keys and values to the cache, then attend: decode rows paged, prompts packed."""
         q, k, v = require(mb.qkv) if mb.crossing is None else require(mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
@@ -73,13 +73,16 @@ class HostAttention:
 
 
 class DeviceAttention:
-    """Attention on the device. What of the cache is in host memory crosses into one of two ``buffers``; what is on the
-    device is gathered there too. Where all of it is, the first buffer is enough."""
+    """Attention on the device.
+
+    Cached tokens in host memory are transferred into one of two ``buffers``; cached tokens on the device are gathered
+    into the same buffer. One buffer is enough if the whole cache is on the device.
+    """
 
     def __init__(
         self, spec: AttentionSpec, buffers: Tensor, *, on_host: TokenCache | None, on_device: TokenCache | None
     ) -> None:
-        """``buffers`` [2, tokens, 2, Hkv, D]; at least one of the caches is there."""
+        """``buffers`` [2, tokens, 2, Hkv, D]; at least one of the caches is given."""
         self._host, self._device, self._buffers = on_host, on_device, buffers
         self._gathered = max(1, GATHER_BYTES // (buffers[0, :1].numel() * buffers.element_size()))
         self._scale, self._window = spec.head_dim**-0.5, spec.window
@@ -98,7 +101,7 @@ class DeviceAttention:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
-        """Those that live in host memory."""
+        """Copy the keys and values of rows whose cache slots are in host memory."""
         (q, k, v), rows = require(mb.qkv), require(mb.added).host_rows
         mb.qkv_host = require(mb.crossing).take(q[:0], _picked(k, rows), _picked(v, rows))
 
@@ -125,8 +128,8 @@ class DeviceAttention:
             mb.attn = self._attend(mb, self._buffers[index])
 
     def _complete(self, buffer: Tensor, task: Task, mb: MicroBatch) -> None:
-        """Into ``buffer``, which holds what came up: the new keys and values, and the context that is here, gathered
-        in pieces of bounded size."""
+        """Add the new keys and values and the device's part of the context to ``buffer``, which holds the transferred
+        part; the context is gathered in pieces of bounded size."""
         (_, k, v), context = require(mb.qkv), require(mb.context)
         put(buffer, k, v, context.own)
         if context.slots is None:
@@ -138,7 +141,7 @@ class DeviceAttention:
             buffer.index_copy_(0, places, cache.index_select(0, slots))
 
     def _attend(self, mb: MicroBatch, buffer: Tensor) -> Tensor:
-        """Every sequence over its run in ``buffer`` [places, 2, Hkv, D], which holds its own tokens too."""
+        """Attention of every sequence over its run in ``buffer`` [places, 2, Hkv, D], which includes its new tokens."""
         q, k, v = require(mb.qkv)
         out = torch.empty_like(q)
         for first, last, place, cached in require(mb.context).spans:
@@ -160,14 +163,15 @@ class DeviceAttention:
 
 
 def attend_one(q: Tensor, run: Tensor, scale: float) -> Tensor:
-    """One token over keys and values ``run`` [L, 2, Hkv, D], its own the last: q [Hq, D] -> [Hq, D]."""
+    """Attention of one token over keys and values ``run`` [L, 2, Hkv, D], the last of them its own: q [Hq, D] -> [Hq,
+    D]."""
     keys, values = run.permute(1, 2, 0, 3).unsqueeze(1)
     grouped = q.unflatten(0, (keys.shape[1], -1)).unsqueeze(0)  # the queries of a group are rows of one product
     return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(0, 2)
 
 
 def attend_prefill(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
-    """Every sequence over its own new keys and values alone -> [T, Hq, D]."""
+    """Attention of every sequence over its own new keys and values only -> [T, Hq, D]."""
     q, k, v = require(mb.qkv)
     out = torch.empty_like(q)
     spans = [(row, row + 1) for row in range(mb.decoding)] + [(first, last) for first, last, _, _ in mb.prompts]
@@ -177,7 +181,7 @@ def attend_prefill(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
 
 
 def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows that ``rows`` names; None is all of them."""
+    """Rows of ``tensor`` selected by ``rows``; all rows if ``rows`` is None."""
     return tensor if rows is None else tensor.index_select(0, rows)
 
 

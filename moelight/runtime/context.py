@@ -1,8 +1,8 @@
-"""Where tokens lie in the cache; and where a micro-batch's context lies packed when the device attends.
+"""Cache slots of tokens, and the packed context of a micro-batch whose attention runs on the device.
 
-In the buffer every sequence has one run: its cached tokens that it still sees, then room for its own new ones. Slots
-below ``host_slots`` are in host memory, the others on the device, whose own cache counts from there. Knows places only;
-refuses to know tensors of keys and values, and who copies them.
+In the buffer every sequence has one run: the cached tokens that it still sees, then space for its new tokens. Slots
+below ``host_slots`` are in host memory, the others on the device, whose cache counts from there. Depends on indices
+only, not on key/value tensors or copies.
 
 Legend: T tokens of the micro-batch, C cached tokens that it sees.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Tokens of a prompt that are scored, by row ``row`` of a chunk and the following ones."""
+    """Scored tokens of a prompt: the first is scored by row ``row`` of a chunk, the others by the following rows."""
 
     row: int
     token_ids: Sequence[int]
@@ -30,9 +30,10 @@ class Targets:
 class Chunk:
     """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
-    ``decodes``: one generated token, served by the decode kernel. It lies at ``place`` of the pool of tokens, where the
-    next one goes too, so it has no ``token_ids`` here. A prompt's tokens never are, even where a cut leaves one alone:
-    its numbers would depend on the cut. ``targets`` are scored.
+    ``decodes``: one generated token, computed by the decode kernel. The token is at ``place`` of the token pool, where
+    the next one is written too, so ``token_ids`` is empty. Prompt tokens never decode, even in a chunk of one token:
+    their result would depend on how the prompt is cut. ``samples``: the last row samples a token. ``targets`` are
+    scored.
     """
 
     token_ids: Sequence[int]
@@ -45,21 +46,24 @@ class Chunk:
 
     @property
     def count(self) -> int:
-        """Its rows."""
+        """Number of rows."""
         return 1 if self.decodes else len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The places of one micro-batch.
+    """Context buffer layout of one micro-batch.
 
     Attributes:
-        tokens: C; ``there``: those of them in the device's cache.
-        runs: (place in the buffer, slot in the host's cache, how many): cached tokens that follow each other in both.
+        tokens: C.
+        there: cached tokens in the device's cache.
+        runs: (place in the buffer, slot in the host's cache, count) of cached tokens that are contiguous in both.
         spans: (first row, last row, place in the buffer, cached tokens) of each sequence.
         own: int64 [T], on the device: places of the new tokens.
-        slots: int64, on the device: slots in the device's cache of the places in ``places``, cached tokens only; of
-            all T + C places where the whole cache is there, and ``places`` is None then. None where nothing is there.
+        slots: int64, on the device: slots in the device's cache of the cached tokens at ``places``. If the whole cache
+            is on the device, slots of all T + C places, and ``places`` is None. None if no cached token is on the
+            device.
+        places: int64, on the device: places in the buffer that are gathered from the device's cache.
     """
 
     tokens: int
@@ -73,14 +77,14 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Added:
-    """Where the new keys and values of a micro-batch go.
+    """Destinations of the new keys and values of a micro-batch.
 
     Attributes:
-        there: rows that stay on the device.
-        host_rows: int64, on the device: the rows that go down; None for every row. ``host_slots``: int64, in host
-            memory, their slots in the host's cache.
-        device_rows: int64, on the device: the rows that stay; None for every row. ``device_slots``: int64, on the
-            device, their slots in the device's cache; None where no row stays.
+        there: number of rows kept on the device.
+        host_rows: int64, on the device: rows copied to the host; None for every row.
+        host_slots: int64, in host memory: slots of those rows in the host's cache.
+        device_rows: int64, on the device: rows kept on the device; None for every row.
+        device_slots: int64, on the device: slots of those rows in the device's cache; None if there are none.
     """
 
     there: int
@@ -91,12 +95,12 @@ class Added:
 
 
 def seen_before(start: int, window: int | None) -> int:
-    """How many of ``start`` cached tokens a sequence still sees."""
+    """Number of the ``start`` cached tokens that a sequence still sees."""
     return start if window is None else min(start, window - 1)
 
 
 def find_added(slots: Tensor, *, host_slots: int, device: torch.device) -> Added:
-    """Which of the rows with cache slots ``slots`` (int64, in host memory) go where."""
+    """Destinations of the rows with cache slots ``slots`` (int64, in host memory)."""
     down = slots < host_slots
     if bool(down.all()):
         return Added(there=0, host_rows=None, host_slots=slots, device_rows=None, device_slots=None)
@@ -114,7 +118,7 @@ def find_added(slots: Tensor, *, host_slots: int, device: torch.device) -> Added
 def find_context(
     chunks: Sequence[Chunk], *, block_size: int, window: int | None, device: torch.device, host_slots: int
 ) -> Context:
-    """The places of ``chunks`` in their order as rows."""
+    """Context of ``chunks``, whose rows are in the same order."""
     runs: list[tuple[int, int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
     own, slots, cached_places = [], [], []
@@ -144,14 +148,14 @@ def find_context(
 
 
 def slots_of(chunk: Chunk, begin: int, end: int, block_size: int) -> np.ndarray:
-    """int64 [end - begin]: the cache slots of positions ``begin`` to ``end`` of a sequence."""
+    """Cache slots int64 [end - begin] of positions ``begin`` to ``end`` of a sequence."""
     where = np.arange(begin, end, dtype=np.int64)
     table = np.asarray(chunk.blocks, dtype=np.int64)
     return table[where // block_size] * block_size + where % block_size
 
 
 def _runs(place: int, slots: np.ndarray, host_slots: int) -> list[tuple[int, int, int]]:
-    """What of ``slots`` is in host memory; slots that go on into the device's are cut there."""
+    """Contiguous runs of ``slots`` in host memory; a run that continues into the device's slots is cut there."""
     bounds = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     runs = []
     for first, last in pairwise(bounds):

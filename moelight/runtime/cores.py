@@ -1,6 +1,6 @@
-"""Who computes where: the cores of a machine shared among the lanes of a run, and why so.
+"""Assignment of a machine's cores to the lanes of a run, with the reason for it.
 
-Pure: topology and demands in, shares out. Refuses to know what lanes do and how threads are made.
+Pure functions of topology and demands. Does not depend on the work of lanes or on how threads are created.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.runtime.topology import Core, Plug, Topology
 
-# What one thread copies from one place in host memory to another; 8 to 10 GB/s were seen.
+# Copy rate of one thread within host memory; 8 to 10 GB/s were measured.
 COPY_BYTES_PER_S = 8e9
-# A link that nothing is known of: PCIe 4.0 with 16 lanes, as far as copies reach.
+# Assumed rate of an unknown link: PCIe 4.0 x16, as far as copies reach.
 LINK_BYTES_PER_S = 25e9
-# From so many on, the thread that launches work on a device has a core that nobody is bound to.
+# From this many threads on, one core is left unbound for the thread that launches device work.
 _CORES_TO_LAUNCH = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demands:
-    """What a run asks of the processor: whether a device takes part; with one, whether the CPU computes beside it
-    (attention or experts) and whether pages are staged from host memory; what the link carries."""
+    """Processor demands of a run.
+
+    Attributes:
+        device: a discrete device computes.
+        computes: the CPU computes attention or experts (always without a device).
+        stages: pages are staged from host memory.
+        link_bytes_per_s: rate of the link to the device.
+        node: NUMA node of the device; None if unknown.
+    """
 
     device: bool
     computes: bool = True
@@ -34,7 +41,8 @@ class Demands:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """``threads`` of a lane's kernels, each bound to one of ``places`` (processors of one core), or to none."""
+    """``threads`` of a lane's kernels, each bound to one of ``places`` (the processors of one core); unbound without
+    places."""
 
     threads: int
     places: tuple[tuple[int, ...], ...] = ()
@@ -42,10 +50,10 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreShares:
-    """The threads of computing lanes and of staging (None: that work does not occur), and why.
+    """Threads of the computing lanes and of staging (None: no such work), with the reason.
 
-    ``free`` processors have no thread bound to them: there launching and reading threads find room, though they may run
-    anywhere; empty if every processor has one or nobody is bound. ``shared``: all lanes that compute are one.
+    No thread is bound to the ``free`` processors, so launching and reading threads find time there; empty if every
+    processor has a bound thread or no thread is bound. ``shared``: all computing lanes use ``compute``.
     """
 
     compute: Share | None
@@ -55,14 +63,14 @@ class CoreShares:
     shared: bool
 
     def of(self, lane: Lane) -> Share | None:
-        """What ``lane`` computes with; None for a lane that computes nothing here."""
+        """Threads of ``lane``; None for a lane that computes nothing on the CPU."""
         if self.shared:
             return None if lane is Lane.DISK else self.compute
         return {Lane.CPU: self.compute, Lane.STAGE: self.staging}.get(lane)
 
 
 def demands_of(policy: Policy, plug: Plug | None, *, device: bool) -> Demands:
-    """What running ``policy`` asks for, on a ``device`` of its own or without one."""
+    """Processor demands of a run of ``policy``, with a discrete ``device`` or without one."""
     rate = None if plug is None else plug.bytes_per_s
     return Demands(
         device=device,
@@ -74,8 +82,10 @@ def demands_of(policy: Policy, plug: Plug | None, *, device: bool) -> Demands:
 
 
 def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreShares:
-    """One thread a core, ``at_most`` in all (torch's number). Threads are bound only where the run has all its cores to
-    itself: who takes a part of them leaves it to the system which."""
+    """Assign one thread per core, ``at_most`` in all (torch's thread count).
+
+    Threads are bound only if the run uses all cores; otherwise the operating system places them.
+    """
     cores = _nearest_first(topology.cores, demands.node)
     granted = len(cores) if topology.quota is None else math.ceil(topology.quota)
     threads = max(1, min(len(cores), granted, at_most))
@@ -109,8 +119,11 @@ def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreSh
 
 
 def _split(threads: int, demands: Demands) -> tuple[int, int]:
-    """Threads that stage and that compute: staging as many as the link needs, where both want cores at most a third of
-    them, and never none of what occurs."""
+    """Numbers of threads that stage and that compute.
+
+    Staging gets as many threads as the link can use, at most a third if the CPU computes too; work that occurs gets at
+    least one thread.
+    """
     wanted = max(1, math.ceil(demands.link_bytes_per_s / COPY_BYTES_PER_S)) if demands.stages else 0
     if not demands.computes:
         return min(wanted, threads), 0

@@ -1,4 +1,4 @@
-"""Streams and events that need no accelerator: the twin of a GPU, in host memory, for tests and rehearsals.
+"""Streams and events of the emulated device: a GPU in host memory, for tests and simulated runs without an accelerator.
 
 Work is done when it is launched, so an event is complete once recorded. The interface is torch's.
 """
@@ -10,17 +10,17 @@ from types import TracebackType
 
 
 class EmulatedEvent:
-    """An event that notes when it was recorded."""
+    """An event that holds the time of its recording."""
 
     def __init__(self) -> None:
         self._at_s: float | None = None
 
     def record(self, stream: EmulatedStream) -> None:
-        """Note now; everything launched so far is done."""
+        """Record the current time; everything launched so far is done."""
         self._at_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """A recorded event is complete; waiting for one that was never recorded would hang on a real device."""
+        """Return at once; raise RuntimeError if the event was never recorded, where a real device would hang."""
         if self._at_s is None:
             raise RuntimeError("waited for an event that was never recorded")
 
@@ -32,7 +32,7 @@ class EmulatedEvent:
 
 
 class EmulatedStream:
-    """A stream whose work is done at once."""
+    """A stream whose work is done at launch."""
 
     def __enter__(self) -> EmulatedStream:
         return self
@@ -41,8 +41,8 @@ class EmulatedStream:
         return None
 
     def wait_event(self, event: EmulatedEvent) -> None:
-        """Refuses an event that was never recorded, as a real stream would ignore it and race."""
+        """Return at once; raise RuntimeError if the event was never recorded, where a real stream would race."""
         event.synchronize()
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Return at once: no work is outstanding."""

@@ -1,4 +1,4 @@
-"""The one loop that walks a schedule. It knows lanes and tickets, and nothing of what a task does."""
+"""The executor: one loop that submits a schedule's tasks to lanes. Does not depend on what a task does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moelight.core.timeline import Span, Timeline, last_to_end
 from moelight.runtime.lanes import LaneRunner, Ticket, Work
 
 Perform = Callable[[Task], Work]
-Submitted = tuple[Task, Ticket, Sequence[tuple[Task, Ticket]]]  # and what it waits for
-# With whom a lane meets in which memory, as (lane, its tasks with pages or those without).
+Submitted = tuple[Task, Ticket, Sequence[tuple[Task, Ticket]]]  # the task, its ticket, its dependencies
+# Lanes that share memory with a lane, as (other lane, True: its tasks that move pages, False: its other tasks).
 _MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
     Lane.DISK: ((Lane.H2D, True), (Lane.STAGE, True), (Lane.CPU, False)),  # the pinned ring; the ring beside the CPU
     Lane.STAGE: ((Lane.H2D, True), (Lane.DISK, True)),  # the pinned ring
@@ -25,18 +25,18 @@ _MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PassInFlight:
-    """A pass on its way: its tasks but those that fetch for the next one, in schedule order."""
+    """A launched pass: its tasks in schedule order, except those that prefetch pages for the next pass."""
 
     submitted: tuple[Submitted, ...]
 
 
 class Executor:
-    """Carries out passes. Pages fetched for the next pass stay on their way when a pass ends.
+    """Runs passes. Pages prefetched for the next pass may still be in transfer when a pass ends.
 
-    A pass may be launched while the one before is on its way, in the same arenas. Where one lane alone touches an
-    arena (``device`` hidden states and the pool of tokens, ``cpu`` a cache that it attends over), its order is enough.
-    Where two lanes meet, the first task of each waits for the last one that the pass before has on the other
-    (`_MEETS`); so whatever a pass writes, no task of an earlier pass still reads.
+    A pass may be launched while the previous one is running, in the same arenas. An arena that a single lane touches
+    (``device``: hidden states and the token pool, ``cpu``: a cache that it attends over) is protected by the order of
+    that lane. Where two lanes share memory, the first task of each waits for the last task of the previous pass on the
+    other (`_MEETS`), so no pass overwrites what a task of an earlier pass still reads.
     """
 
     def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
@@ -47,7 +47,7 @@ class Executor:
 
     @property
     def prefetched(self) -> int:
-        """How many pages of the next pass are in the ring or on their way."""
+        """Number of pages of the next pass that are in the ring or in transfer."""
         return len(self._prefetched)
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:
@@ -55,10 +55,10 @@ class Executor:
         return self.finish(self.launch(schedule, perform))
 
     def launch(self, schedule: Schedule, perform: Perform) -> PassInFlight:
-        """Submit every task in order to its lane. ``perform`` turns a task into the work it stands for.
+        """Submit every task in order to its lane. ``perform`` maps a task to its work.
 
-        Raises what a task raised that was done at once; no pass can follow one that did not finish, because nobody
-        knows what it left in the rings.
+        Raises the error of a task that ran inline. No pass can follow one that did not finish, because the contents of
+        the rings are undefined.
         """
         self._begin()
         submitted: list[Submitted] = []
@@ -85,16 +85,16 @@ class Executor:
         return in_flight
 
     def finish(self, in_flight: PassInFlight) -> Timeline:
-        """Wait for all of ``in_flight``, and say when each task ran and what it waited for last. Raises what a task
-        raised."""
+        """Wait for all of ``in_flight``; return when each task ran and what it waited for last. Raises the error of a
+        task."""
         self._begin()
-        for _, ticket, _ in reversed(in_flight.submitted):  # of each lane the last one first: the others are done then
+        for _, ticket, _ in reversed(in_flight.submitted):  # last task of a lane first: its others are done then
             ticket.wait()
         self.broken = False
         return _timeline(in_flight.submitted)
 
     def wait(self) -> None:
-        """Wait for everything that was launched, but pages fetched for the next pass. Raises what a task raised."""
+        """Wait for everything launched, except pages prefetched for the next pass. Raises the error of a task."""
         self._begin()
         for _, ticket in self._last.values():
             ticket.wait()
@@ -106,14 +106,14 @@ class Executor:
         self.broken = True
 
     def close(self) -> None:
-        """Finish what is on its way and stop the lanes."""
+        """Finish submitted work and stop the lanes."""
         for lane in self._lanes.values():
             lane.close()
 
 
 def _timeline(submitted: Sequence[Submitted]) -> Timeline:
-    """When each task ran that found something to do, and what it waited for last."""
-    done: dict[Ticket, tuple[float, float]] = {}  # a device is asked once for each
+    """Spans of the tasks that had something to do, each with the dependency it waited for last."""
+    done: dict[Ticket, tuple[float, float]] = {}  # each device event is queried once
 
     def span(ticket: Ticket) -> tuple[float, float]:
         if ticket not in done:
@@ -140,7 +140,7 @@ def _timeline(submitted: Sequence[Submitted]) -> Timeline:
 
 
 class Idle:
-    """Adds up the seconds in which no lane worked: launching, bookkeeping, the assembling of passes that nothing hides.
+    """Sums the seconds in which no lane worked: launches, bookkeeping and batch assembly that nothing overlaps.
 
     ``seconds`` counts from ``began_s`` until the last task of the last timeline.
     """
@@ -150,11 +150,11 @@ class Idle:
         self._reached = began_s
 
     def add(self, timeline: Timeline) -> None:
-        """One pass more, in order."""
+        """Add the timeline of the next pass, in order."""
         for start, end in sorted((span.start_s, span.end_s) for span in timeline.spans):
             self.seconds += max(0.0, start - self._reached)
             self._reached = max(self._reached, end)
 
     def until(self, now_s: float) -> float:
-        """What has passed since the last task, added to what was found before."""
+        """Idle seconds up to ``now_s``, including those since the last task."""
         return self.seconds + max(0.0, now_s - self._reached)

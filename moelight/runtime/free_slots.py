@@ -1,4 +1,4 @@
-"""What small passes know of the ring: which of its pages nobody uses, what is still in them, and what fetching took."""
+"""Free list of the ring in on-demand passes, and statistics of their transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moelight.core.schedule import Page
 
 
 class FreeSlots:
-    """Pages of the ring that nobody uses, the longest unused first, and what is still in them."""
+    """Unused pages of the ring, the longest unused first, and the expert pages that they still hold."""
 
     def __init__(self) -> None:
         self._pages: dict[int, Page | None] = {}
@@ -18,13 +18,13 @@ class FreeSlots:
         return len(self._pages)
 
     def give(self, ring: int, page: Page | None) -> None:
-        """Nobody uses ``ring`` any more, in which ``page`` is."""
+        """Mark page ``ring`` of the ring, which holds ``page``, as unused."""
         self._pages[ring] = page
         if page is not None:
             self._where[page] = ring
 
     def take(self) -> int:
-        """The longest unused one; what was in it is lost."""
+        """Take the longest unused ring page; its contents are lost."""
         ring = next(iter(self._pages))
         self._forget(ring)
         return ring
@@ -33,7 +33,7 @@ class FreeSlots:
         return page in self._where
 
     def find(self, page: Page) -> int | None:
-        """Take the one that still holds ``page``; None: none does."""
+        """Take the unused ring page that still holds ``page``; None if there is none."""
         ring = self._where.get(page)
         if ring is not None:
             self._forget(ring)
@@ -47,8 +47,15 @@ class FreeSlots:
 
 @dataclass(slots=True)
 class TransferStats:
-    """What fetching took: ``pages`` and their seconds on the way, one after the other; what guesses spared. ``found``
-    were still in the ring."""
+    """Statistics of transfers in on-demand passes.
+
+    Attributes:
+        pages: pages that were read, one after another, in ``seconds``.
+        ahead_pages: prefetched pages; ``ahead_useful`` of them were needed, ``ahead_late`` of those still in transfer
+            then.
+        spared_s: seconds of transfer that prefetches saved.
+        found: needed pages that were still in the ring.
+    """
 
     pages: int = 0
     seconds: float = 0.0
@@ -60,11 +67,11 @@ class TransferStats:
 
     @property
     def page_s(self) -> float:
-        """Seconds of one page."""
+        """Mean seconds per page."""
         return self.seconds / self.pages if self.pages else 0.0
 
     def came_true(self, waited_s: float, *, there: bool) -> None:
-        """A guess was right; it had been on its way for ``waited_s``, and was there or not."""
+        """Record a correct prediction, whose prefetch began ``waited_s`` ago and is complete or not (``there``)."""
         self.ahead_useful += 1
         self.ahead_late += not there
         self.spared_s += self.page_s if there else min(waited_s, self.page_s)

@@ -1,7 +1,7 @@
-"""Lanes: things that carry out one piece of work after another and can tell when each is done.
+"""Lanes: resources that run one piece of work after another and report when each is done.
 
-The only room that knows threads, streams and events. A ticket stands for one piece of work: other lanes, or the
-executor, wait on it. A lane that failed refuses all later work, so a reader never sees what a failed writer left.
+Holds the threads, streams and events of a run. A ticket represents one piece of work; other lanes and the executor
+wait for it. A lane that failed rejects all later work, so no reader sees the output of a failed writer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moelight.kernels.threads import ThreadTeam
 
 
 class Pending(Protocol):
-    """Work that goes on by itself after it was begun."""
+    """Work that continues by itself after it was begun."""
 
     def wait(self) -> None:
-        """Block the calling thread until it is done; raise what went wrong."""
+        """Block the calling thread until the work is done; raise its error."""
         ...
 
 
 class Skipped:
-    """What a work returns that found nothing to do."""
+    """Outcome of work that had nothing to do."""
 
 
 SKIPPED = Skipped()
@@ -37,8 +37,10 @@ SKIPPED = Skipped()
 
 @dataclass(frozen=True, slots=True)
 class MovedBytes:
-    """What a work returns that found out what there was to move: so many bytes. ``rest`` of it goes on by itself, and
-    has since ``since_s``, where somebody began it before the lane's turn came."""
+    """Outcome of work that found out how many ``bytes`` to move.
+
+    ``rest`` is the part that continues by itself, since ``since_s`` if it began before the lane reached the work.
+    """
 
     bytes: int
     rest: Pending | None = None
@@ -50,8 +52,8 @@ Work = Callable[[], Outcome]
 
 
 class Ticket(Protocol):
-    """One piece of work on its way. Once it is done, ``skipped``: it found nothing to do; ``found_bytes``: what it
-    moved, if only its running could tell."""
+    """One submitted piece of work. Once it is done, ``skipped`` is True if there was nothing to do, and ``found_bytes``
+    holds the bytes it moved, if known only at run time."""
 
     @property
     def skipped(self) -> bool: ...
@@ -60,7 +62,7 @@ class Ticket(Protocol):
     def found_bytes(self) -> int | None: ...
 
     def wait(self) -> None:
-        """Block the calling thread until it is done; raise what it raised."""
+        """Block the calling thread until the work is done; raise its error."""
         ...
 
     def span(self) -> tuple[float, float]:
@@ -72,16 +74,16 @@ class LaneRunner(Protocol):
     """One lane."""
 
     def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
-        """Do ``work`` after everything submitted before it and after all of ``after``."""
+        """Run ``work`` after everything submitted before it and after all of ``after``."""
         ...
 
     def close(self) -> None:
-        """Finish what was submitted, then stop."""
+        """Finish submitted work, then stop."""
         ...
 
 
 class HostTicket:
-    """Work done by a thread of this process, or by what such a thread began."""
+    """Ticket of work done by a thread of this process, or begun by such a thread."""
 
     __slots__ = ("_done", "end_s", "error", "found_bytes", "skipped", "start_s")
 
@@ -102,7 +104,7 @@ class HostTicket:
         return self.start_s, self.end_s
 
     def carry_out(self, work: Work) -> None:
-        """Run ``work`` on the calling thread, to its end, and note when."""
+        """Run ``work`` to its end on the calling thread and record the times."""
         self.start_s = time.perf_counter()
         try:
             self.finish(work())
@@ -110,7 +112,7 @@ class HostTicket:
             self.end_s = time.perf_counter()
 
     def finish(self, outcome: Outcome) -> None:
-        """Wait for what a work has begun."""
+        """Record ``outcome`` and wait for pending work."""
         if isinstance(outcome, MovedBytes):
             self.start_s = self.start_s if outcome.since_s is None else outcome.since_s
             self.found_bytes, outcome = outcome.bytes, outcome.rest
@@ -121,7 +123,7 @@ class HostTicket:
 
 
 class InlineLane:
-    """The calling thread itself: work is done when ``submit`` returns, its kernels on the threads of ``team``."""
+    """A lane on the calling thread: work is done when ``submit`` returns, its kernels on the threads of ``team``."""
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
         self._broken: BaseException | None = None
@@ -136,20 +138,20 @@ class InlineLane:
                 ticket.wait()
             with _working(self._team):
                 mine.carry_out(work)
-        except BaseException as error:  # whatever it is, later work may depend on this
+        except BaseException as error:  # later work may depend on this, so any error counts
             self._broken = error
             raise
         return mine
 
     def close(self) -> None:
-        """No work is ever left to finish; the gang's threads end."""
+        """End the team's threads; no work is left to finish."""
         _dismiss(self._team)
 
 
 class ThreadLane:
-    """A thread of its own. Kernels and reads release the interpreter, so lanes overlap.
+    """A lane with a thread of its own. Kernels and reads release the GIL, so lanes overlap.
 
-    With a ``team`` it stays on the gang's cores, and so do the threads that torch starts for it.
+    With a ``team`` the thread is bound to the team's cores, and so are the threads that torch starts for it.
     """
 
     def __init__(self, name: str, team: ThreadTeam | None = None) -> None:
@@ -200,9 +202,12 @@ _Begun = tuple[Outcome, HostTicket, threading.Event]
 
 
 class PendingLane(ThreadLane):
-    """A thread that begins one work after the other without waiting for their ends, so that something with a queue of
-    its own (a disk) never runs dry. Ends are noted in the order of beginnings, and a work's time runs from the end of
-    the one before it: spans of the lane do not overlap."""
+    """A lane that begins one work after another without waiting for their ends, so that a resource with a queue of its
+    own (a disk) is never idle.
+
+    Ends are recorded in the order of beginnings, and a work's span starts no earlier than the end of the previous one:
+    spans of the lane do not overlap.
+    """
 
     def __init__(self, name: str) -> None:
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
@@ -247,7 +252,7 @@ class PendingLane(ThreadLane):
 
 
 class StreamTicket:
-    """Work enqueued on a device stream, between two events recorded on that same stream."""
+    """Ticket of work enqueued on a device stream, between two events recorded on that stream."""
 
     __slots__ = ("_clock", "_done", "_start", "found_bytes", "skipped")
 
@@ -258,7 +263,7 @@ class StreamTicket:
 
     @property
     def done(self) -> Any:
-        """The event other streams wait for."""
+        """Event that other streams wait for."""
         return self._done
 
     def wait(self) -> None:
@@ -269,7 +274,7 @@ class StreamTicket:
 
 
 class StreamClock:
-    """Translates a device's event times to the host's clock through one event whose host time is known."""
+    """Converts a device's event times to the host clock, through one event whose host time is known."""
 
     def __init__(self, new_event: Callable[[], Any], stream: Any) -> None:
         self._origin = new_event()
@@ -285,8 +290,8 @@ class StreamClock:
 class StreamLane:
     """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU).
 
-    Work is launched by the calling thread. Streams wait for streams on the device; work of a host lane is waited for
-    by the launching thread. A twin's work is done by that thread and the ``team``.
+    The calling thread launches work. Streams wait for streams on the device; the launching thread waits for host lanes.
+    On the emulated device the launching thread and the ``team`` do the work.
     """
 
     def __init__(self, stream: Any, new_event: Callable[[], Any], team: ThreadTeam | None = None) -> None:
@@ -305,7 +310,7 @@ class StreamLane:
             raise self._broken
         try:
             return self._launch(work, after)
-        except BaseException as error:  # whatever it is, later work may depend on this
+        except BaseException as error:  # later work may depend on this, so any error counts
             self._broken = error
             raise
 

@@ -1,6 +1,7 @@
-"""What the passes run on: the compute device, and the lanes that exist beside it.
+"""The machine that passes run on: the compute device, and the lanes beside it.
 
-``twin`` is a GPU's stand-in in host memory: the same tiers, crossings and lanes without an accelerator.
+The emulated device (``twin``) replaces a GPU in host memory: the same tiers, transfers and lanes without an
+accelerator.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _DEVICE_LANES = (Lane.H2D, Lane.D2H, Lane.DEVICE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """``device`` holds the dense weights and the ring; ``discrete`` if a link lies between it and host memory.
+    """``device`` holds the dense weights and the ring; ``discrete`` if a link separates it from host memory.
 
-    ``bf16``: its arithmetic units know bfloat16 (NVIDIA cards do from compute capability 8.0 on, so a T4 does not).
+    ``bf16``: the device computes in bfloat16 (NVIDIA cards from compute capability 8.0 on, so not a T4).
     """
 
     device: torch.device
@@ -46,7 +47,11 @@ class Machine:
         return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
 
     def device_memory_bytes(self) -> int:
-        """Free memory of the device (the host's share of a twin is the caller's to bound)."""
+        """Free memory of the device in bytes.
+
+        Raises:
+            ConfigError: the emulated device, which has no memory of its own.
+        """
         if self.device.type == "cpu":
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
         free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
@@ -54,7 +59,7 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``; ``auto`` takes an accelerator where torch sees one.
+    """The machine called ``name``; ``auto`` selects an accelerator if torch finds one.
 
     Raises:
         ConfigError: unknown name, or no such device here.
@@ -76,7 +81,7 @@ def find_machine(name: str) -> Machine:
 
 
 def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
-    """A runner for every lane the machine has, each with the threads that ``shares`` give it.
+    """A runner for every lane of the machine, each with the threads that ``shares`` assigns.
 
     ``auto``: compute on the calling thread (or on streams), everything else on threads of its own.
     """
@@ -99,7 +104,7 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
 
 
 def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
-    """The threads of each lane that computes. Lanes with the same share have the same gang, and take turns."""
+    """Thread team of each computing lane. Lanes with the same share use the same team, in turn."""
     made: dict[Share, ThreadTeam] = {}
     found = {}
     for lane in Lane:
@@ -112,14 +117,14 @@ def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
 
 
 def cores_for(machine: Machine, policy: Policy) -> CoreShares:
-    """How the lanes of a run of ``policy`` share the cores of this process. A twin's device is the processor itself."""
+    """Assignment of this process's cores to the lanes of a run of ``policy``; the emulated device runs on the CPU."""
     device = machine.discrete and not machine.twin
     plug = plug_of(machine.device) if device else None
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
 def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
-    """The arenas of ``footprint`` (`memory.arena.allocate`), those in host memory on the NUMA nodes that suit a run."""
+    """Allocate the arenas of ``footprint`` (`memory.arena.allocate`); those in host memory on suitable NUMA nodes."""
     plug = plug_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
     place = place_memory(
@@ -128,7 +133,7 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool =
         device_node=None if plug is None else plug.node,
         refusal=why_not_placed(),
     )
-    with placing(place):  # pinned memory is touched when it is taken; the rest later, by whatever thread
+    with placing(place):  # pinned memory is touched at allocation, the rest later by any thread
         arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages)
     for arena in arenas.values():
         if arena.device.type == "cpu":

@@ -1,6 +1,6 @@
-"""The profile of the machine at hand: measured once, kept on disk, its capacities always those of the moment.
+"""The profile of this machine: measured once, cached on disk, with capacities read at every call.
 
-Knows where the file lies and when it is good enough. Never imports torch where no accelerator can be.
+Never imports torch where no accelerator can be present.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 AUTO = "auto"
 BUSY = "busy_elsewhere"
-MEASURING_S = 300  # a measurement that takes longer has got stuck
-TRY_AGAIN_S = 600  # after so long, a measurement that was disturbed is repeated
+MEASURING_S = 300  # timeout of a measurement
+TRY_AGAIN_S = 600  # age from which a disturbed measurement is repeated
 COMMENTS = (
     "Measured by moelight profile. Speeds by rows, context or prompt tokens, where products also by bytes of weights. "
     "spread: the width of the middle half of the samples, as a share of their median.",
@@ -39,20 +39,20 @@ _GPU_FIGURES = ("host_to_device_under_attention", "gpu_launch", "transfer")
 
 
 def to_stderr(line: str) -> None:
-    """One line for the user."""
+    """Print one line for the user."""
     print(f"moelight: {line}", file=sys.stderr, flush=True)
 
 
 def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Say = to_stderr) -> HardwareProfile:
-    """This machine, as measured: what was kept from an earlier time, or a measurement of about ten seconds.
+    """The measured profile of this machine: the cached one, or a new measurement of about ten seconds.
 
-    The capacities are what can be taken now: free host memory within the limits of control groups, free memory of one
-    GPU, free disk where ``disk_dir`` is.
+    The capacities are those available now: free host memory within the limits of control groups, free memory of one
+    GPU, free disk space at ``disk_dir``.
 
     Args:
-        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``, as `find_machine` takes it.
-        disk_dir: on the disk that models come from; the current directory where it is None.
-        say: told when something is measured, and when a kept file is of no use.
+        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``, as in `find_machine`.
+        disk_dir: a directory on the disk that holds the models; the current directory if None.
+        say: receives a line when something is measured, and when a cached file is unusable.
 
     Raises:
         ConfigError: no such device, or the machine cannot be measured.
@@ -76,18 +76,18 @@ def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Sa
 
 
 def kept_profile(device: str = AUTO, *, say: Say = to_stderr) -> HardwareProfile | None:
-    """This machine as it was measured earlier; None where it was not, and nothing is measured now."""
+    """The cached profile of this machine; None if there is none. Measures nothing."""
     kept = _kept(kept_path(device), say)
     return None if kept is None or _missing(kept, gpu=bool(accelerators(device))) else kept
 
 
 def kept_path(device: str = AUTO) -> Path:
-    """Where the profile of this machine is kept: ``hardware/FINGERPRINT.yaml`` in moelight's cache directory."""
+    """Path of the cached profile: ``hardware/FINGERPRINT.yaml`` in moelight's cache directory."""
     return cache_directory("hardware", f"{fingerprint(device)}.yaml")
 
 
 def _kept(path: Path, say: Say) -> HardwareProfile | None:
-    """The kept profile; None where there is none, or where what is there cannot be read."""
+    """The cached profile; None if it does not exist or cannot be read."""
     try:
         return read_hardware_profile(path) if path.exists() else None
     except (ConfigError, OSError) as error:
@@ -103,7 +103,8 @@ def _keep(profile: HardwareProfile, path: Path, say: Say) -> None:
 
 
 def _missing(profile: HardwareProfile, *, gpu: bool) -> bool:
-    """Whether figures that every measurement of such a machine gives are not there, from an older release say."""
+    """True if figures are missing that every measurement of such a machine gives, for example in a file of an older
+    release."""
     units = ("cpu", "gpu") if gpu else ("cpu",)
     surfaces = [f"{unit}_{work}" for unit in units for work in WORK]
     figures = (*_CPU_FIGURES, *_GPU_FIGURES) if gpu else _CPU_FIGURES
@@ -112,7 +113,7 @@ def _missing(profile: HardwareProfile, *, gpu: bool) -> bool:
 
 
 def _worth_another_try(kept: HardwareProfile, path: Path) -> bool:
-    """Whether ``kept`` was measured beside other work, and that is a while ago."""
+    """True if ``kept`` was measured beside other work, more than `TRY_AGAIN_S` ago."""
     try:
         return kept.figure(BUSY) is not None and time.time() - path.stat().st_mtime > TRY_AGAIN_S
     except OSError:
@@ -120,7 +121,7 @@ def _worth_another_try(kept: HardwareProfile, path: Path) -> bool:
 
 
 def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
-    """``kept``, and what only ``measured`` knows."""
+    """``kept``, completed by the figures that only ``measured`` has."""
     spread = dict(measured.spread) | dict(kept.spread)
     joined = replace(
         kept,
@@ -134,7 +135,7 @@ def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile
 
 
 def _with_others(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
-    """``mine``, and those of ``others`` whose ``name`` none of mine has."""
+    """``mine``, and the items of ``others`` whose attribute ``name`` differs from that of every item of ``mine``."""
     have = {getattr(item, name) for item in mine}
     return (*mine, *(item for item in others if getattr(item, name) not in have))
 
@@ -144,7 +145,7 @@ def _disturbance(profile: HardwareProfile) -> float:
 
 
 def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProfile:
-    """``profile`` with the capacities of this moment."""
+    """``profile`` with the current capacities."""
     free = {"host": available_bytes(), "disk": shutil.disk_usage(directory).free}
     if profile.tier("device") is not None:
         from moelight.runtime.machine import find_machine
@@ -155,7 +156,7 @@ def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProf
 
 
 def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
-    """A quick measurement in a process of its own, so that what it takes of memory is not this one's."""
+    """Measure quickly in a subprocess, so that its memory is not taken from this process."""
     say("measuring this machine, which takes about ten seconds and is done once (moelight profile does it finely)")
     own = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([own] if own else [])])}

@@ -1,6 +1,6 @@
-"""Facts of this process and machine: memory that there is, is allowed and is used, the processor's name and quota.
+"""Facts of this process and machine: memory that exists, is allowed and is used; the processor's name and quota.
 
-Knows /proc, control groups (both versions) and getrusage. Refuses to know tensors and devices; never imports torch.
+Reads /proc, control groups (both versions) and getrusage. Does not depend on tensors or devices; never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _GroupFiles:
-    """How one version of control groups spells its memory files."""
+    """Names of the memory files in one version of control groups."""
 
     limit: str
     usage: str
@@ -31,25 +31,25 @@ _V2 = _GroupFiles(limit="memory.max", usage="memory.current", inactive_file="ina
 
 
 def physical_bytes() -> int:
-    """RAM of the machine."""
+    """RAM of the machine in bytes."""
     return int(psutil.virtual_memory().total)
 
 
 def memory_limit_bytes(*, proc: Path = PROC) -> int:
-    """The most memory this process may use: RAM, or a smaller limit of its control group or any group above it."""
+    """Most bytes this process may use: RAM, or a smaller limit of its control group or any group above it."""
     return min([physical_bytes(), *(limit for limit, _ in _group_limits(proc))])
 
 
 def available_bytes(*, proc: Path = PROC) -> int:
-    """Memory that can be taken now without swapping or meeting a control group's limit."""
+    """Bytes that can be allocated now without swapping or reaching a control group's limit."""
     rooms = [max(0, limit - used) for limit, used in _group_limits(proc)]
     return min([int(psutil.virtual_memory().available), *rooms])
 
 
 def peak_rss_bytes(*, proc: Path = PROC) -> int:
-    """The largest resident set this process has had, file-backed pages included.
+    """Largest resident set of this process so far in bytes, file-backed pages included.
 
-    Linux's own mark is preferred: ``ru_maxrss`` starts at the size of the process that forked this one.
+    Linux's VmHWM is preferred: ``ru_maxrss`` starts at the size of the process that forked this one.
     """
     try:
         for line in (proc / "self/status").read_text(encoding="utf-8").splitlines():
@@ -62,12 +62,12 @@ def peak_rss_bytes(*, proc: Path = PROC) -> int:
 
 
 def current_rss_bytes() -> int:
-    """The resident set of this process now, file-backed pages included."""
+    """Resident set of this process now in bytes, file-backed pages included."""
     return int(psutil.Process().memory_info().rss)
 
 
 def processor_name(*, proc: Path = PROC) -> str:
-    """What the processor calls itself."""
+    """Model name of the processor."""
     for line in _lines(proc / "cpuinfo"):
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -76,7 +76,7 @@ def processor_name(*, proc: Path = PROC) -> str:
 
 
 def processor_quota(*, proc: Path = PROC) -> float | None:
-    """How many processors' worth of time the control groups of this process grant; None where they grant all."""
+    """Processors' worth of time that the control groups of this process grant; None if they grant all."""
     granted = []
     for directory, version in _groups(proc, "cpu"):
         if version == 2:
@@ -91,7 +91,7 @@ def processor_quota(*, proc: Path = PROC) -> float | None:
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """``(limit, used)`` of every control group with a limit, from this process's own upwards, in bytes.
 
-    Page cache the kernel would drop first does not count as used.
+    Page cache that the kernel drops first does not count as used.
     """
     for directory, version in _groups(proc, "memory"):
         files = _V2 if version == 2 else _V1
@@ -102,8 +102,8 @@ def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """This process's groups of ``controller`` and their parents, up to where each hierarchy is mounted, each with the
-    version of control groups that it speaks."""
+    """This process's groups of ``controller`` and their parents up to the mount point, with the version of control
+    groups."""
     paths = _paths_of_process(proc)
     for fstype, options, root, mount in _mounts(proc):
         if fstype == "cgroup2" and "" in paths:
@@ -151,7 +151,7 @@ def _inactive_file(directory: Path, files: _GroupFiles) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in ``path``; None where there is no such file or it says ``max``."""
+    """The number in ``path``; None if the file does not exist or contains ``max``."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 

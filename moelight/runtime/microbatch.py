@@ -1,4 +1,4 @@
-"""The one mutable traveller: a micro-batch on its way through the layers of one pass.
+"""The micro-batch: packed tokens and their intermediate tensors on the way through the layers of one pass.
 
 Legend: T tokens, D decoding sequences (one token each, the first rows), B block-table width.
 """
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedActivations:
-    """A micro-batch's share of what a pass keeps for experts that run once: what they need, and their ``sums``
-    float32 [T, H]."""
+    """A micro-batch's share of the activations saved for experts that run once per pass: their inputs ``routed``, and
+    the sums of their outputs, ``sums`` float32 [T, H]."""
 
     routed: Routed
     sums: Tensor
 
     def keep(self, routed: Routed) -> None:
-        """Copy ``routed``; no expert has been added yet."""
+        """Copy ``routed`` and clear the sums."""
         self.routed.x.copy_(routed.x)
         self.routed.weights.copy_(routed.weights)
         self.routed.ids.copy_(routed.ids)
@@ -42,13 +42,20 @@ class SavedActivations:
 class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
-    ``token_ids`` of decoding rows come from ``places`` int64 [D] of the pool of tokens when the pass runs, and what
-    follows ``sample_rows`` goes to its ``sample_places``. ``scored_rows`` int64 [R] score the tokens that follow them
-    in their prompts, ``targets`` int64 [R]. ``cache_slots int64 [T]``: where each token's key and value go.
-    ``block_tables int32 [D, B]`` and ``seq_lens int32 [D]`` serve the decode kernel; ``prompts`` are (first row, last
-    row, start, block table) each, and ``packed`` is (ends int32 [P + 1], block tables, earlier positions) of all of
-    them. For attention on the device ``added`` says where new keys and values go, and ``context`` where what came
-    before lies. ``sampled`` int64 [S] is host memory for the new tokens.
+    Attributes:
+        token_ids: int64 [T]; those of decode rows are read from the token pool at ``places`` when the pass runs.
+        cache_slots: int64 [T], the cache slot of each token's key and value.
+        block_tables: int32 [D, B], and ``seq_lens`` int32 [D]: arguments of the decode kernel.
+        prompts: (first row, last row, start, block table) of each prompt.
+        packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts; None without prompts.
+        places: int64 [D], places of the decode rows in the token pool.
+        sample_rows: rows that sample a token, which is written to ``sample_places`` of the token pool.
+        sampled: int64 [S] in host memory, for the new tokens.
+        scored_rows: int64 [R], rows that score the prompt tokens after them, ``targets`` int64 [R].
+        crossing: staging buffers, if a link separates device and host.
+        kept: saved activations, where experts run once per pass.
+        context: layout of the cached tokens, for attention on the device.
+        added: destinations of the new keys and values, for attention on the device.
     """
 
     token_ids: Tensor
@@ -82,16 +89,16 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return self.token_ids.numel()
 
     @property
     def decoding(self) -> int:
-        """D."""
+        """D, the number of decode rows."""
         return self.seq_lens.numel()
 
     def land(self) -> None:
-        """Bring to the device what it needs of the host's numbers, without waiting; by work of a lane of its own."""
+        """Copy the host's index tensors to the device without waiting; called on the compute lane."""
         if (device := self.hidden.device).type != "cpu":
             names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
             parts = [getattr(self, name) for name in names]
@@ -110,9 +117,14 @@ def pack(
     prefill_only: bool,
     kept: SavedActivations | None = None,
 ) -> MicroBatch:
-    """A micro-batch of ``chunks`` (decoding ones first). ``hidden`` [T, H] is its share of the hidden arena,
-    ``sampled`` of the room for new tokens, ``crossing`` of the crossing buffers where there is a link, ``kept`` of what
-    a pass keeps where experts run once."""
+    """Pack ``chunks`` (decoding ones first) into a micro-batch.
+
+    Args:
+        hidden: [T, H], its share of the hidden arena.
+        sampled: host memory for the new tokens.
+        crossing: its staging buffers, if a link separates device and host.
+        kept: its saved activations, where experts run once per pass.
+    """
     decoding = [chunk for chunk in chunks if chunk.decodes]
     rest = chunks[len(decoding) :]
     first = len(decoding)
@@ -159,14 +171,19 @@ def pack(
 
 
 def require(value: T | None) -> T:
-    """What an earlier task of the same pass left behind."""
+    """Return ``value``, which an earlier task of the same pass has set.
+
+    Raises:
+        ScheduleError: ``value`` is None.
+    """
     if value is None:
         raise ScheduleError("a task ran before the one that feeds it")
     return value
 
 
 def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Prompts as one call of the host's kernel takes them: their ends, block tables and earlier positions."""
+    """Arguments of the host's prefill kernel for all prompts in one call: their ends, block tables and earlier
+    positions."""
     if not chunks:
         return None
     ends = np.cumsum([0, *(chunk.count for chunk in chunks)]).astype(np.int32)
@@ -175,7 +192,7 @@ def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
-    """int32 [sequences, B]: their blocks, and zeros behind them."""
+    """Block tables int32 [sequences, B], padded with zeros."""
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
     rows = [(*chunk.blocks, *(0,) * (width - len(chunk.blocks))) for chunk in chunks]
     return np.array(rows, dtype=np.int32).reshape(-1, width)

@@ -1,6 +1,6 @@
-"""Experts as tasks: of one micro-batch or of a whole pass at once, on the compute unit or on the CPU beside it.
+"""Expert tasks: of one micro-batch or of a whole pass at once, on the compute unit or on the CPU beside it.
 
-Holds one table from task kind to work. Refuses to know attention and when pages move.
+Holds one table from task kind to operation. Does not depend on attention or on when pages are transferred.
 
 Legend: T tokens, H hidden, k experts per token.
 """
@@ -21,16 +21,16 @@ from moelight.runtime.lanes import SKIPPED, Outcome
 from moelight.runtime.microbatch import SavedActivations, require
 from moelight.runtime.on_demand import PassPages
 
-CPU_ROWS = 256  # torch keeps a kernel for every row count it meets on a CPU, and more rows at once are no faster there
+CPU_ROWS = 256  # torch caches a CPU kernel per row count, and more rows at once are no faster
 
 MixingAct = Callable[[Task, PassPages], Outcome]
 
 
 class SavedActivationArena:
-    """The ``mixture`` arena: what a pass keeps for experts that run once for all its micro-batches."""
+    """The ``mixture`` arena: activations saved for experts that run once for all micro-batches of a pass."""
 
     def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
-        """``arena`` uint8, as large as `moe_workspace_bytes` says for ``tokens``."""
+        """``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
         parts: list[Tensor] = []
         start = 0
         for width, kind in ((hidden, torch.float32), (top_k, torch.float32), (top_k, torch.int32), (hidden, dtype)):
@@ -40,7 +40,7 @@ class SavedActivationArena:
         self._sums, self._weights, self._ids, self._x = parts
 
     def rows(self, first: int, count: int) -> SavedActivations:
-        """The part of ``count`` tokens from row ``first`` of the pass on."""
+        """Saved activations of ``count`` tokens from row ``first`` of the pass on."""
         rows = slice(first, first + count)
         return SavedActivations(
             routed=Routed(x=self._x[rows], weights=self._weights[rows], ids=self._ids[rows]), sums=self._sums[rows]
@@ -48,9 +48,11 @@ class SavedActivationArena:
 
 
 class MoEOps:
-    """The acts after attention. ``host_space``: the CPU's own buffers, where it computes experts beside a device;
-    ``kept``: where experts run once for a whole pass. They take ``most_rows`` rows at a time, on a CPU at most
-    `CPU_ROWS`."""
+    """Operations after attention.
+
+    ``host_space``: the CPU's buffers, if it computes experts beside a device; ``kept``: saved activations, if experts
+    run once per pass. Such experts process ``most_rows`` rows at a time, on a CPU at most `CPU_ROWS`.
+    """
 
     def __init__(
         self,
@@ -102,10 +104,10 @@ class MoEOps:
             and not self._discrete
             and task.micro_batch + 1 == len(pass_pages.micro_batches)
         ):
-            pass_pages.small.choice(task.layer)  # so that reads begin at once, whoever's turn it is next
+            pass_pages.small.choice(task.layer)  # begin reads at once, before the next task
 
     def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
-        """Ask the next layer's router, as if this layer's experts changed nothing."""
+        """Predict the next MoE layer's experts: run its router on the hidden state without this layer's experts."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
         weights, ids = self._decoder.predict_experts(coming, pass_pages.micro_batches[task.micro_batch].hidden)
         require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
@@ -116,7 +118,7 @@ class MoEOps:
         mb.begun = SplitMoE(require(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
-        """On the compute unit: those of one micro-batch that the CPU leaves, or all of the whole pass."""
+        """Experts on the compute unit: of one micro-batch, except those left to the CPU, or of the whole pass."""
         if task.micro_batch >= 0:
             mb = pass_pages.micro_batches[task.micro_batch]
             if mb.begun is not None:
@@ -164,7 +166,8 @@ class MoEOps:
         return None
 
     def _combine(self, task: Task, pass_pages: PassPages) -> Outcome:
-        """``routed`` has been read by all; ``experts`` stays until its successor, for streams may still read it."""
+        """Add the output of the CPU's experts. ``routed`` is no longer read; ``experts`` is kept until it is replaced,
+        because streams may still read it."""
         mb = pass_pages.micro_batches[task.micro_batch]
         mb.routed = None
         if not self._some_on_cpu(task.layer, pass_pages):
@@ -173,7 +176,7 @@ class MoEOps:
         return None
 
     def _some_on_cpu(self, layer: int, pass_pages: PassPages) -> bool:
-        """Whether the CPU computes experts of ``layer`` beside a device."""
+        """True if the CPU computes experts of ``layer`` beside a device."""
         if self._pages.fast_tier == "host":
             return True
         if pass_pages.small is None:

@@ -1,7 +1,7 @@
-"""Which NUMA node host memory lies on: the choice, which is pure, and the system calls that carry it out.
+"""Placement of host memory on NUMA nodes: the choice, which is pure, and the system calls that apply it.
 
-Where a machine has one node, or the system refuses, memory lies where the system puts it: a run is slower then, not
-wrong. Never imports torch, so that `doctor` may ask.
+On a machine with one node, or where the system refuses, the operating system places memory: a run is then slower, not
+wrong. Never imports torch, because `doctor` uses this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from moelight.core.units import format_bytes
 from moelight.runtime.topology import Topology
 
-# Left over on a node that holds everything: what torch, the driver and other programs take there later.
+# Share of a node's memory that is kept free for torch, the driver and other programs.
 ROOM = 0.05
 _DEFAULT, _PREFERRED, _INTERLEAVE = 0, 1, 3
 _MODES = {"bound": _PREFERRED, "interleaved": _INTERLEAVE}
@@ -33,8 +33,8 @@ _NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlace:
-    """Where host memory goes: ``anywhere``, ``bound`` to one of ``nodes`` (as long as it has room), or ``interleaved``
-    over all of them; and why."""
+    """Placement of host memory, with the reason: ``anywhere``, ``bound`` to one of ``nodes`` (while the node has free
+    memory), or ``interleaved`` over all ``nodes``."""
 
     kind: str
     nodes: tuple[int, ...] = ()
@@ -44,8 +44,11 @@ class MemoryPlace:
 def place_memory(
     topology: Topology, wanted_bytes: int, *, device_node: int | None = None, refusal: str | None = None
 ) -> MemoryPlace:
-    """Where ``wanted_bytes`` of host memory best lie: on the node of the device, or of all cores, if all fit there with
-    room, else interleaved. ``refusal``: why the system will not have it."""
+    """Choose the placement of ``wanted_bytes`` of host memory.
+
+    Memory is bound to the node of the device, or of all cores, if everything fits there with a margin, else
+    interleaved. ``refusal``: the reason why the system does not place memory; None if it does.
+    """
     nodes = {node.number: node for node in topology.nodes}
     if len(nodes) < 2:
         return MemoryPlace(kind="anywhere", reason="one NUMA node")
@@ -68,7 +71,7 @@ def place_memory(
 
 
 def why_not_placed() -> str | None:
-    """Why the system will not place memory for this thread; None if it will."""
+    """Reason why the system does not place memory for this thread; None if it does."""
     if not sys.platform.startswith("linux") or platform.machine() not in _NUMBERS:
         return f"memory is not placed on {platform.system()} {platform.machine()}"
     mode = ctypes.c_int(_DEFAULT)
@@ -79,7 +82,8 @@ def why_not_placed() -> str | None:
 
 @contextmanager
 def placing(place: MemoryPlace) -> Iterator[None]:
-    """What the calling thread is first to touch meanwhile lies at ``place``. Threads born meanwhile inherit that."""
+    """Place memory that the calling thread touches first within the context at ``place``. Threads started within
+    inherit the placement."""
     if place.kind == "anywhere":
         yield
         return
@@ -91,8 +95,8 @@ def placing(place: MemoryPlace) -> Iterator[None]:
 
 
 def settle(place: MemoryPlace, start: int, size: int) -> None:
-    """Pages of the ``size`` bytes from address ``start`` on that nobody has touched yet will lie at ``place``, whoever
-    touches them."""
+    """Place the untouched pages of the ``size`` bytes from address ``start`` on at ``place``, whichever thread touches
+    them."""
     if place.kind != "anywhere" and size > 0:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         address = ctypes.c_void_p(first)
@@ -108,7 +112,7 @@ def _mask(nodes: Iterable[int]) -> ctypes.Array[ctypes.c_ulong]:
 
 
 def _call(name: str, *arguments: object) -> int:
-    """0, or what went wrong."""
+    """Return 0, or the errno of the failure."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]

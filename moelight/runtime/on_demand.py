@@ -1,13 +1,13 @@
-"""Small passes: which pages a layer's experts need once its routers have chosen, and how those that are not resident come.
+"""On-demand passes: the pages that a layer needs once its routers have run, and their transfers.
 
-Asks ``experts`` which of them stay; sees to it that no slot is written while an expert reads it or a page is on its way
-to it. Refuses to know what makes an expert worth keeping, and in which order tasks run.
+The residency manager decides which pages become resident; this module ensures that no slot is written while an expert
+reads it or a transfer into it is pending. Does not depend on eviction policies or on the order of tasks.
 
-What is resident and chosen in a layer is held (leased) until the experts of the next layer have chosen: until then nothing
-else is written to its slots. That covers every reader, for the routers of the next layer run behind the experts of this
-one. Everything that comes goes into the ring, which small passes have to themselves. What is to stay resident exchanges
-its memory with what leaves (`PageStore.swap`), so the ring also holds what has left, and what only passed, until that
-memory is needed: whoever asks for it meanwhile finds it there.
+Resident pages that a layer uses are leased until the experts of the next MoE layer are chosen; until then their slots
+are not overwritten. The lease covers every reader, because the routers of the next layer run after the experts of this
+one. Missing pages are transferred into the ring, which on-demand passes use exclusively. A page that becomes resident
+swaps memory with the evicted page (`PageStore.swap`), so the ring also holds evicted pages and pages that did not
+become resident, until their memory is needed; a later request finds them there.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from moelight.runtime.free_slots import FreeSlots, TransferStats
 from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
 from moelight.runtime.microbatch import MicroBatch, require
 
-Leave = Callable[[int, np.ndarray, np.ndarray], np.ndarray]  # layer, missing ids, tokens of each -> the CPU's
+Leave = Callable[[int, np.ndarray, np.ndarray], np.ndarray]  # layer, missing ids, tokens of each -> ids left to the CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassPages:
-    """One pass as its tasks see it.
+    """Micro-batches and page state of one pass, as its tasks use them.
 
     Attributes:
-        position: where the stream of pages stands when it begins.
-        small: its choices, where only routed pages move.
-        watch: to be told who is routed where, if anybody wants to know.
+        position: position of the page stream at the start of the pass.
+        small: the on-demand pass; None for a whole pass.
+        watch: callback that receives the routing of each layer; None for none.
         residents: a number that changes whenever other pages are resident.
     """
 
@@ -53,7 +53,7 @@ class PassPages:
 
 @dataclass(slots=True)
 class PageTransfer:
-    """One page that is to come into ``into``, by way of page ``pinned`` of pinned memory where it crosses from disk."""
+    """Transfer of one page into ``into``, through page ``pinned`` of pinned memory if it goes from disk to a device."""
 
     page: Page
     into: Tensor
@@ -62,14 +62,14 @@ class PageTransfer:
 
 @dataclass(slots=True)
 class LayerDemand:
-    """What one layer of one pass needs.
+    """Pages and weights that one layer of one pass needs.
 
     Attributes:
-        experts: the weights of every expert that is computed beside the pages; None for the others.
-        late: those of them that are not there yet when the choice is made.
-        on_cpu: weights of those that the CPU computes where they lie, beside a GPU; empty where it computes none.
-        errands: what must be fetched, ``read_pages`` of it from disk, since ``since_s``; ``coming``: what must arrive,
-            also of what had been on its way before.
+        experts: weights of the routed experts, except those the CPU computes beside a GPU; None for all others.
+        late: missing experts among them, whose pages are not transferred yet when the demand is computed.
+        on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
+        errands: transfers to begin, ``read_pages`` of them from disk, since ``since_s``.
+        coming: pending pages to wait for, including those that were requested earlier.
     """
 
     experts: MoEWeights
@@ -83,7 +83,7 @@ class LayerDemand:
 
 @dataclass(slots=True)
 class _Guess:
-    """A page that was fetched ahead, into page ``ring`` of the ring."""
+    """A page that was prefetched into page ``ring`` of the ring because a predictor named it."""
 
     page: Page
     ring: int
@@ -92,11 +92,9 @@ class _Guess:
 
 
 class Pager:
-    """The pages of small passes. ``leave``: which missing experts are left to the CPU, where it may compute them where
-    they lie (None: none).
+    """Pages of on-demand passes.
 
-    What it knows is that of the last choice made, whichever pass made it: one pass may be launched while the one before
-    still chooses.
+    The state is that of the last choice made by any pass: a pass may be launched while the previous one still chooses.
     """
 
     def __init__(
@@ -108,7 +106,12 @@ class Pager:
         leave: Leave | None = None,
         remembers: bool = True,
     ) -> None:
-        """``remembers``: what is still in the ring is found there."""
+        """Create a pager.
+
+        Args:
+            leave: selects the missing experts that the CPU computes in place; None: none.
+            remembers: reuse pages that are still in the ring.
+        """
         self.store, self.residency = store, residency
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.remembers = remembers
@@ -117,7 +120,7 @@ class Pager:
         self.transfer_stats = TransferStats()
         self.free_slots = FreeSlots()
         self._held: tuple[int, np.ndarray] | None = None
-        self._passing: list[tuple[int, Page]] = []  # pages of the ring that the last choice reads
+        self._passing: list[tuple[int, Page]] = []  # ring pages that the last chosen layer reads
         self._resident_pages: dict[int, Page] = {}
         for layer, expert in np.argwhere(store.table >= 0).tolist():
             self._resident_pages[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
@@ -125,8 +128,12 @@ class Pager:
     def begin(
         self, micro_batches: Sequence[MicroBatch], prefetched: Mapping[Page, int], left: Mapping[Page, int] | None
     ) -> OnDemandPass:
-        """A pass of ``micro_batches``. After one that streamed whole layers: ``prefetched`` are pages of the ring that it
-        fetched for this one, which may be on their way, ``left`` those that it used last; None after another."""
+        """Begin a pass of ``micro_batches``.
+
+        Args:
+            prefetched: ring pages that a whole pass prefetched for this one, possibly still in transfer.
+            left: ring pages that the whole pass used last; None after an on-demand pass.
+        """
         if left is not None:
             there = {ring: page for page, ring in left.items()}
             free = set(range(len(self.store.ring_pages))) - set(prefetched.values())
@@ -136,13 +143,15 @@ class Pager:
         return OnDemandPass(self, micro_batches)
 
     def land(self) -> None:
-        """Wait for everything that is on its way, wanted or not; all passes have chosen, and their experts are done."""
+        """Wait for all pending transfers; all passes have chosen, and their experts are done."""
         self.settle(keep=None)
         self.release()
 
     def settle(self, keep: int | None) -> None:
-        """Wait for guesses of other layers than ``keep``, which nobody wants any more. Whether one could be read is no
-        matter: who needs its page reads it again."""
+        """Wait for prefetches of layers other than ``keep``, which are no longer needed.
+
+        Read errors are ignored: a layer that needs such a page reads it again.
+        """
         for prediction in [prediction for prediction in self.predictions if prediction.page.layer != keep]:
             self.predictions.remove(prediction)
             try:
@@ -153,12 +162,12 @@ class Pager:
                 self.free_slots.give(prediction.ring, None)
 
     def hold(self, layer: int, experts: np.ndarray) -> None:
-        """The experts of ``layer`` read ``experts``, which are resident, until the next layer lets go of them."""
+        """Lease ``experts`` of ``layer``, which are resident, until `release`."""
         self.residency.lease(layer, experts)
         self._held = layer, experts
 
     def release(self) -> None:
-        """The experts of the layer before are done."""
+        """Release the leased pages and the ring pages of the previous layer, whose experts are done."""
         for ring, page in self._passing:
             self.free_slots.give(ring, page)
         self._passing = []
@@ -167,19 +176,21 @@ class Pager:
             self._held = None
 
     def room_for_predictions(self, layer: int) -> int:
-        """How many pages of the ring may be taken for experts that ``layer`` may choose: each of those that are not
-        resident may need one in its turn."""
+        """Number of ring pages that may be used to prefetch experts of ``layer``, keeping one for each of its experts
+        that is not resident."""
         most = int((self.store.table[layer] < 0).sum())
         return min(len(self.free_slots), len(self.free_slots) + len(self._passing) - most)
 
     def passes(self, page: Page, ring: int) -> ExpertWeights:
-        """``page``, in page ``ring`` of the ring, is read there by this layer alone."""
+        """Weights of ``page`` in page ``ring`` of the ring, read there by the current layer only."""
         self._passing.append((ring, page))
         return self.store.ring_views[ring]
 
     def stay(self, page: Page, slot: int, ring: int) -> ExpertWeights:
-        """``page``, which is or will be in page ``ring`` of the ring, is resident from now on; whoever it takes ``slot``
-        from is in the ring, for as long as that place is not needed."""
+        """Make ``page``, which is or will be in page ``ring`` of the ring, resident in ``slot``; return its weights.
+
+        The page evicted from ``slot`` remains in the ring until that memory is needed.
+        """
         self.store.swap(slot, ring)
         self.free_slots.give(ring, self._resident_pages.get(slot))
         self._resident_pages[slot] = page
@@ -187,23 +198,23 @@ class Pager:
 
 
 class OnDemandPass:
-    """One pass on its way: each layer's choice, made once, by whoever asks first."""
+    """One on-demand pass: the demand of each layer, computed once, by the first task that requests it."""
 
     def __init__(self, pager: Pager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
         self._choices: dict[int, LayerDemand] = {}
-        self._ahead: dict[int, int] = {}  # layers whose guesses are on their way, and how many bytes
+        self._ahead: dict[int, int] = {}  # bytes prefetched for each layer
         self._turn = threading.Lock()
 
     def choice(self, layer: int) -> LayerDemand:
-        """What ``layer`` needs, whose routers were the last to run."""
+        """Demand of ``layer``, whose routers were the last to run."""
         with self._turn:
             if layer not in self._choices:
                 self._choices[layer] = self._choose(layer)
             return self._choices[layer]
 
     def fetch(self, task: Task) -> Outcome:
-        """What the layer of ``task`` misses comes over its lane; reads have begun with the choice."""
+        """Transfer the missing pages of the task's layer over its lane; disk reads have begun with the choice."""
         choice = self.choice(task.layer)
         if task.kind is TaskKind.SEND_EXPERTS:
             return self._send(choice)
@@ -213,14 +224,16 @@ class OnDemandPass:
         return MovedBytes(moved, _All(choice, self._pager.transfer_stats), choice.since_s)
 
     def fetch_ahead(self, task: Task) -> Outcome:
-        """What the layer of ``task`` may choose comes over its lane; it may have been begun before."""
+        """Prefetch the predicted pages of the task's layer over its lane; the prefetch may have begun before."""
         self.begin_ahead(task.layer)
         moved = self._ahead[task.layer]
         return MovedBytes(moved) if moved else SKIPPED
 
     def begin_ahead(self, layer: int) -> None:
-        """Begin to bring what ``layer`` may choose, the one before having chosen; nobody waits for it but who turns out
-        to need it. Where pages cross a link, on the lane of the link."""
+        """Begin to prefetch the predicted pages of ``layer``, after the choice of the previous layer.
+
+        Only a layer that needs such a page waits for it. Pages that cross a link are copied on the lane of the link.
+        """
         pager, store, moved = self._pager, self._pager.store, 0
         with self._turn:
             if layer in self._ahead:
@@ -247,7 +260,7 @@ class OnDemandPass:
             self._ahead[layer] = moved
 
     def predict_experts(self, layer: int, j: int, ids: np.ndarray, weights: np.ndarray) -> None:
-        """Tell that ``layer`` may choose ``ids`` [T, k] for micro-batch ``j``, with ``weights``."""
+        """Record the prediction that ``layer`` chooses ``ids`` [T, k] with ``weights`` for micro-batch ``j``."""
         with self._turn:
             self._pager.residency.hint(layer, ids, weights)
         if j + 1 == len(self._micro_batches) and self._pager.store.fast_tier == "host":
@@ -277,7 +290,7 @@ class OnDemandPass:
         return choice
 
     def _bring(self, page: Page, slot: int, choice: LayerDemand) -> ExpertWeights:
-        """Where ``page`` is going to be: resident, in ``slot``, or in the ring."""
+        """Weights of ``page`` at its destination: resident in ``slot``, or in the ring."""
         pager, ring = self._pager, self._in_ring(page, choice)
         if ring is None:
             ring = pager.free_slots.take()
@@ -287,7 +300,7 @@ class OnDemandPass:
         return pager.passes(page, ring)
 
     def _in_ring(self, page: Page, choice: LayerDemand) -> int | None:
-        """The page of the ring in which ``page`` is, or will be; it is the caller's then."""
+        """Ring page that holds or will hold ``page``, from now on owned by the caller; None if there is none."""
         pager = self._pager
         if page in pager.prefetched:
             return pager.prefetched.pop(page)
@@ -304,7 +317,7 @@ class OnDemandPass:
         return prediction.ring
 
     def _leave_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
-        """The missing experts that the CPU computes where they lie."""
+        """Missing experts that the CPU computes in place."""
         pager = self._pager
         if pager.leave is None:
             return frozenset()
@@ -320,7 +333,7 @@ class OnDemandPass:
         return tuple(view(Page(layer=layer, expert=expert)) if expert in on_cpu else None for expert in every)
 
     def _begin_reads(self, choice: LayerDemand) -> None:
-        """From the disk: into place, or into pinned memory on the way to a device."""
+        """Begin the reads from disk: into the ring, or into pinned memory on the way to a device."""
         pager, store = self._pager, self._pager.store
         choice.since_s = time.perf_counter()
         for transfer in choice.errands:
@@ -336,7 +349,7 @@ class OnDemandPass:
             choice.read_pages += 1
 
     def _send(self, choice: LayerDemand) -> Outcome:
-        """Over the link, from pinned memory or from a home."""
+        """Copy pages over the link, from pinned staging memory or from the host tier."""
         store = self._pager.store
         for transfer in choice.errands:
             pinned = transfer.pinned
@@ -346,7 +359,7 @@ class OnDemandPass:
 
 
 class _All:
-    """The pages of one choice, on their way together."""
+    """The pending pages of one choice."""
 
     def __init__(self, choice: LayerDemand, transfer_stats: TransferStats) -> None:
         self._choice, self._transfer_stats = choice, transfer_stats
@@ -360,7 +373,7 @@ class _All:
 
 
 def routed_of(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
-    """ids int [T, k] and weights float32 [T, k] that the last routers chose, over all micro-batches."""
+    """Expert ids int [T, k] and weights float32 [T, k] of the last routers, over all micro-batches."""
     routed = [require(mb.kept.routed if mb.kept is not None else mb.routed) for mb in micro_batches]
     ids = np.concatenate([each.ids.cpu().numpy() for each in routed])
     return ids, np.concatenate([each.weights.cpu().numpy() for each in routed])

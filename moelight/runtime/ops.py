@@ -1,4 +1,4 @@
-"""What each kind of task does, on the tensors of one engine. One table; the executor only looks things up in it."""
+"""Implementation of every task kind on the tensors of one engine, as one table that the executor looks tasks up in."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Score = Callable[[int, int, Tensor, Tensor], None]
 
 
 class Operations:
-    """The work of every task of one engine: its decoder, its pages, ``attention`` (a table of acts), ``moe_ops``, and,
-    beside the decoder, the ``pool`` int64 [N and more] of the newest token of every living sequence.
+    """Work of every task of one engine: its decoder, its pages, ``attention`` (a table of operations) and ``moe_ops``.
 
-    Tokens are put there and taken from there on the lane that computes, in the order of passes, so a pass can be
-    launched before the host has seen the tokens of the one before.
+    ``pool`` int64 [N or more] holds the newest token of every running sequence. Tokens are written to the pool and read
+    from it on the compute lane, in the order of passes, so a pass can be launched before the host has received the
+    tokens of the previous one.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Operations:
         pool: Tensor,
         score_rows: int,
     ) -> None:
-        """``score_rows``: rows of a prompt that are scored at once, at most."""
+        """``score_rows``: most rows of a prompt that are scored at once."""
         self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._pool = pool
         self._score_rows = min(score_rows, sample_rows(decoder.model))
@@ -56,9 +56,13 @@ class Operations:
         }
 
     def bind(self, pass_pages: PassPages, sample: Sample, score: Score) -> Perform:
-        """The work of the pass ``pass_pages``; ``sample(j, first, logits)`` gives the tokens int64 that follow sample rows
-        ``first`` and on of micro-batch j, ``score(j, first, logits, targets)`` scores the targets int64 of its scored
-        rows ``first`` and on."""
+        """Return the function that maps a task of the pass ``pass_pages`` to its work.
+
+        Args:
+            sample: ``sample(j, first, logits)`` returns the tokens int64 that follow sample rows ``first`` and on of
+                micro-batch j.
+            score: ``score(j, first, logits, targets)`` scores the targets int64 of scored rows ``first`` and on.
+        """
 
         def perform(task: Task) -> Work:
             if task.page is not None:
@@ -77,15 +81,18 @@ class Operations:
         return perform
 
     def _mover(self, task: Task, position: int) -> Work:
-        """The move of a page. Its places are found now: until it begins, a small pass that is to find the page in the
-        ring may have given the memory there away, and the page with it."""
+        """Transfer of a page.
+
+        The addresses are resolved now: before the transfer begins, an on-demand pass that finds the page in the ring
+        may have swapped its memory.
+        """
         page, (into,) = require(task.page), task.writes
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
             return partial(self._start_page, replace(page, part=0), target, self._pages.begin(page))
         if task.kind is TaskKind.STAGE_PAGE:
             return partial(copy_pages, target, self._pages.offloaded_tier(page))
-        # out of its pinned slot, or from a home that is pinned
+        # from a pinned staging slot, or from an offloaded page in pinned memory
         stop = next(iter(task.reads), None)
         return partial(
             _send, target, self._pages.offloaded_tier(page) if stop is None else self._pages.slot(stop, position)
@@ -102,8 +109,10 @@ class Operations:
         mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope))
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
-        """Tokens to the pool, and on their way to the host: complete when the lane's ticket is; and scores. A number
-        below 0 says that there is no token: the host is told, and what is computed for it meanwhile is dropped."""
+        """Sample tokens into the pool and begin their copy to the host, complete when the lane's ticket is; then score.
+
+        A token below 0 means that there is no token: the host receives it and drops what is computed for it meanwhile.
+        """
         hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)

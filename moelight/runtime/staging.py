@@ -1,6 +1,6 @@
-"""The pinned memory beside the link: where what a micro-batch sends down lands, and what comes up for it waits.
+"""Pinned staging buffers: host memory through which activations pass between the device and the CPU.
 
-Knows sizes per token and places. Refuses to know when anything crosses.
+Depends only on bytes per token and offsets, not on when transfers run.
 
 Legend: T tokens, H hidden, k experts per token.
 """
@@ -22,10 +22,10 @@ from moelight.weights.torch_dtypes import to_torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagingBuffers:
-    """A micro-batch's share: five places in the order of use, each of its own size; all uint8.
+    """Staging buffers of one micro-batch: five regions, each of its own size; all uint8.
 
-    ``down`` takes queries, keys and values (or keys and values alone), ``up`` gives back the attention output;
-    ``routing`` and ``routed`` take what the CPU's experts need, ``experts`` gives back what they made of it.
+    ``down`` receives queries, keys and values (or keys and values only), ``up`` holds the attention output; ``routing``
+    and ``routed`` receive the inputs of the CPU's experts, ``experts`` holds their output.
     """
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class StagingBuffers:
     experts: Tensor
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of q, k and v in host memory; complete when the lane's event is."""
+        """Copy q, k and v to host memory; the copies are complete when the lane's event is."""
         start, landed = 0, []
         for part in (q, k, v):
             size = part.numel() * part.element_size()
@@ -45,7 +45,7 @@ class StagingBuffers:
         return landed[0], landed[1], landed[2]
 
     def take_routed(self, routed: Routed) -> Routed:
-        """A copy of ``routed`` (ids int32) in host memory; complete when the lane's event is."""
+        """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
         half = self.routing.numel() // 2
         return Routed(
             x=_land(self.routed, routed.x),
@@ -54,19 +54,19 @@ class StagingBuffers:
         )
 
     def attention_output(self, shape: torch.Size) -> Tensor:
-        """Where the attention output ``[T, Hq, D]`` waits for the link."""
+        """View of ``up`` for the attention output ``[T, Hq, D]``."""
         return self.up.view(self.dtype).view(shape)
 
     def experts_output(self, shape: torch.Size) -> Tensor:
-        """Where what the CPU's experts made, ``[T, H]``, waits for the link."""
+        """View of ``experts`` for the output ``[T, H]`` of the CPU's experts."""
         return self.experts.view(self.dtype).view(shape)
 
 
 class StagingArena:
-    """The ``crossing`` arena: for each of the five places a part that holds a whole pass."""
+    """The ``crossing`` arena: each of the five regions, sized for a whole pass."""
 
     def __init__(self, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> None:
-        """``arena`` uint8, as large as `staging_token_bytes` says for ``tokens``."""
+        """``arena`` uint8, of `staging_token_bytes` for each of ``tokens``."""
         self._dtype, start = to_torch(dtype), 0
         self._places: dict[str, tuple[Tensor, int]] = {}
         for name, each in _token_bytes(model, policy, dtype).items():
@@ -74,13 +74,13 @@ class StagingArena:
             start += tokens * each
 
     def share(self, row: int, tokens: int) -> StagingBuffers:
-        """The share of ``tokens`` tokens from ``row`` of the pass on."""
+        """Buffers of ``tokens`` tokens from row ``row`` of the pass on."""
         cut = {name: place[row * each : (row + tokens) * each] for name, (place, each) in self._places.items()}
         return StagingBuffers(dtype=self._dtype, **cut)
 
 
 def _token_bytes(model: ModelProfile, policy: Policy, dtype: DType) -> dict[str, int]:
-    """What one token takes of each place. ``routing`` comes first: its numbers are the widest."""
+    """Bytes per token in each region. ``routing`` is first because its elements are the widest."""
     on_host, beside = policy.attention_device == "cpu", policy.ffn_device != "gpu"
     residual = costs.residual_bytes(model, dtype, 1) if beside else 0
     return {

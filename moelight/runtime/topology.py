@@ -1,6 +1,6 @@
-"""The lie of the land: cores, their hyperthreads, NUMA nodes with their memory, and where a GPU is plugged in.
+"""Hardware topology: cores, their hyperthreads, NUMA nodes with their memory, and the PCI slot of a GPU.
 
-Reads /sys as Linux lays it out; where there is none, every processor is a core of one node. Decides nothing.
+Reads /sys as Linux provides it; elsewhere every processor is a core of one node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Core:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumaNode:
-    """One NUMA node with memory. ``available_bytes``: free, or pages of files, which go first."""
+    """One NUMA node with memory. ``available_bytes``: free memory and page cache, which the kernel drops first."""
 
     number: int
     total_bytes: int
@@ -39,7 +39,7 @@ class NumaNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plug:
-    """Where a GPU is plugged in: its NUMA node, and the bytes its link carries one way; None where nobody says."""
+    """PCI slot of a GPU: its NUMA node, and the bytes/s of its link in one direction; None if unknown."""
 
     address: str
     node: int | None = None
@@ -48,8 +48,8 @@ class Plug:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """``cores`` this process may use; ``quota``: processors' worth of time its control group grants, None if all;
-    ``nodes`` whose memory it may use."""
+    """``cores`` that this process may use, ``nodes`` whose memory it may use, and the ``quota`` of its control group in
+    processors' worth of time (None: no limit)."""
 
     cores: tuple[Core, ...]
     quota: float | None = None
@@ -57,7 +57,7 @@ class Topology:
 
 
 def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] | None = None) -> Topology:
-    """What this process has. ``allowed`` processors are its own unless given."""
+    """Topology of this process. ``allowed``: processor numbers; by default those of this process."""
     processors = sorted(_own_processors() if allowed is None else allowed)
     numbers = _node_numbers(sys)
     node_of = {each: number for number in numbers for each in _listed(_node(sys, number) / "cpulist")}
@@ -74,20 +74,20 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
 
 
 def read_plug(address: str, *, sys: Path = SYS) -> Plug:
-    """Where the device at PCI ``address`` (``0000:3b:00.0``) is."""
+    """Slot of the device at PCI ``address`` (``0000:3b:00.0``)."""
     directory = sys / "bus/pci/devices" / address
     node, width = _text(directory / "numa_node"), _text(directory / "max_link_width")
     speed = re.match(r"[0-9.]+", _text(directory / "max_link_speed"))
     rate = None
     if speed is not None and width.isdecimal() and 0 < int(width) <= 32:
         transfers = float(speed[0]) * 1e9
-        # Up to 5 GT/s a byte takes ten bits, later ones lose 2 in 130.
+        # Up to 5 GT/s a byte is encoded in ten bits, beyond with 2 of 130 bits lost.
         rate = transfers * int(width) / (10 if transfers < 8e9 else 8 * 130 / 128)
     return Plug(address=address, node=int(node) if node.isdecimal() else None, bytes_per_s=rate)
 
 
 def plug_of(device: torch.device, *, sys: Path = SYS) -> Plug | None:
-    """Where torch's ``device`` is plugged in; None where torch does not know (or it is the CPU)."""
+    """Slot of torch's ``device``; None for the CPU, or where torch does not report the slot."""
     if device.type == "cpu":
         return None
     import torch
@@ -138,7 +138,7 @@ def _listed(path: Path) -> list[int]:
 
 
 def _numbers(text: str) -> list[int]:
-    """The numbers of a list such as ``0-3,8``; none of what is no such list."""
+    """Numbers of a list such as ``0-3,8``; empty for any other text."""
     found: list[int] = []
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)

@@ -1,4 +1,4 @@
-"""Floor 3: orders of work as data. One lazy table of builders serves look-ups, help texts and errors."""
+"""Schedules as data. A lazy table of builders serves look-ups, help texts and errors."""
 
 from __future__ import annotations
 

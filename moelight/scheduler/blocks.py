@@ -1,6 +1,7 @@
-"""Orders that move a layer's weights as one block: what CGOPipe is compared with (MoE-Lightning, section 4.1, fig. 6).
+"""Schedules that transfer a layer's weights as one block: the baselines of CGOPipe (MoE-Lightning, section 4.1, fig.
+6).
 
-``fastdecode`` is S2, ``flexgen-c`` S3, ``flexgen`` S4; ``flexgen-loop`` is what FlexGen's loop really does.
+``fastdecode`` is S2, ``flexgen-c`` S3, ``flexgen`` S4; ``flexgen-loop`` is the actual loop of FlexGen.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ LOOK_AHEAD = 2
 
 
 def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
-    """S2: CPU attention two micro-batches ahead, as in CGOPipe; but a layer's pages cross as one block, after all
-    hidden states of the layer before and in front of its own first ones, which have to wait.
+    """S2: CPU attention two micro-batches ahead, as in CGOPipe, but a layer's pages cross as one block.
 
-    Without a link nothing waits behind the block: the next layer's pages are read while this one computes.
+    The block crosses after all hidden states of the layer before and ahead of its own layer's first hidden states,
+    which wait for it. Without a link nothing waits for the block: the next layer's pages are read while this layer
+    computes.
     """
     check_layout("fastdecode", layout)
     draft = LayerWriter(layout, shape)
@@ -45,8 +47,8 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
-    """S3: one micro-batch after the other goes through projections, CPU attention and experts, and nothing overlaps
-    with it but the next layer's block, launched behind the first micro-batch."""
+    """S3: micro-batches go through projections, CPU attention and experts one after the other; only the next layer's
+    block, launched after the first micro-batch, overlaps with them."""
     check_layout("flexgen-c", layout, shape)
     draft = LayerWriter(layout, shape)
     draft.deliver_layer(0)
@@ -64,17 +66,17 @@ def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
-    """S4: the device attends; the next micro-batch's context crosses meanwhile, and the next layer's block behind that
-    of the second.
+    """S4: the device attends; meanwhile the next micro-batch's context crosses, and after the second context the next
+    layer's block.
 
-    Without a link, one level down: the next layer's block is read behind the first micro-batch, or beside it where it
-    is the only one.
+    Without a link, disk and host memory take these parts: the next layer's block is read after the first micro-batch,
+    or beside it where it is the only one.
     """
     check_layout("flexgen", layout, shape)
     draft = LayerWriter(layout, shape)
     n, layers = draft.count, layout.model.num_layers
     draft.deliver_layer(0)
-    alone = n == 1 and not layout.discrete  # whoever computes here also launches
+    alone = n == 1 and not layout.discrete  # the launching thread also computes
     for step in range(layers * n):
         layer, j = divmod(step, n)
         if alone:
@@ -84,7 +86,7 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
         draft.post_attention(layer, j)
         if j == 0:
             if not layout.discrete and not alone:
-                draft.barrier()  # nothing stands before the block but the first micro-batch itself
+                draft.barrier()  # the block waits for the first micro-batch only
             draft.deliver_layer(layer + 1)
             draft.fetch_layer(layer + 2)
     for j in range(n):
@@ -93,19 +95,20 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def build_flexgen_loop(layout: Layout, shape: PassShape) -> Schedule:
-    """FlexGen's ``generation_loop_overlap_multi_batch`` as the published runs had it (``sep_layer``): see `loop`."""
+    """FlexGen's ``generation_loop_overlap_multi_batch`` as in the published runs (``sep_layer``): see `loop`."""
     check_layout("flexgen-loop", layout, shape)
     return loop(layout, shape, separate=True)
 
 
 def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
-    """Attention and experts of all micro-batches, with a synchronisation of everything after each of them; without a
-    link, of compute and the reading of pages.
+    """Attention and experts of all micro-batches, with a full synchronisation after each of them; without a link, a
+    synchronisation of compute and page reads.
 
-    The whole next layer's weights are launched with the first micro-batch; the next one's context beside this one.
-    ``separate``: attention and experts are layers of their own, each with a loop over micro-batches and a
-    synchronisation in every turn. The experts' weights then cross beside the first attention of their own layer, and
-    contexts only ever cross beside attention. New keys and values go down in the turn that makes them, not the next.
+    The whole next layer's weights are launched with the first micro-batch; each next context beside the current
+    micro-batch. ``separate``: attention and experts are separate layers, each with a loop over micro-batches and a
+    synchronisation in every iteration. The experts' weights then cross beside the first attention of their own layer,
+    and contexts cross only beside attention. New keys and values go down in the iteration that computes them, not in
+    the next.
     """
     draft = LayerWriter(layout, shape)
     n, layers = draft.count, layout.model.num_layers

@@ -1,10 +1,10 @@
-"""CGOPipe (MoE-Lightning, Algorithm 1) on passes: GPU experts, CPU attention and paged weights in one interleaving.
+"""CGOPipe (MoE-Lightning, Algorithm 1) on passes: GPU experts, CPU attention and paged weights, interleaved.
 
-The launch order is the pipeline: pages of the next layer go between the hidden-state transfers of this one, so no
-transfer waits behind a whole layer, and attention runs two micro-batches ahead of the experts. Whoever launches a
-transfer may have to wait for the host's part of it, so each is launched only when the experts need it next.
-Where the device attends, contexts take the place of hidden states on the link; where the CPU computes experts, their
-outputs come up one step after they went down.
+The launch order is the pipeline: pages of the next layer are sent between the hidden-state transfers of the current
+layer, so no transfer waits for a whole layer, and attention runs two micro-batches ahead of the experts. The launch of
+a transfer may block on its host part, so each transfer is launched only when the experts need it next. Where the device
+attends, contexts take the place of hidden states on the link; where the CPU computes experts, their outputs cross one
+step after their inputs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOOK_AHEAD = 2
 
 
 def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
-    """Algorithm 1. Steps are (layer, micro-batch) in sweep order; attention is ``look_ahead`` steps ahead.
+    """Algorithm 1. Steps are (layer, micro-batch), layer by layer; attention is ``look_ahead`` steps ahead.
 
-    A single micro-batch can only be one step ahead: its next layer needs this one's experts; and one less with experts
-    that are ``late`` by a step. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps ahead of the
-    delivery, across layers.
+    A single micro-batch can only be one step ahead, since its next layer needs the experts of the current one; one step
+    less where experts are ``late`` by a step. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps
+    ahead of the delivery, across layers.
     """
     draft = LayerWriter(layout, shape)
     if shape.routed_only:
@@ -54,9 +54,11 @@ def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def page_shares(draft: LayerWriter) -> list[range]:
-    """For each step what crosses of the next layer's pages in it: consecutive parts, as equal as may be. Where
-    pages cross no link, nothing waits behind them: all go in a layer's first step, so that the disk is never idle while
-    whoever launches computes."""
+    """For each step, the positions of the next layer's pages that cross in that step: consecutive parts, nearly equal.
+
+    Where pages cross no link, nothing waits for them: all go in a layer's first step, so that the disk is never idle
+    while the launching thread computes.
+    """
     n, shares = draft.count if draft.layout.pages_cross else 1, []
     for layer in range(draft.layout.model.num_layers):
         pages = draft.layer_pages(layer + 1)

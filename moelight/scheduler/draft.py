@@ -1,6 +1,6 @@
-"""The acts of a micro-batch in one layer, written task by task: attention, then experts.
+"""Writes the phases of a micro-batch in one layer, task by task: attention, then experts.
 
-A builder decides only the order of the calls; what each task waits for, touches and carries is written here once.
+A builder decides only the order of the calls; dependencies, buffers and bytes of each task are defined here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moelight.scheduler.writer import drop_none
 
 
 class LayerWriter(PageWriter):
-    """A schedule being written. Micro-batches attend in sweep order: layer by layer, first to last."""
+    """Writes a schedule. Micro-batches attend layer by layer, first to last."""
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
         super().__init__(layout, shape, chained=chained)
@@ -33,14 +33,14 @@ class LayerWriter(PageWriter):
         return len(self.shape.micro_batches)
 
     def embed(self, j: int) -> None:
-        """Token ids of micro-batch ``j`` become hidden states."""
+        """Turn the token ids of micro-batch ``j`` into hidden states."""
         self._ready[j] = self.compute(TaskKind.EMBED, 0, j, (), writes=("hidden",))
 
     def load_kv(self, layer: int, j: int) -> None:
-        """Bring the cached keys and values of micro-batch ``j`` up, into the buffer of its step's parity.
+        """Transfer the cached keys and values of micro-batch ``j`` to the device, into the buffer of its step's parity.
 
-        Nothing to do where they do not cross, where they are on their way, more than one step ahead of attention, or
-        while the pass itself still makes some of them; `attend` asks again.
+        Does nothing where keys and values do not cross, where the transfer is already written or more than one step
+        ahead of attention, or while the pass still computes some of them; `attend` calls this again.
         """
         mine, step = self._of(j), layer * self.count + j
         if step in self._context_loaded or step > self._attended + 1 or not self._context_crosses(mine):
@@ -63,13 +63,13 @@ class LayerWriter(PageWriter):
         )
 
     def load_contexts(self, layer: int, j: int) -> None:
-        """`load_kv` of this step, if it is still to be done, and of the step after it."""
+        """`load_kv` of this step, if still due, and of the step after it."""
         step = layer * self.count + j
         for each in range(step, min(step + 2, self.count * self.layout.model.num_layers)):
             self.load_kv(*divmod(each, self.count))
 
     def attend(self, layer: int, j: int) -> None:
-        """``pre_attention`` and attention of micro-batch ``j``; what a link brings back is `load_hidden`'s."""
+        """``pre_attention`` and attention of micro-batch ``j``; `load_hidden` writes the transfer back over a link."""
         if layer == 0:
             self.embed(j)
         self.load_kv(layer, j)
@@ -85,7 +85,7 @@ class LayerWriter(PageWriter):
         self._attended = layer * self.count + j + 1
 
     def load_hidden(self, layer: int, j: int) -> None:
-        """Bring the attention output of micro-batch ``j`` up, where the host attended across a link."""
+        """Transfer the attention output of micro-batch ``j`` to the device, where the host attended across a link."""
         if not self.layout.discrete or self.layout.attention == "gpu" or self._of(j).prefill_only:
             return
         up = costs.hidden_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
@@ -95,7 +95,7 @@ class LayerWriter(PageWriter):
     def post_attention(self, layer: int, j: int) -> None:
         """Output projection, router and experts of micro-batch ``j``; reads every ring slot of the layer.
 
-        Where the CPU computes experts across a link, they are on their way when this is done; `combine` ends it.
+        Where the CPU computes experts across a link, they are still running afterwards; `combine` completes them.
         """
         if self.layout.cpu_layers[layer]:
             self._experts_over_the_link(layer, j, self._route(layer, j))
@@ -107,7 +107,8 @@ class LayerWriter(PageWriter):
         self.read_ring(layer, task)
 
     def combine(self, layer: int, j: int) -> None:
-        """Bring up what the CPU's experts made of micro-batch ``j`` and add it; nothing to do where it made nothing."""
+        """Transfer the outputs of the CPU's experts for micro-batch ``j`` to the device and add them; does nothing
+        where there are none."""
         if j not in self._returning:
             return
         up = costs.residual_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
@@ -117,15 +118,17 @@ class LayerWriter(PageWriter):
         self._ready[j] = self.compute(TaskKind.COMBINE, layer, j, both, reads=("experts",), writes=("hidden",))
 
     def route(self, layer: int, j: int) -> None:
-        """Micro-batch ``j`` up to its router, for experts that run later; a layer without experts whole."""
+        """Micro-batch ``j`` up to its router, for experts that run later; a layer without experts completely."""
         if self.layout.model.moe_layers[layer]:
             self._ready[j] = self._routed[layer] = self._route(layer, j)
         else:
             self.post_attention(layer, j)
 
     def experts_of(self, layer: int, j: int) -> None:
-        """The experts of micro-batch ``j`` behind its router; nothing to do where there are none. What the CPU makes of
-        them is on its way when this is done; `combine` ends it."""
+        """The experts of micro-batch ``j`` after its router; does nothing in a layer without experts.
+
+        Results of the CPU's experts are still in flight afterwards; `combine` completes them.
+        """
         if self.layout.cpu_layers[layer]:
             self._experts_over_the_link(layer, j, self._ready[j])
         elif self.layout.model.moe_layers[layer]:
@@ -136,7 +139,7 @@ class LayerWriter(PageWriter):
             self.read_ring(layer, self._ready[j])
 
     def resident_experts(self, layer: int, j: int) -> None:
-        """What of micro-batch ``j`` needs no page that is on its way, where the CPU computes beside the disk."""
+        """The experts of micro-batch ``j`` that need no page in flight, where the CPU computes beside the disk."""
         if self.layout.model.moe_layers[layer] and not self.layout.discrete:
             deps = (self._ready[j],)
             kind, reads, writes = TaskKind.RESIDENT_EXPERTS, ("routed",), ("partial",)
@@ -147,12 +150,13 @@ class LayerWriter(PageWriter):
         return self._routed[layer]
 
     def predict_experts(self, layer: int, j: int) -> int:
-        """Ask the routers of layers to come what they would choose for micro-batch ``j`` as it stands at ``layer``."""
+        """Run later layers' routers on the hidden states of micro-batch ``j`` at ``layer``, to predict their
+        experts."""
         self._ready[j] = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, (self._ready[j],), reads=("hidden",))
         return self._ready[j]
 
     def experts(self, layer: int) -> None:
-        """The experts of ``layer``, once for all micro-batches; nothing to do where there are none."""
+        """The experts of ``layer``, once for all micro-batches; does nothing in a layer without experts."""
         if not self.layout.model.moe_layers[layer]:
             return
         everyone = range(self.count)
@@ -171,7 +175,7 @@ class LayerWriter(PageWriter):
         self.read_ring(layer, task)
 
     def sample(self, j: int) -> None:
-        """The next token of every sequence of micro-batch ``j`` whose prompt is complete."""
+        """Sample the next token of every sequence of micro-batch ``j`` whose prompt is complete."""
         if self._of(j).samples:
             last = self.layout.model.num_layers - 1
             self.compute(TaskKind.SAMPLE, last, j, (self._ready[j],), reads=("hidden",))
@@ -183,7 +187,8 @@ class LayerWriter(PageWriter):
         return self.layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
 
     def _attend_on_device(self, layer: int, j: int, before: int) -> None:
-        """Over the new keys and values, those on the device, and those that were brought up. The new ones go down."""
+        """Attend over the new keys and values, those on the device, and those transferred to it; send the new ones to
+        the host."""
         step, layout = layer * self.count + j, self.layout
         loaded = self._context_loaded.get(step)
         context = (self.buffer("context", step % 2),) if loaded is not None else ()
@@ -218,7 +223,7 @@ class LayerWriter(PageWriter):
         return task
 
     def _cache(self, layer: int, j: int) -> Buffer:
-        """What micro-batch ``j`` adds to the cache of ``layer`` in host memory."""
+        """The keys and values that micro-batch ``j`` adds to the cache of ``layer`` in host memory."""
         return self.buffer("cache", layer * self.count + j)
 
     def _attend_on_host(self, layer: int, j: int, before: int) -> None:
@@ -232,8 +237,10 @@ class LayerWriter(PageWriter):
         return self.compute(TaskKind.ROUTE, layer, j, (self._ready[j],), reads=("attn",), writes=written)
 
     def _experts_over_the_link(self, layer: int, j: int, routed: int) -> None:
-        """The CPU's share: down, computed, and waiting to come up. The device's, if it has any, meanwhile. In a small
-        pass, who is computed where is decided once all routers of the layer have chosen."""
+        """Send the CPU's share down and compute it, ready for `combine`; run the device's share, if any, meanwhile.
+
+        In an on-demand pass the split is decided once all routers of the layer have chosen.
+        """
         down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
         known = (routed, self._routed[layer]) if self.shape.routed_only else (routed,)
         sent = self.cross(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, known, down, "routed", "routed_host")

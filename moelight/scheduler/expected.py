@@ -1,6 +1,6 @@
-"""What a pass consists of, derived from layout and shape alone: its acts, each act's buffers and bytes, its totals.
+"""The tasks of a pass, derived from layout and shape alone: its phases, each phase's buffers and bytes, its totals.
 
-The validator holds schedules against this; builders never see it.
+The validator checks schedules against this module; builders do not use it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _routed(layout: Layout, micro_batch: MicroBatchShape) -> int:
     return costs.routed_bytes(layout.model, layout.dtype, micro_batch.tokens)
 
 
-# What each act reads and writes of its micro-batch, and what it moves over a link.
+# For each phase: the micro-batch's buffers that are read and written, and the bytes that are moved over a link.
 _ACTS: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] = {
     TaskKind.EMBED: ((), ("hidden",), None),
     TaskKind.PRE_ATTENTION: (("hidden",), ("qkv",), None),
@@ -76,8 +76,11 @@ _LANES = {
 
 
 def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
-    """How often each (kind, layer, micro-batch) must be there. Experts run per micro-batch, or once for all of them
-    where the schedule has such a task; apart from their router there, and where only routed pages move."""
+    """The required number of each (kind, layer, micro-batch).
+
+    Experts run per micro-batch, or once for all where the schedule has such a task. They are separate from their router
+    in the second case, and where only routed pages move.
+    """
     whole = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
     expected: Counter[tuple[TaskKind, int, int]] = Counter()
     for layer in range(layout.model.num_layers):
@@ -96,8 +99,8 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
 
 
 def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> Iterator[tuple[TaskKind, int, int]]:
-    """What a small pass has beside its acts: chosen experts over each lane, those foreseen for the next layer with
-    experts, and on a CPU the part that waits for none of them."""
+    """Extra tasks of an on-demand pass: chosen experts over each lane, prefetches for the next layer with experts, and
+    on a CPU the resident experts, which wait for no transfer."""
     everyone, coming = range(len(shape.micro_batches)), coming_layer(layout, layer)
     for lane in layout.page_lanes:
         yield TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS, layer, ALL
@@ -109,13 +112,13 @@ def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> It
 
 
 def coming_layer(layout: Layout, layer: int) -> int | None:
-    """The next layer with experts."""
+    """The next layer with experts, or None."""
     moe_layers = layout.model.moe_layers
     return next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
 
 
 def chosen_task(layout: Layout, kind: TaskKind, layer: int) -> Task:
-    """The task that brings chosen or foreseen experts of ``layer``, dependencies aside."""
+    """The task that transfers chosen or predicted experts of ``layer``, without dependencies."""
     lane = Lane.H2D if kind in (TaskKind.SEND_EXPERTS, TaskKind.SEND_AHEAD) else Lane.DISK
     if kind in AHEAD_KINDS:
         return Task(kind=kind, lane=lane, layer=layer)
@@ -149,12 +152,12 @@ def _expert_kinds(layout: Layout, layer: int, *, apart: bool) -> tuple[TaskKind,
 
 
 def loads_context(layout: Layout, micro_batch: MicroBatchShape) -> bool:
-    """Whether cached keys and values of ``micro_batch`` go up the link."""
+    """True if cached keys and values of ``micro_batch`` cross the link."""
     return layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
 
 
 def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
-    """The act as it must be, dependencies aside."""
+    """The required task, without dependencies."""
     if kind in CHOSEN_KINDS or kind in AHEAD_KINDS:
         return chosen_task(layout, kind, layer)
     sources, targets, moves = _ACTS[kind]
@@ -178,7 +181,7 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) 
 def _shared_buffers(
     layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
-    """What the act reads and writes beside its own micro-batch's buffers: ring slots, contexts, the cache."""
+    """Buffers that the phase reads and writes besides those of its own micro-batch: ring slots, contexts, the cache."""
     step = layer * len(shape.micro_batches) + j
     if reads_ring(layout, kind) and shape.routed_only:
         return ((Buffer(space="chosen", index=layer),), ()) if layout.model.moe_layers[layer] else ((), ())
@@ -196,21 +199,21 @@ def _shared_buffers(
 
 
 def reads_ring(layout: Layout, kind: TaskKind) -> bool:
-    """Whether acts of this kind read the streamed pages of their layer."""
+    """True if phases of this kind read the streamed pages of their layer."""
     if kind is TaskKind.CPU_EXPERTS:
         return layout.experts == "host"
     return kind in (TaskKind.POST_ATTENTION, TaskKind.EXPERTS)
 
 
 def appends(layout: Layout, kind: TaskKind) -> bool:
-    """Whether acts of this kind add keys and values to a cache."""
+    """True if phases of this kind add keys and values to a cache."""
     if kind is TaskKind.ATTENTION:
         return layout.attention == "gpu"
     return kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV)
 
 
 def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
-    """The task that brings position ``k`` of the stream into ``space``, dependencies aside."""
+    """The task that transfers position ``k`` of the stream into ``space``, without dependencies."""
     at, crosses = k % len(layout.streamed), layout.pages_cross
     slot = k % (layout.pinned_slots if space == "pinned" else layout.ring_slots)
     pinned = (Buffer(space="pinned", index=k % layout.pinned_slots),) if layout.stops(k) else ()
@@ -234,9 +237,12 @@ def page_task(layout: Layout, shape: PassShape, k: int, space: str) -> Task:
 
 
 def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict[Lane, int]:
-    """What the ledger says must cross each lane: every streamed page once, less those carried in, plus those carried
-    out (where only routed pages move, at most every one); and for each layer and micro-batch what attention and the
-    CPU's experts send down and up."""
+    """Bytes that must cross each lane, by the ledger.
+
+    Every streamed page once, less those prefetched by the pass before, plus those prefetched for the next pass (where
+    only routed pages move, at most every page); and for each layer and micro-batch the transfers of attention and of
+    the CPU's experts, in both directions.
+    """
     layers, total = layout.model.num_layers, 0 if shape.routed_only else len(layout.streamed)
     moved = [k % total for k in range(shape.prefetched, total + len(schedule.prefetched_next))] if total else []
     from_disk = sum(layout.bytes_at(k) for k in moved if layout.from_disk[k])

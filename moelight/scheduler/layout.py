@@ -1,4 +1,4 @@
-"""What a builder needs to know: the pipeline's fixed shape (`Layout`) and one pass through it (`PassShape`)."""
+"""The inputs of a builder: the pipeline's fixed shape (`Layout`) and one pass through it (`PassShape`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moelight.hrm.footprint import pinned_slots, ring_slots
 from moelight.hrm.placement import Placement, place
 from moelight.profiles.model import ModelProfile
 
-# Where experts run, by ``Policy.ffn_device``.
+# The place where experts run, by ``Policy.ffn_device``.
 EXPERT_HOMES = {"gpu": "device", "split": "split", "cpu": "host"}
 
 
@@ -23,18 +23,20 @@ class Layout:
     """The pipeline of one engine: fixed from load to close.
 
     Attributes:
-        dtype: what units work in and what crosses between them; ``page_dtype`` and ``kv_dtype`` are the experts' and
-            the cache's own.
-        discrete: a GPU takes part, so a link lies between two memories. Without one, the CPU does everything.
-        attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (fresh prompts attend on the GPU).
-        experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` where they lie, the GPU the others.
-        kv_host: the share of every context whose keys and values live in host memory.
+        dtype: the dtype of compute and of transfers between units; ``page_dtype`` and ``kv_dtype`` are those of the
+            experts and of the cache.
+        discrete: a GPU takes part, so a link connects two memories. Without one, the CPU does everything.
+        attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (prefill-only prompts attend on the
+            GPU).
+        experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` in place, the GPU all others.
+        kv_host: the share of every context whose keys and values are in host memory.
         parts: the bytes of each part in which a page moves: several across a link, one without.
-        streamed: the parts of pages that move every pass, in order of use; ``from_disk`` says which come from disk, and
-            ``layer_pages`` which positions belong to each layer.
+        streamed: the parts of pages that move every pass, in order of use; ``from_disk`` marks those read from disk,
+            and ``layer_pages`` has the positions of each layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
-        ring_slots: beside the experts, each of one part; those of a page lie together in their order. Across a link,
-            parts pass through ``pinned_slots`` first; those from host memory do not where their homes are pinned.
+        ring_slots: slots of the ring on the fast tier, each of one part; the parts of a page are contiguous and in
+            order. Across a link, parts pass through ``pinned_slots`` first, except parts in pinned host memory
+            (``pinned_pages``).
     """
 
     model: ModelProfile
@@ -61,62 +63,64 @@ class Layout:
         return Lane.DEVICE if self.discrete else Lane.CPU
 
     def bytes_at(self, k: int) -> int:
-        """Bytes of what position ``k`` of the stream moves."""
+        """Bytes of position ``k`` of the stream."""
         return len(self.parts[k % len(self.parts)])
 
     @property
     def pages_cross(self) -> bool:
-        """Pages go up the link; otherwise they are read straight into the ring."""
+        """True if pages cross the link; otherwise they are read directly into the ring."""
         return self.discrete and self.experts != "host"
 
     @property
     def page_lanes(self) -> tuple[Lane, ...]:
-        """The lanes that chosen experts may pass, in their order. What is at home in host memory crosses from there."""
+        """The lanes that chosen experts may pass, in order. Pages in host memory cross the link only."""
         if not self.pages_cross:
             return (Lane.DISK,)
         return (Lane.DISK, Lane.H2D) if any(self.from_disk) else (Lane.H2D,)
 
     def most_chosen_bytes(self, layer: int, lane: Lane) -> int:
-        """What passes ``lane`` for ``layer`` if all its streamed pages are chosen."""
+        """Bytes that pass ``lane`` for ``layer`` if all its streamed pages are chosen."""
         passing = (k for k in self.layer_pages[layer] if lane is Lane.H2D or self.from_disk[k])
         return sum(self.bytes_at(k) for k in passing)
 
     def stops(self, k: int) -> bool:
-        """Whether position ``k`` of the stream stops in a pinned slot before the link."""
+        """True if position ``k`` of the stream passes through a pinned slot before the link."""
         return self.pages_cross and (not self.pinned_pages or self.from_disk[k % len(self.streamed)])
 
     @property
     def context_crosses(self) -> bool:
-        """Cached keys and values go up the link to be attended to."""
+        """True if cached keys and values cross the link for attention on the device."""
         return self.attention == "gpu" and self.kv_host > 0
 
     def kv_down_bytes(self, micro_batch: MicroBatchShape) -> int:
-        """What one layer's new keys and values take on their way to host memory."""
+        """Bytes of one layer's new keys and values that cross to host memory."""
         crossing = micro_batch.tokens - micro_batch.device_tokens if self.kv_host else 0
         return costs.kv_bytes(self.model, self.dtype, crossing)
 
     def context_bytes(self, micro_batch: MicroBatchShape) -> int:
-        """What one layer's cached keys and values take on their way up."""
+        """Bytes of one layer's cached keys and values that cross to the device."""
         crossing = micro_batch.context - micro_batch.device_context
         return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype)
 
     def device_tokens(self, tokens: int) -> int:
-        """How many of ``tokens`` are in the cache's blocks on the device by the policy's share, where they cross."""
+        """The number of ``tokens`` in cache blocks on the device, by the policy's share; 0 where contexts do not
+        cross."""
         return math.floor(tokens * (1.0 - self.kv_host) + 1e-9) if self.context_crosses else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """``prefill_only`` prompts attend over their own new keys and values; all others need the cache.
+    """The shape of one micro-batch. ``prefill_only`` prompts attend over their own new keys and values; all others need
+    the cache.
 
     Attributes:
         samples: at least one sequence gets a new token at the end of the pass.
-        context: cached tokens of all sequences together. It stays 0 where keys and values do not cross the link, so
-            that schedules can be kept by shape.
-        continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two). It stays
-            False where ``context`` stays 0.
-        device_tokens, device_context: the new tokens, and those of the context, whose blocks are on the device where
-            others are not, and which do not cross.
+        context: cached tokens of all sequences together; 0 where keys and values do not cross the link, so that
+            schedules can be cached by shape.
+        continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two); False where
+            ``context`` is always 0.
+        device_tokens, device_context: the new tokens and the context tokens in blocks on the device, which do not
+            cross; 0 where no blocks are on the host.
     """
 
     tokens: int
@@ -130,12 +134,17 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassShape:
-    """One sweep: its micro-batches, how many parts of its first pages are already in the ring, whether another follows;
-    ``look_ahead`` as in `Policy`.
+    """The shape of one pass.
 
-    ``routed_only``: pages of a layer move once all its routers have chosen, and only those that were chosen; none are
-    brought for the pass after. ``ahead``: of such a pass, whether experts that layers to come may choose are fetched
-    meanwhile, and whether ``predict_experts`` asks their routers before.
+    Attributes:
+        micro_batches: its micro-batches.
+        prefetched: parts of its first pages that are already in the ring.
+        wraps: another pass follows.
+        look_ahead: as in `Policy`.
+        routed_only: a layer's pages move once all its routers have chosen, and only the chosen ones; none are
+            prefetched for the next pass.
+        ahead: in such a pass, predicted experts of later layers are prefetched.
+        predict_experts: with ``ahead``, later layers' routers are run early to predict their experts.
     """
 
     micro_batches: tuple[MicroBatchShape, ...]
@@ -156,13 +165,13 @@ def layout_of(
     part_bytes: int | None = None,
     placement: Placement | None = None,
 ) -> Layout:
-    """The pipeline that ``policy`` makes of ``model``, worked in ``dtype``; ``placement`` where pages have moved.
+    """The pipeline of ``policy`` on ``model``, with compute in ``dtype``; ``placement`` where pages have moved.
 
-    ``discrete``: whether the machine has a GPU, where the policy alone cannot tell (both devices ``cpu``).
-    ``part_bytes``: the most of a page that crosses a link at a time, where it is not `costs.PART_BYTES`.
+    ``discrete``: True if the machine has a GPU, where the policy alone does not show that (both devices ``cpu``).
+    ``part_bytes``: the most bytes of a page that cross a link at a time, if not `costs.PART_BYTES`.
 
     Raises:
-        ConfigError: homes and devices of the policy contradict each other.
+        ConfigError: placement and devices of the policy contradict each other.
     """
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
@@ -203,7 +212,7 @@ def _check(policy: Policy, *, discrete: bool) -> None:
 
 def _cpu_layers(model: ModelProfile, placement: Placement, experts: str) -> tuple[bool, ...]:
     if experts == "host" or (experts == "split" and placement.learned and placement.on("host")):
-        return model.moe_layers  # where residents are learned, what is missing may be left to the CPU in any layer
+        return model.moe_layers  # where residents are learned, the CPU may compute missing experts in any layer
     some = {page.layer for page in placement.computed}
     return tuple(layer in some for layer in range(model.num_layers))
 

@@ -1,7 +1,7 @@
 """Module by module (MoE-Gen; MoE-Lens): experts run once over the whole batch, attention per micro-batch.
 
-A layer's weights are read once from the device's memory too, however many micro-batches there are. The price: the
-experts wait for all attention of their layer.
+A layer's weights are read only once from device memory too, for any number of micro-batches. The price: the experts
+wait for all attention of their layer.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from moelight.scheduler.requirements import check_layout
 def build_module(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: all micro-batches into attention, out of it and through the router, then the experts.
 
-    While the CPU attends one part of the batch, the device projects the other: first into attention, then out of it.
-    No experts run before every hidden state is up, so the link carries those first and the next layer's pages as one
-    block behind them, beside the experts and the next attention.
+    While the CPU attends one part of the batch, the device projects the other: first into attention, then out of it. No
+    experts run before every hidden state is on the device, so the link transfers those first, then the next layer's
+    pages as one block, beside the experts and the next attention.
     """
     check_layout("module", layout)
     draft = LayerWriter(layout, shape)
     if shape.routed_only:
         return write(draft, "module", whole=True)
     everyone, layers = range(draft.count), layout.model.num_layers
-    # Hidden states come up after attention, contexts before it: the block goes between those of two layers.
+    # Hidden states cross after attention, contexts before it: the block crosses between those of two layers.
     ahead = 0 if layout.discrete and layout.attention == "cpu" else 1
     draft.deliver_layer(0)
     for layer in range(layers):
-        if not layout.discrete:  # whoever computes here also launches
+        if not layout.discrete:  # the launching thread also computes
             draft.deliver_layer(layer + 1)
         for j in everyone:
             draft.load_contexts(layer, j)

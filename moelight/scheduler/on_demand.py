@@ -1,8 +1,8 @@
-"""Small passes: pages of a layer move once all its routers have chosen, and only chosen ones that are not near.
+"""On-demand passes: a layer's pages move once all its routers have chosen, and only chosen offloaded ones.
 
-What is lost is the overlap of links and compute; what is saved are the pages of experts that nobody routes to
-(`hrm.schedule_time.routed_only` says when that pays). Which pages these are is known only when the pass runs, so one task for
-a layer and a lane stands for all of them. One order for all builders that have it.
+The cost is the overlap of links and compute; the gain is that pages without routed tokens do not move
+(`hrm.schedule_time.routed_only` decides when that pays). The pages are known only when the pass runs, so one task per
+layer and lane stands for all of them. One schedule for all builders that have on-demand passes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def pays(
     *,
     least: float | None = None,
 ) -> bool:
-    """Whether a pass of ``tokens`` is to bring routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
+    """True if a pass of ``tokens`` is to transfer routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
 
-    ``missing``: the share of the streamed pages that such passes were routed to; None: what chance has it.
+    ``missing``: the measured share of the streamed pages that such passes were routed to; None: the expected share.
     """
     if missing is None:
         return bool(layout.streamed) and bool(
@@ -41,9 +41,9 @@ def pays(
 def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
     """For each layer: all micro-batches through attention and router, the chosen pages, the experts.
 
-    The CPU's experts beside a GPU that hold no streamed pages need not wait, but a pass this small is over before it
-    pays to tell them apart. Without a GPU, experts that are near run while the others are read. What layers to come may
-    choose is fetched behind what this one needs. ``whole``: experts run once for all micro-batches.
+    The CPU's experts beside a GPU that hold no streamed pages need not wait, but separating them does not pay in so
+    small a pass. Without a GPU, resident experts run while the others are read. Predicted pages of later layers are
+    fetched after the pages of this layer. ``whole``: experts run once for all micro-batches.
     """
     layout, everyone, layers = draft.layout, range(draft.count), draft.layout.model.num_layers
     for layer in range(layers):
@@ -51,7 +51,7 @@ def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
             draft.load_contexts(layer, j)
             draft.attend(layer, j)
         for j in everyone:
-            if not layout.discrete:  # one after the other, so that one attention output is in memory
+            if not layout.discrete:  # one after the other, so that only one attention output is in memory
                 draft.attend(layer, j)
             draft.load_hidden(layer, j)
             draft.route(layer, j)
@@ -73,7 +73,7 @@ def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
 
 
 def _look_ahead(draft: LayerWriter, layer: int) -> None:
-    """Guess what the next layer with experts chooses, and begin to fetch it."""
+    """Predict the experts of the next layer with experts, and begin to fetch their pages."""
     moe_layers = draft.layout.model.moe_layers
     coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
     if not draft.shape.ahead or coming is None:

@@ -1,4 +1,4 @@
-"""Which builders make sense where: some orders are about a link, about one place of attention, about GPU experts."""
+"""The layouts that each builder supports: some schedules need a link, one place of attention, or GPU experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moelight.scheduler.layout import EXPERT_HOMES, Layout, PassShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a builder asks of a layout. ``attention``: the devices it can attend on beside a GPU."""
+    """The requirements of a builder. ``attention``: the devices on which it can attend beside a GPU."""
 
     gpu: bool = False
     attention: tuple[str, ...] = ("cpu", "gpu")
@@ -32,7 +32,7 @@ NEEDS: Mapping[str, Needs] = {
 
 
 def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> str | None:
-    """Why the builder ``schedule`` cannot serve such a layout, as one clause; None where it can."""
+    """The reason why the builder ``schedule`` does not support such a layout, as one clause; None where it does."""
     needs = NEEDS[schedule]
     if not discrete:
         return "needs a GPU, and there is none" if needs.gpu else None
@@ -44,20 +44,20 @@ def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> st
 
 
 def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
-    """Refuse a policy whose schedule cannot serve it.
+    """Reject a policy that its schedule does not support.
 
     Raises:
-        ConfigError: says what the schedule needs, and which others would do.
+        ConfigError: names what the schedule needs, and the schedules that support the policy.
     """
     discrete = policy.discrete if discrete is None else discrete
     _check(policy.schedule, discrete, policy.attention_device, EXPERT_HOMES[policy.ffn_device])
 
 
 def check_layout(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
-    """Refuse a layout that the builder ``schedule`` cannot serve, and a ``shape`` that it does not know.
+    """Reject a layout or a ``shape`` that the builder ``schedule`` does not support.
 
     Raises:
-        ConfigError: says what the schedule needs, and which others would do.
+        ConfigError: names what the schedule needs, and the schedules that support the layout.
     """
     _check(schedule, layout.discrete, layout.attention, layout.experts)
     if shape is not None and shape.routed_only and schedule not in ROUTED_ORDERS:

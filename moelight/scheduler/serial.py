@@ -1,5 +1,5 @@
-"""The readable truth: one task at a time, each waiting for the one before. Nothing overlaps but the disk's own reads,
-of which a disk serves several as fast as one."""
+"""The reference schedule: one task at a time, each waiting for the one before. Only disk reads overlap with each other,
+since a disk serves several as fast as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moelight.scheduler.on_demand import write
 
 
 def build_serial(layout: Layout, shape: PassShape) -> Schedule:
-    """For each layer: bring its pages, then run each micro-batch through it."""
+    """For each layer: transfer its pages, then run each micro-batch through it."""
     draft = LayerWriter(layout, shape, chained=True)
     if shape.routed_only:
         return write(draft, "serial")

@@ -1,8 +1,8 @@
-"""A virtual clock over schedules: what would happen, and when, if every task took what it costs.
+"""A virtual clock over schedules: the times at which tasks run if each takes its cost.
 
-The rules are the executor's: a lane does one task at a time, in schedule order; a task starts when its lane is free
-and all it waits for is done; a pass begins when everything of the one before it is done but the pages it carries over.
-Lanes that touch host memory share its bandwidth. Refuses to know what anything costs: ``Price`` says so.
+The rules are the executor's: a lane runs one task at a time, in schedule order; a task starts when its lane is free and
+its dependencies are done; a pass begins when the one before is done, except for prefetched pages. Lanes that touch host
+memory share its bandwidth. Does not depend on costs: a ``Price`` returns them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ def simulate_pass(
     start_s: float = 0.0,
     launcher: bool = False,
 ) -> Timeline:
-    """One pass. Pages carried in are in their slots at ``start_s``; those carried out are another pass's.
+    """Simulate one pass. Pages prefetched by the pass before are in their slots at ``start_s``; those prefetched for
+    the next pass are not part of this one.
 
     Args:
-        cost: seconds of each task alone on the machine, and the bytes of host memory it touches in them.
-        dram_bytes_per_s: tasks that together touch more than this share it fairly: who wants less than an equal share
-            gets it, the others divide what is left. None: there is always enough.
-        launcher: one thread launches all tasks in order, as the engine's does. At a task of a stream lane (``h2d``,
-            ``d2h``, ``device``) it waits until the host's lanes have done what the task waits for; without a device,
-            it carries out the work of the ``cpu`` lane itself.
+        cost: seconds of each task alone on the machine, and the bytes of host memory that it touches in them.
+        dram_bytes_per_s: tasks that together need more than this share it fairly: a task that needs less than an equal
+            share gets what it needs, the others divide the rest. None: unlimited.
+        launcher: one thread launches all tasks in order, as in the engine. At a task of a stream lane (``h2d``,
+            ``d2h``, ``device``) it waits until the host lanes have finished the task's dependencies; without a device,
+            it runs the ``cpu`` lane itself.
 
     Returns:
-        Spans in schedule order, the carried-out ones left out.
+        Spans in schedule order, without the pages prefetched for the next pass.
     """
     clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
     return clock.run(schedule, cost)
@@ -54,25 +55,26 @@ def simulate_passes(
     start_s: float = 0.0,
     launcher: bool = False,
 ) -> tuple[Timeline, ...]:
-    """Passes one after another, each with its own costs, on one clock; pages are carried over as they were sent."""
+    """Simulate passes one after another on one clock, each with its own costs; prefetched pages keep their transfer
+    times."""
     clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
     return tuple(clock.run(schedule, cost) for schedule, cost in passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteadyPass:
-    """One of a long row of equal passes. Its ``timeline`` begins before ``began_s`` where pages were carried in."""
+    """One of a long row of equal passes. Its ``timeline`` begins before ``began_s`` where pages were prefetched."""
 
     began_s: float
     timeline: Timeline
 
     @property
     def seconds(self) -> float:
-        """From the end of the pass before to the end of this one."""
+        """Seconds from the end of the pass before to the end of this one."""
         return self.timeline.end_s - self.began_s
 
     def idle_s(self, lane: Lane) -> float:
-        """Seconds of a pass in which ``lane`` does nothing."""
+        """Seconds of a pass in which ``lane`` is idle."""
         return max(0.0, self.seconds - self.timeline.busy_s().get(lane, 0.0))
 
     @property
@@ -85,23 +87,26 @@ class SteadyPass:
 def steady_pass(
     schedule: Schedule, cost: Price, *, dram_bytes_per_s: float | None = None, launcher: bool = False
 ) -> SteadyPass:
-    """The third of three passes of ``schedule``, which must carry in what it carries out; where that is nothing, all
-    passes are alike, and it is the first."""
+    """The third of three passes of ``schedule``, which must start with the pages that it prefetches for the next; the
+    first where it prefetches none, since then all passes are alike."""
     passes = [(schedule, cost)] * (3 if schedule.prefetched_next else 1)
     timelines = simulate_passes(passes, dram_bytes_per_s=dram_bytes_per_s, launcher=launcher)
     return SteadyPass(began_s=timelines[-2].end_s if len(timelines) > 1 else 0.0, timeline=timelines[-1])
 
 
 class _RunningTask:
-    """One task on its way. ``share``: bytes per second of host memory it wants; ``left_s``: seconds at full speed until
-    it is done. ``waits_for``: its dependencies until it begins, ``waited`` the one that ended last."""
+    """One task in flight.
+
+    ``share``: bytes per second of host memory that it needs; ``left_s``: seconds at full speed until it is done.
+    ``waits_for``: its dependencies until it begins; ``waited``: the dependency that ended last.
+    """
 
     __slots__ = ("done", "ends_s", "left_s", "missing", "share", "starts_s", "task", "waited", "waiters", "waits_for")
 
     def __init__(self, task: Task, cost: TaskCost, dram_bytes_per_s: float | None) -> None:
         self.task, self.left_s, self.share = task, cost.seconds, 0.0
         if dram_bytes_per_s is not None and cost.dram_bytes > 0:
-            # Nobody can touch more in a second than there is.
+            # A task's rate cannot exceed the bandwidth.
             self.left_s = max(cost.seconds, cost.dram_bytes / dram_bytes_per_s)
             self.share = cost.dram_bytes / self.left_s
         self.missing = 0
@@ -112,20 +117,20 @@ class _RunningTask:
         self.done = False
 
     def begin(self, now_s: float) -> None:
-        """Everything it waits for is done; those errands, and what they waited for, need not be kept any longer."""
+        """Start the task; drop its dependencies, so that they and their own dependencies can be freed."""
         self.starts_s = now_s
         self.waited = last_to_end((dep.task, dep.ends_s) for dep in self.waits_for)
         self.waits_for = []
 
     @property
     def span(self) -> Span:
-        """What became of it."""
+        """The task with its start and end times, and the dependency that ended last."""
         last, until_s = self.waited
         return Span(task=self.task, start_s=self.starts_s, end_s=self.ends_s, waited_for=last, waited_until_s=until_s)
 
 
 class VirtualClock:
-    """Lanes and their queues, through passes that follow one another. ``now_s`` is the end of what has happened."""
+    """Lanes and their queues over consecutive passes. ``now_s`` is the simulated time."""
 
     def __init__(self, *, dram_bytes_per_s: float | None = None, start_s: float = 0.0, launcher: bool = False) -> None:
         self.now_s = start_s
@@ -135,7 +140,7 @@ class VirtualClock:
         self._prefetched: dict[Page, _RunningTask] = {}
 
     def run(self, schedule: Schedule, cost: Price) -> Timeline:
-        """One pass: from now until everything but the pages it carries out is done.
+        """Run one pass: until everything but the pages prefetched for the next pass is done.
 
         Raises:
             ScheduleError: tasks wait for each other for ever.
@@ -167,7 +172,7 @@ class VirtualClock:
         return there
 
     def _launch(self, schedule: Schedule, errands: list[_RunningTask]) -> Iterator[list[_RunningTask]]:
-        """Hand every task to its lane, in order; where the launcher has to wait, stop and say for what."""
+        """Queue every task on its lane, in order; where the launcher has to wait, yield the tasks that it waits for."""
         inline = Lane.DEVICE not in schedule.lanes()
         for task, running_task in zip(schedule.tasks, errands, strict=True):
             if task.kind is TaskKind.PREFETCHED_PAGE:
@@ -188,7 +193,7 @@ class VirtualClock:
                 yield [running_task]
 
     def _start(self, lane: Lane) -> None:
-        """Begin the lane's next task if it can be begun."""
+        """Begin the lane's next task if the lane is free and the task's dependencies are done."""
         queue = self._queues[lane]
         if lane in self._running or not queue or queue[0].missing:
             return
@@ -197,11 +202,11 @@ class VirtualClock:
         self._running[lane] = running_task
 
     def _advance(self) -> None:
-        """Go on to the next end of a task."""
+        """Advance to the next end of a task."""
         running = list(self._running.values())
         shares = [running_task.share for running_task in running] if self._dram is not None else ()
         soonest, ended = math.inf, None
-        if self._dram is None or sum(shares) <= self._dram:  # as nearly always: everyone at full speed
+        if self._dram is None or sum(shares) <= self._dram:  # the common case: every task at full speed
             for running_task in running:
                 if running_task.left_s < soonest:
                     soonest, ended = running_task.left_s, running_task
@@ -230,7 +235,7 @@ class VirtualClock:
 
 
 def _fair_speeds(shares: Sequence[float], whole: float) -> list[float]:
-    """The fraction of its full speed that each of those who want ``shares`` of ``whole`` gets (max-min fairness)."""
+    """The fraction of its full speed that each task gets if they need ``shares`` of ``whole`` (max-min fairness)."""
     speeds, left = [1.0] * len(shares), whole
     waiting = sorted((share, index) for index, share in enumerate(shares) if share > 0)
     for served, (share, index) in enumerate(waiting):

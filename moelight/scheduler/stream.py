@@ -1,4 +1,4 @@
-"""The stream of pages of a pass, written task by task: from a far home into the ring beside the experts."""
+"""Writes the page stream of a pass, task by task: from the offloaded tiers into the ring on the fast tier."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.writer import TaskWriter, drop_none
 
-ALL = -1  # the "micro-batch" of a task that serves all of them
+ALL = -1  # the "micro-batch" of a task that serves all micro-batches
 
 
 class PageWriter(TaskWriter):
-    """Page k of the pass lives in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own pages into those of
-    the next pass. A slot is refilled only after the last experts of its former layer have read it.
+    """Writes page transfers. Page k of the pass is in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own
+    pages into those of the next pass.
+
+    A slot is refilled only after the last experts of its former layer have read it.
     """
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
@@ -30,7 +32,7 @@ class PageWriter(TaskWriter):
         for k in range(shape.prefetched):
             page, slot = self._page_slot(k)
             taken = [self.buffer("ring", slot)]
-            if layout.stops(k):  # it may still be on its way out of there
+            if layout.stops(k):  # the page may still be in flight from the pinned slot
                 taken.append(self.buffer("pinned", k % layout.pinned_slots))
             kind = TaskKind.PREFETCHED_PAGE
             self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
@@ -45,9 +47,9 @@ class PageWriter(TaskWriter):
         return range(first.start + total, first.stop + total)
 
     def fetch(self, k: int) -> None:
-        """Bring page ``k`` from its far home to the last stop before the link.
+        """Transfer page ``k`` from its tier to a pinned slot.
 
-        Nothing to do where there is no such stop, or while the page before it in there has not been sent on.
+        Does nothing where the page needs no pinned slot, or while the slot's former page has not been sent on.
         """
         if not self.layout.stops(k) or k in self._fetched or k in self._delivered:
             return
@@ -71,8 +73,8 @@ class PageWriter(TaskWriter):
         )
 
     def deliver(self, k: int) -> None:
-        """Bring page ``k`` into its ring slot; later, behind the experts that have yet to read what is there, where two
-        layers do not fit into the ring."""
+        """Transfer page ``k`` into its ring slot. Where two layers do not fit the ring, the transfer is deferred until
+        the experts that read the slot's former page are written."""
         if k in self._delivered or k in self._waiting:
             return
         former_k = k - self.layout.ring_slots
@@ -97,12 +99,12 @@ class PageWriter(TaskWriter):
         )
 
     def deliver_layer(self, layer: int) -> None:
-        """All pages of ``layer`` as one block."""
+        """Deliver all pages of ``layer`` as one block."""
         for page in self.layer_pages(layer):
             self.deliver(page)
 
     def bring_chosen(self, layer: int) -> None:
-        """Bring what the routers of ``layer`` chose and is not near, all in one task for each lane that it passes."""
+        """Transfer the offloaded pages that the routers of ``layer`` chose, in one task per lane that they pass."""
         prefetched = tuple(self._delivered[k] for k in range(self.shape.prefetched))
         routed = self._routed[layer]
         for lane in self.layout.page_lanes:
@@ -120,37 +122,39 @@ class PageWriter(TaskWriter):
             )
 
     def bring_ahead(self, layer: int, after: int) -> None:
-        """Begin to fetch what ``layer`` may choose, once ``after`` is done. Nothing waits for it: who turns out to need
-        a page that is on its way does."""
+        """Begin to fetch the predicted pages of ``layer`` once ``after`` is done.
+
+        No task depends on this one; an expert that needs one of its pages waits for that page's transfer.
+        """
         lane = self.layout.page_lanes[-1]
         kind = TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD
         self.add(Task(kind=kind, lane=lane, layer=layer, deps=(after,)))
 
     def fetch_layer(self, layer: int) -> None:
-        """`fetch` as many first pages of ``layer`` as the stop before the link holds."""
+        """`fetch` as many first pages of ``layer`` as there are pinned slots."""
         if layer <= self.layout.model.num_layers:
             for page in self.layer_pages(layer)[: self.layout.pinned_slots]:
                 self.fetch(page)
 
     def ring(self, layer: int) -> tuple[Buffer, ...]:
-        """What the experts of ``layer`` read of pages that moved: their slots."""
+        """The slots of transferred pages that the experts of ``layer`` read."""
         if self.shape.routed_only:
             return (self.buffer("chosen", layer),) if layer in self._brought else ()
-        if layer not in self._rings:  # every micro-batch reads them all
+        if layer not in self._rings:  # every micro-batch reads all of the slots
             slots = self.layout.ring_slots
             self._rings[layer] = tuple([self.buffer("ring", k % slots) for k in self.layer_pages(layer)])
         return self._rings[layer]
 
     def arrived(self, layer: int) -> tuple[int, ...]:
-        """What experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last one's arrival is
-        everyone's."""
+        """The task that the experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last
+        arrival implies all others."""
         if self.shape.routed_only:
             return drop_none(self._brought.get(layer))
         mine = self.layer_pages(layer)
         return (self._delivered[mine[-1]],) if mine else ()
 
     def read_ring(self, layer: int, task: int) -> None:
-        """Note that ``task`` read the slots of ``layer``; bring what waited for that."""
+        """Record that ``task`` read the slots of ``layer``, and deliver the pages that were deferred until then."""
         self._last_read[layer] = task
         everyone = self.tasks[task].micro_batch == ALL
         self._reads[layer] = len(self.shape.micro_batches) if everyone else self._reads.get(layer, 0) + 1
@@ -160,7 +164,7 @@ class PageWriter(TaskWriter):
                 self.deliver(k)
 
     def _is_read(self, layer: int) -> bool:
-        """Whether all experts of ``layer`` that this pass has are written down."""
+        """True if all experts of ``layer`` of this pass are written."""
         return self._reads.get(layer, 0) >= len(self.shape.micro_batches)
 
     def finish(self, builder: str) -> Schedule:
@@ -178,7 +182,7 @@ class PageWriter(TaskWriter):
         return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
 
     def _chosen_buffer(self, layer: int, lane: Lane) -> Buffer:
-        """Where chosen experts of ``layer`` are once they passed ``lane``."""
+        """The buffer of the chosen experts of ``layer`` after ``lane``."""
         return Buffer(space="chosen" if lane is self.layout.page_lanes[-1] else "chosen_pinned", index=layer)
 
     def _layer_of(self, k: int) -> int:

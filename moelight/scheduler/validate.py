@@ -1,10 +1,10 @@
-"""Proves that a schedule is safe to run on lanes that know nothing of each other.
+"""Proves that a schedule is safe to run on lanes that are synchronised by dependencies alone.
 
-Checked: dependencies point backwards (so there is no cycle); every micro-batch passes every act of every layer once,
-on its lane, with its crossings where there is a link; every page of the stream is brought once and is in its slot
-when its layer's experts run, and moves behind the layer's routers where only routed pages move; what each task touches
-and moves is what the ledger says; and every two tasks that contend for a buffer are ordered, so no slot is overwritten
-while it is read.
+Checked: dependencies point backwards (so there is no cycle); every micro-batch passes every phase of every layer once,
+on its lane, with its crossings where there is a link; every page of the stream is transferred once, is in its slot when
+its layer's experts run, and moves after the layer's routers where only routed pages move; the buffers and bytes of each
+task match the ledger; and every two tasks that contend for a buffer are ordered, so no slot is overwritten while it is
+read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
 
 
 class HappensBefore:
-    """``a`` before ``b`` if a chain of dependencies and lane orders leads from one to the other (vector clocks)."""
+    """``a`` is before ``b`` if a chain of dependencies and lane orders leads from one to the other (vector clocks)."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._clocks: list[dict[Lane, int]] = []
@@ -83,7 +83,8 @@ def _require(schedule: Schedule, order: HappensBefore, first: int, second: int, 
 
 
 def _check_phases(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
-    """Every act of the pass is there once, and is what its kind, layer and micro-batch say."""
+    """Check that every phase of the pass is present once, with the fields that its kind, layer and micro-batch
+    require."""
     cost_model = [task for task in schedule.tasks if task.page is None]
     done = Counter((task.kind, task.layer, task.micro_batch) for task in cost_model)
     wanted = expected.phase_counts(schedule, layout, shape)
@@ -97,7 +98,7 @@ def _check_phases(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
 
 
 def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
-    """Follow which position of the stream each slot holds, as page tasks fill it and experts read it."""
+    """Track the stream position that each slot holds, as page tasks fill it and experts read it."""
     position = {page: k for k, page in enumerate(layout.streamed)}
     total, held = len(position), dict[Buffer, int]()
     times: Counter[tuple[str, Page]] = Counter()
@@ -134,7 +135,7 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
 def _check_prefetched(
     schedule: Schedule, layout: Layout, shape: PassShape, held: dict[Buffer, int], arrivals: dict[int, int]
 ) -> None:
-    """What the pass hands to the next one: the stream's first pages, on their way to or in the ring at its end."""
+    """Check the prefetches for the next pass: the stream's first pages, in the ring or in flight to it at the end."""
     total = len(layout.streamed)
     ahead = [k for k in sorted(arrivals) if k >= total]
     if schedule.stream_advance != total:
@@ -151,8 +152,8 @@ def _check_prefetched(
 
 
 def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) -> None:
-    """Where only routed pages move, they do once every micro-batch has chosen its experts of the layer, and into a
-    place that no expert of an earlier layer still reads."""
+    """Where only routed pages move, check that they do so after every micro-batch has chosen its experts of the layer,
+    and into slots that no expert of an earlier layer still reads."""
     routers: dict[int, list[int]] = {}
     readers: list[int] = []
     for position, task in enumerate(schedule.tasks if shape.routed_only else ()):
@@ -182,7 +183,8 @@ def _page_name(layout: Layout, k: int) -> str:
 
 
 def _check_cache(schedule: Schedule, layout: Layout) -> None:
-    """A prompt may be cut over micro-batches, so within a layer they store and attend in their order."""
+    """Check that micro-batches store and attend in their order within a layer, since a prompt may be cut over
+    several."""
     last: dict[tuple[Lane, int], Task] = {}
     for task in schedule.tasks:
         if expected.appends(layout, task.kind):

@@ -1,4 +1,4 @@
-"""How tasks are written down, one after another. Knows lanes, buffers and dependencies, not what the tasks mean."""
+"""Writes tasks one after another. Depends only on lanes, buffers and dependencies, not on the meaning of the tasks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moelight.scheduler.layout import Layout, PassShape
 
 
 class TaskWriter:
-    """A list of tasks that grows. Positions returned by its methods are task positions.
+    """A growing list of tasks. Methods return task positions.
 
-    ``chained``: every task also waits for the one before; reads from the disk that follow each other wait for what the
-    first of them does, and the task behind them waits for them all.
+    ``chained``: every task also waits for the one before. Consecutive disk reads wait for the dependencies of the first
+    of them, and the next task waits for all of them.
     """
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
@@ -21,7 +21,7 @@ class TaskWriter:
         self.shape = shape
         self.tasks: list[Task] = []
         self._chained = chained
-        self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before it
+        self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before
         self._waits_for: tuple[int, ...] = ()
         self._since: dict[Lane, int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
@@ -34,7 +34,7 @@ class TaskWriter:
         return found
 
     def barrier(self) -> None:
-        """Everything written from now on waits for everything written so far: a device-wide synchronisation."""
+        """Make every later task wait for every earlier one: a device-wide synchronisation."""
         if self._since:
             self._waits_for = tuple(self._since.values())
             self._since = {}
@@ -42,7 +42,7 @@ class TaskWriter:
     def cross(
         self, kind: TaskKind, lane: Lane, layer: int, j: int, deps: Sequence[int], size: int, source: str, target: str
     ) -> int:
-        """A transfer of ``size`` bytes of micro-batch ``j`` from buffer ``source`` to ``target``."""
+        """Add a transfer of ``size`` bytes of micro-batch ``j`` from buffer ``source`` to ``target``."""
         return self.add(
             Task(
                 kind=kind,
@@ -68,7 +68,7 @@ class TaskWriter:
         also_reads: tuple[Buffer, ...] = (),
         lane: Lane | None = None,
     ) -> int:
-        """Work on buffers of micro-batch ``j``, on the compute lane unless another is named."""
+        """Add a task on buffers of micro-batch ``j``, on the compute lane unless ``lane`` is given."""
         return self.add(
             Task(
                 kind=kind,
@@ -82,7 +82,7 @@ class TaskWriter:
         )
 
     def add(self, task: Task) -> int:
-        """Any task."""
+        """Add ``task`` with the dependencies of the chain and of the last barrier; return its position."""
         position = len(self.tasks)
         extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane] if self._waits_for else []
         if self._chained and self.tasks and task.kind is not TaskKind.PREFETCHED_PAGE:
@@ -97,5 +97,5 @@ class TaskWriter:
 
 
 def drop_none(*tasks: int | None) -> tuple[int, ...]:
-    """The positions among ``tasks`` that exist."""
+    """The positions among ``tasks`` that are not None."""
     return tuple(task for task in tasks if task is not None)

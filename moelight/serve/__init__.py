@@ -1,4 +1,4 @@
-"""Batches over HTTP or out of a watched folder: OpenAI's Files and Batches, each batch a job of its own process.
+"""Batches over HTTP or from a watched folder: OpenAI's Files and Batches, each batch a job in its own process.
 
-Refuses to know models, prompts and rows: a batch is a file in, two files out and an exit code.
+Does not depend on models, prompts and rows: a batch is one input file, two output files and an exit code.
 """

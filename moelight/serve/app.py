@@ -1,4 +1,4 @@
-"""The routes together: files, batches, the one model, and whether the server is well; the guard in front of all."""
+"""The application: routes of files, batches, the model and the health check, behind the guard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def make_app(
 ) -> Starlette:
     """The application over ``data``.
 
-    ``wake`` is called when a batch came or is to end; ``hosts``: see `Guard`; ``waits`` says what a batch waits for.
+    ``wake`` is called when a batch is created or to be cancelled; ``hosts``: see `Guard`; ``waits`` returns the reason
+    why a batch is blocked, or None.
     """
     files = FileRoutes(data, max_bytes=max_file_bytes)
     batches = BatchRoutes(data.store, model=model, wake=wake, waits=waits)

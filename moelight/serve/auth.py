@@ -1,7 +1,7 @@
-"""Who may ask: the token, and the guard in front of every route.
+"""Authentication: the token, and the guard in front of every route.
 
-The guard refuses before a route or a body is looked at. It also sees to it that a refused sender of a long body gets to
-read the refusal, and that nobody holds a connection by sending slowly.
+The guard rejects a request before its route or body is read. It also lets the sender of a long rejected body read the
+response, and limits how long a slow sender holds a connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moelight.serve.errors import error_response
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
-BROUGHT_TOKEN = "brought_token"  # in the state of a request that did
+BROUGHT_TOKEN = "brought_token"  # key in the state of a request that had the token
 OPEN_PATHS = frozenset({"/health"})
 _MOST_TOKEN_BYTES = 4096
 
@@ -33,7 +33,7 @@ def read_token(path: Path) -> str:
     """The token in the file ``path``.
 
     Raises:
-        ConfigError: there is no such file, others than its owner may read it, or what it holds is no token.
+        ConfigError: the file does not exist, is accessible to others than its owner, or contains no valid token.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -48,7 +48,7 @@ def read_token(path: Path) -> str:
 
 
 def make_token(path: Path) -> None:
-    """Write a new token to ``path``, for its owner alone, unless there is one."""
+    """Write a new token to ``path``, readable by its owner only, unless the file exists."""
     partial = path.with_name(f"{path.name}.partial")
     if path.exists():
         return
@@ -63,10 +63,11 @@ def make_token(path: Path) -> None:
 
 
 class Guard:
-    """Lets through requests that bring the token, name a host that we are, and are not too many at once."""
+    """Middleware that accepts requests with the token and a valid host name, up to ``most_requests`` at a time."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None, most_requests: int) -> None:
-        """``hosts``: names the server may be called by, None for any. Others' names lead here by DNS rebinding."""
+        """``hosts``: host names under which the server may be addressed, None for any. Other names hint at DNS
+        rebinding."""
         self._app, self._hosts, self._most = app, hosts, most_requests
         self._expected = f"Bearer {token}".encode("latin-1")
         self._running = 0
@@ -80,7 +81,7 @@ class Guard:
         if refusal is not None:
             await refusal(scope, body.receive, body.send)
             return
-        if scope["path"] in OPEN_PATHS:  # not counted: without a token nobody makes the server busy
+        if scope["path"] in OPEN_PATHS:  # not counted: requests without a token cannot make the server busy
             await self._app(scope, body.receive, body.send)
             return
         scope.setdefault("state", {})[BROUGHT_TOKEN] = True
@@ -107,9 +108,9 @@ class Guard:
 
 
 class _DrainedBody:
-    """A request's body under watch: when the answer is there before the body is, the rest is read and thrown away.
+    """Reads and discards the rest of a request's body when the response is ready before the body is complete.
 
-    Closing at once would reset the connection, and the sender would see that and not the answer.
+    Closing at once would reset the connection, and the sender would see the reset instead of the response.
     """
 
     def __init__(self, receive: Receive, send: Send, headers: Headers) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's Batches over HTTP: made, listed, looked at, cancelled. The work itself is the worker's."""
+"""OpenAI's Batches over HTTP: create, list, retrieve, cancel. The worker runs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) -> dict[str, Any]:
-    """The batch as OpenAI's object; what an open one ``waits`` for is among its errors as long as it does."""
+    """The batch as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
     told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
     faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in told]
     return {

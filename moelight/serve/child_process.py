@@ -1,8 +1,8 @@
-"""Becomes the command it is given, once it is certain that no other process works there and that its parent lives.
+"""Replaces itself by a command, once no other process works on the job and the parent is still running.
 
-``python -I -S tied.py PARENT LOCK COMMAND...``. The lock is held by the process itself until it is gone, so a batch has
-one worker at most, whatever became of the server that began it. The kernel kills the process when its parent dies.
-Standard library alone, and little of it: this runs before each job.
+``python -I -S child_process.py PARENT LOCK COMMAND...``. The process itself holds the lock until it ends, so a batch
+has at most one worker, even if the server that started it was killed. The kernel kills the process when its parent
+dies. Imports little of the standard library and nothing else, since this runs before each job.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 import signal
 import sys
 
-_SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG: kept over exec, forgotten by a fork
+_SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG: kept over exec, cleared by a fork
 
 
 def run_child(parent: int, lock: str, command: list[str]) -> None:
-    """Replace this process by ``command``, or leave with 1 where the parent is gone already."""
+    """Replace this process by ``command``, or exit with 1 if the parent is gone."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
@@ -25,7 +25,7 @@ def run_child(parent: int, lock: str, command: list[str]) -> None:
     held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.set_inheritable(held, True)
-    # A server begun in the background of a shell ignores the interrupt, and would hand that on.
+    # A server started in the background of a shell ignores SIGINT, and its children would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.execvp(command[0], command)
 

@@ -1,7 +1,7 @@
-"""One connection of the HTTP server: how long it may be silent, and who has to go when there are too many.
+"""A connection of the HTTP server: limits on its idle time, and on the number of connections.
 
-Knows uvicorn's protocol and what the guard noted. Refuses to know routes. A connection that never brought the token is
-worth nothing: however many there are, and whatever they wait for, they keep no request with the token out.
+Depends on uvicorn's protocol and the guard's note of the token. Does not depend on routes. Connections that never sent
+the token, whatever their number, do not keep out requests with the token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HEADERS_S = 10.0  # the longest a request line and its headers may take
 
 
 class Connection(H11Protocol):
-    """Closes itself when its next request does not come whole, up to its headers, in time; and, when it is one too
-    many, the oldest of those that nobody misses."""
+    """Closes itself when the headers of its next request are not complete in time; and, when the number of connections
+    exceeds the limit, closes the oldest of the least valuable ones."""
 
     _late: asyncio.TimerHandle | None = None
     _known = False
@@ -35,7 +35,7 @@ class Connection(H11Protocol):
         self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        self._note_token()  # of the request before this one
+        self._note_token()  # of the previous request
         super().data_received(data)
         self._watch()
 
@@ -44,7 +44,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so as every other refusal is."""
+        """Answer what is not HTTP in the format of every other rejection."""
         answer = error_response(400, msg, code="invalid_http", headers={"Connection": "close"})
         head = h11.Response(status_code=400, headers=answer.raw_headers)
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
@@ -59,19 +59,19 @@ class Connection(H11Protocol):
             min(here, key=Connection._worth).transport.abort()
 
     def _worth(self) -> tuple[int, float]:
-        """The least goes first: one that never brought the token, then one that brought it and asks for nothing."""
+        """Sort key of eviction: connections that never sent the token first, then idle ones that did; oldest first."""
         self._note_token()
         return 0 if not self._known else 2 if self._busy else 1, self._since_s
 
     def _note_token(self) -> None:
-        """A connection stays known, although each request has a state of its own."""
-        scope: Any = self.scope  # None before the first
+        """Remember that the connection sent the token, since each request has a state of its own."""
+        scope: Any = self.scope  # None before the first request
         if scope is not None and BROUGHT_TOKEN in scope["state"]:
             self._known = True
 
     @property
     def _busy(self) -> bool:
-        """A request is being answered."""
+        """True while a request is being answered."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
@@ -88,5 +88,5 @@ class Connection(H11Protocol):
 
 
 def _most() -> int:
-    """Half of the descriptors that the process may have, at most: there are files, too."""
+    """The limit of connections: at most half of the process's file descriptors, since files need some, too."""
     return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)

@@ -1,13 +1,13 @@
-"""The data directory: whose it is, what lies in it, and what a killed server left there.
+"""The data directory: its lock, its contents, and the clean-up after a killed server.
 
 ::
 
     DATA/                   0700
-      serve.lock            held by the one server that may work here
+      serve.lock            held by the one server that may use the directory
       state.db              files and batches (`store`)
-      token                 where no token file is given
+      token                 if no token file is given
       files/FILE_ID         uploads
-      batches/BATCH_ID/     a job's own directory: output.jsonl, errors.jsonl, worker.log, and what it resumes from
+      batches/BATCH_ID/     a job's directory: output.jsonl, errors.jsonl, worker.log, and its resume state
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moelight.serve.store import OPEN, Store, StoredFile
 
 
 class DataDirectory:
-    """A data directory that this process has for itself; made where there is none."""
+    """A data directory locked by this process; created if missing."""
 
     def __init__(self, root: Path) -> None:
-        """Takes ``root`` for this process.
+        """Lock ``root`` for this process.
 
         Raises:
-            ConfigError: it cannot be made or written, or another server works in it.
+            ConfigError: the directory cannot be created or written, or another server uses it.
         """
         self.root = root.absolute()
         self.files = self.root / "files"
@@ -61,7 +61,7 @@ class DataDirectory:
         return path.relative_to(self.root).as_posix()
 
     def clear_job(self, job: Job) -> None:
-        """Remove what an ended job needs no longer: all but the files that are kept, and what the process said."""
+        """Remove the files that an ended job no longer needs: all but kept files and the log."""
         kept = {self.path(file) for file in self.store.files()} | {job.log}
         if job.directory.is_dir():
             for path in job.directory.iterdir():
@@ -69,7 +69,7 @@ class DataDirectory:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _sweep(self) -> None:
-        """Remove uploads that were never finished, files that were being deleted, and what ended jobs left behind."""
+        """Remove unfinished uploads, files whose deletion was interrupted, and leftovers of ended jobs."""
         kept = {self.path(file) for file in self.store.files()}
         for path in self.files.iterdir():
             if path not in kept:
@@ -86,7 +86,7 @@ def take_lock(path: Path, *, what: str) -> int:
     """A descriptor that holds the lock until it is closed or the process ends.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

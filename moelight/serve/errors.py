@@ -1,4 +1,4 @@
-"""Every failure over HTTP in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Every failure over HTTP in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ApiError(HTTPException):
-    """A request that is refused, with the status, words and code that its sender is told."""
+    """A rejected request, with the status, message and code of the response."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, detail=message)
@@ -29,14 +29,14 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """The refusal as a response."""
+    """The error as a response."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status, headers)
 
 
 def on_refusal(request: Request, error: Exception) -> Response:
-    """What a route refused, and what there is no route for."""
+    """The response to an error that a route raised, or to a request without a route."""
     if isinstance(error, ApiError):
         return error_response(error.status_code, error.detail, param=error.param, code=error.code)
     assert isinstance(error, HTTPException)
@@ -49,7 +49,7 @@ def on_refusal(request: Request, error: Exception) -> Response:
 
 
 def on_storage(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    """A disk that is full (507), or that fails otherwise (500)."""
+    """The response to a full disk (507) or another storage failure (500)."""
     full = isinstance(error, OSError) and error.errno in _FULL
     if full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
         return error_response(507, "the server's disk is full; nothing was kept", code="insufficient_storage")
@@ -57,5 +57,5 @@ def on_storage(request: Request, error: Exception) -> Response:  # noqa: ARG001 
 
 
 def on_fault(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    """A fault of ours: the stack is in the server's output, not in the answer."""
+    """The response to a bug in the server: the stack trace is in the server's output, not in the response."""
     return error_response(500, "internal error", code="internal_error")

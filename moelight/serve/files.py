@@ -1,4 +1,5 @@
-"""OpenAI's Files over HTTP: uploads streamed to disk, downloads streamed from it, names that are only text."""
+"""OpenAI's Files over HTTP: uploads streamed to disk, downloads streamed from disk. File names are never used as
+paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One job in a process of its own: begun, watched, interrupted, never left behind.
+"""Runs one job in a process of its own: starts, watches and interrupts the process, and never leaves it behind.
 
-Knows exit codes, the status file and the journal of ``moelight generate``. Refuses to know batches and where a job
-comes from. That a job is done is what its journal says, whatever its process ended with.
+Depends on exit codes, the status file and the journal of ``moelight generate``. Does not depend on batches or the
+origin of a job. The journal alone decides if a job is done, whatever the exit code of its process.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moelight.serve import child_process
 from moelight.serve.store import RowCounts
 
 REFUSED, STORAGE = 2, 74
-MOST_CRASHES = 3  # in a row, without a row done in between
+MOST_CRASHES = 3  # consecutive, without a completed row in between
 _MAX_STATUS_BYTES = 1 << 20
-_ROOM_BYTES = 1 << 20  # that can be written where a job is begun again
+_ROOM_BYTES = 1 << 20  # free space required before a job is started again
 _LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Where one job reads and writes. ``directory`` is its own and holds all but the input."""
+    """The paths that one job reads and writes. ``directory`` belongs to the job and holds everything but the input."""
 
     source: Path
     directory: Path
@@ -52,21 +52,21 @@ class Job:
 
     @property
     def status(self) -> Path:
-        """How far the job is, while it runs."""
+        """Progress of the job while it runs."""
         return self.directory / "status.json"
 
     @property
     def log(self) -> Path:
-        """What the process says."""
+        """Output of the process."""
         return self.directory / "worker.log"
 
     @property
     def lock(self) -> Path:
-        """Held by the process at work."""
+        """Lock held by the running process."""
         return self.directory / "worker.lock"
 
     def counts(self) -> RowCounts | None:
-        """What the status file says, None where it says nothing yet."""
+        """Counts of the status file, None where it is missing or invalid."""
         try:
             with self.status.open("rb") as file:
                 found = json.loads(file.read(_MAX_STATUS_BYTES))["request_counts"]
@@ -75,7 +75,7 @@ class Job:
             return None
 
     def past(self) -> RecoveredJob | None:
-        """What the journal says, None where it says nothing or cannot be read."""
+        """State of the job in its journal, None where there is none or it cannot be read."""
         try:
             return read_journal(journal_of(self.output))
         except (OSError, InputError):
@@ -87,9 +87,10 @@ Command = Callable[[Job], Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a process ended: its exit code, negative for a signal, and the last line it said.
+    """The end of a process: its exit code, negative for a signal, and its last line of output.
 
-    ``rows`` are those that the journal has, of which ``whole`` says that they are all: answered or made error rows.
+    ``rows`` are the counts of the journal; ``whole`` is True if they cover all rows, each answered or made an error
+    row.
     """
 
     code: int
@@ -99,24 +100,24 @@ class Ending:
 
     @property
     def well(self) -> bool:
-        """Every row was done, though some may have become error rows."""
+        """True if every row was processed, though some may have become error rows."""
         return self.whole
 
     def why(self) -> str:
-        """What a job that did not end well says of itself."""
+        """Reason why the job did not end well."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
         if self.code == STORAGE:
             return self.said.partition(";")[0] or "the disk is full or fails"
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
-        if self.code in (0, 1):  # as if it were done, which it is not
+        if self.code in (0, 1):  # the exit code of a finished job, but the journal is incomplete
             how += f" and {self.rows.completed + self.rows.failed} rows"
         return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Seconds: between looks at a job, for an interrupted one to end, before a crashed one is begun again."""
+    """Seconds: between polls of a job, for an interrupted job to end, before a crashed job is started again."""
 
     poll_s: float = 0.25
     grace_s: float = 30.0
@@ -124,7 +125,7 @@ class Pace:
 
 
 def generate_command(model: str, options: Sequence[str] = (), *, line_format: str) -> Command:
-    """The command of a job: ``moelight generate`` with ``options`` as they are."""
+    """The command of a job: ``moelight generate`` with ``options`` unchanged."""
 
     def command(job: Job) -> list[str]:
         return [
@@ -147,11 +148,12 @@ def finish(
     pace: Pace,
     waits: Callable[[str], None] = lambda _: None,
 ) -> Ending | None:
-    """Run the job, again after a crash, until it has an ending that means something; None if it is ``unwanted`` first.
+    """Run the job, again after a crash, until its ending is final; return None if it is ``unwanted`` first.
 
-    ``seen`` hears of every change of the counts, ``say`` of every crash; ``waits`` hears why a job whose disk is full
-    or fails does not go on, and an empty text when it does. ``news`` is set by others when ``unwanted`` should be asked
-    at once. The job's files say what was done, in any case; the same job run again goes on from there.
+    ``seen`` is called with every change of the counts, ``say`` with every crash; ``waits`` with the reason why a job is
+    blocked by a full or failing disk, and with an empty text when it continues. Other threads set ``news`` when
+    ``unwanted`` should be checked at once. The job's files record finished rows in any case; the same job run again
+    resumes from them.
     """
     crashes, refusals, rows = 0, 0, 0
 
@@ -193,7 +195,7 @@ def _run(
     news: threading.Event,
     pace: Pace,
 ) -> Ending:
-    """One process, to its end; interrupted when it is unwanted, and killed if it takes too long to leave."""
+    """Run one process to its end; interrupt it when it is unwanted, and kill it if it does not exit in time."""
     job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     guard = (sys.executable, "-I", "-S", child_process.__file__, str(os.getpid()), str(job.lock))
     with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
@@ -204,7 +206,7 @@ def _run(
     try:
         _watch(process, job, unwanted=unwanted, seen=seen, news=news, pace=pace)
     finally:
-        if process.poll() is None:  # it would not leave, or watching failed
+        if process.poll() is None:  # the process did not exit, or watching failed
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -217,7 +219,7 @@ def _run(
 
 
 def _as_long(job: Job, past: RecoveredJob) -> bool:
-    """The files of rows are as long as the journal has it."""
+    """True if the output files have the lengths that the journal records."""
     files = {"output": job.output, "errors": job.errors}
     sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in files.items()}
     return sizes == {name: past.ends.get(name, 0) for name in files}
@@ -234,7 +236,7 @@ def _watch(
 ) -> None:
     last, deadline = None, None
     while True:
-        ended = process.poll() is not None  # asked first, so that what it wrote last is seen
+        ended = process.poll() is not None  # polled first, so that the last write of the process is seen
         counts = job.counts()
         if counts is not None and counts != last:
             seen(counts)
@@ -251,7 +253,7 @@ def _watch(
 
 
 def _last_line(log: Path, begin: int) -> str:
-    """The last line of ``log`` behind the byte ``begin`` that says anything."""
+    """The last non-blank line of ``log`` after byte ``begin``."""
     with log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(begin, end - 8 * _MAX_MESSAGE))
@@ -261,7 +263,7 @@ def _last_line(log: Path, begin: int) -> str:
 
 
 def wait_for_room(directory: Path, every_s: float, unwanted: Callable[[], bool], news: threading.Event) -> None:
-    """Return when something can be written in ``directory`` again, looking every so often; or when it is unwanted."""
+    """Return when ``directory`` is writable again, checked every ``every_s`` seconds; or when the job is unwanted."""
     probe, room = directory / "room", False
     while not room and not unwanted():
         news.wait(every_s)
@@ -278,10 +280,11 @@ def wait_for_room(directory: Path, every_s: float, unwanted: Callable[[], bool],
 
 
 def wait_until_free(job: Job, *, within_s: float) -> None:
-    """Wait for a process of an earlier server to be gone; it was killed, and large ones take a moment to leave.
+    """Wait until a job's process of an earlier server is gone; a killed process with much memory takes a moment to
+    exit.
 
     Raises:
-        TimeoutError: it is still there after ``within_s`` seconds.
+        TimeoutError: the process is still running after ``within_s`` seconds.
     """
     if not job.directory.is_dir():
         return
@@ -301,7 +304,7 @@ def wait_until_free(job: Job, *, within_s: float) -> None:
 
 
 class WorkThread(threading.Thread):
-    """The one thread that begins jobs: a job dies with the thread that began it (`tied`), so there is one for all.
+    """The one thread that starts jobs: the kernel kills a job with the thread that started it (`child_process`).
 
     A daemon, so that a second interrupt ends the program at once.
     """
@@ -321,7 +324,7 @@ class WorkThread(threading.Thread):
 
 
 def truncate_partial_line(path: Path) -> int:
-    """Cut off a line that a kill tore, and return how many whole lines there are; 0 where there is no file."""
+    """Cut off a line left incomplete by a kill; return the number of complete lines, 0 where there is no file."""
     lines, whole, place = 0, 0, 0
     try:
         with path.open("r+b") as file:

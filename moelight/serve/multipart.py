@@ -1,6 +1,6 @@
-"""One uploaded file out of ``multipart/form-data``, written as it comes. The one file that knows ``python-multipart``.
+"""Streams one uploaded file out of ``multipart/form-data``. The only module that imports ``python-multipart``.
 
-Refuses to know HTTP and where the file belongs.
+Does not depend on HTTP or on where the file is stored.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _MOST_NAME = 255
 
 
 class FormError(ValueError):
-    """The form is broken, or has what no upload has. Its text is for the sender."""
+    """The form is malformed, or has parts that no upload has. The message is for the sender."""
 
 
 class TooLargeError(ValueError):
-    """The file is larger than it may be."""
+    """The file is larger than allowed."""
 
 
 class Upload:
-    """A form with one part ``file``, whose bytes go to ``path`` and nowhere else; the other parts are ``fields``.
+    """A form with one part ``file``, whose bytes are written to ``path``; the other parts are ``fields``.
 
-    A context manager: unless it was `keep`-t, the file is gone afterwards.
+    A context manager: the file is removed on exit unless `keep` was called.
     """
 
     def __init__(self, path: Path, *, content_type: str, max_bytes: int) -> None:
-        """Begins the form.
+        """Start the form.
 
         Raises:
-            FormError: ``content_type`` is not that of a form, or says no boundary.
-            OSError: the file cannot be made.
+            FormError: ``content_type`` is not that of a form, or has no boundary.
+            OSError: the file cannot be created.
         """
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -64,10 +64,11 @@ class Upload:
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
-        """Take the next bytes of the form.
+        """Parse the next bytes of the form.
 
         Raises:
-            FormError, TooLargeError: as they say.
+            FormError: the form is malformed.
+            TooLargeError: the file is larger than allowed.
             OSError: the disk is full, or fails otherwise.
         """
         try:
@@ -76,11 +77,11 @@ class Upload:
             raise FormError(f"the form is broken ({error})") from None
 
     def finish(self) -> None:
-        """Have the whole file on disk.
+        """Flush the complete file to disk.
 
         Raises:
-            FormError: the form ends early, or brings no file.
-            OSError: as above.
+            FormError: the form ends early, or contains no file.
+            OSError: as in `write`.
         """
         if not self._complete:
             raise FormError("the form ends before its last boundary")
@@ -90,7 +91,7 @@ class Upload:
         os.fsync(self._file.fileno())
 
     def keep(self) -> None:
-        """Leave the file where it is: from now on it is somebody else's."""
+        """Keep the file on exit: ownership passes to the caller."""
         self._kept = True
 
     def __enter__(self) -> Upload:
@@ -155,6 +156,6 @@ class Upload:
 
 
 def text_of(name: bytes) -> str:
-    """A file's name as text to be shown, never a path: its last component, printable."""
+    """A file name as text for display, never a path: its last component, printable."""
     last = name.decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in last)[:_MOST_NAME] or "upload"

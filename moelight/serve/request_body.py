@@ -1,4 +1,4 @@
-"""What comes with a request: its body, chunk by chunk and never for ever, and the numbers of a page."""
+"""Reads request bodies, chunk by chunk and with a time limit, and the parameters of a page."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from moelight.serve.errors import ApiError
 
 MOST_JSON_BYTES = 1 << 20
 STALL_S = 30.0  # the longest wait for the next bytes of a body
-# Where msgspec says a body is wrong: "... field `name`" or "... at `$.name[...]`".
+# The place of a fault in msgspec's messages: "... field `name`" or "... at `$.name[...]`".
 _PLACE = re.compile(r"(?:field `|at `\$\.)([^`.\[]+)")
 
 _Asked = TypeVar("_Asked")
 
 
 async def chunks(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes.
+    """The chunks of the body as they arrive.
 
     Raises:
-        ApiError: nothing came for too long (408), or the sender went away.
+        ApiError: no data arrived for too long (408), or the sender disconnected.
     """
     stream = request.stream()
     while True:
@@ -39,22 +39,22 @@ async def chunks(request: Request) -> AsyncIterator[bytes]:
 
 
 def refuse_length(request: Request, most: int, *, around: int = 0) -> None:
-    """Refuse a body that says at once that it is longer than ``most`` bytes and what may be ``around`` them."""
+    """Reject a body whose stated length exceeds ``most`` bytes plus ``around`` bytes of framing."""
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length) > most + around:
         raise too_large(most)
 
 
 def too_large(most: int) -> ApiError:
-    """The refusal of what is longer than ``most`` bytes."""
+    """The error for a body of more than ``most`` bytes."""
     return ApiError(413, f"too large: at most {most} bytes are taken", code="too_large")
 
 
 async def read_body(request: Request, kind: type[_Asked]) -> _Asked:
-    """The JSON body as a ``kind``, whose fields are all that may be asked for.
+    """The JSON body as a ``kind``; other fields are rejected.
 
     Raises:
-        ApiError: it is too long, no JSON, or asks for something else.
+        ApiError: the body is too long, not JSON, or not a ``kind``.
     """
     refuse_length(request, MOST_JSON_BYTES)
     body = bytearray()
@@ -73,7 +73,7 @@ async def read_body(request: Request, kind: type[_Asked]) -> _Asked:
 
 
 def page_of(request: Request, *, limit: int, most: int) -> tuple[str | None, int]:
-    """``after`` and ``limit`` of a request for a page; ``limit`` is that many if nothing is said."""
+    """``after`` and ``limit`` of a request for a page; ``limit`` is the default, ``most`` the maximum."""
     given = request.query_params.get("limit", str(limit))
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most:
         raise ApiError(400, f"limit is a number from 1 to {most}", param="limit", code="invalid_request")

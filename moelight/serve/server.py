@@ -1,4 +1,4 @@
-"""The HTTP server around the application and the worker: its socket, its signals, its end. Knows uvicorn."""
+"""The HTTP server around the application and the worker: its socket, signals and shutdown. Depends on uvicorn."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Pace, WorkThread
 from moelight.serve.worker import Worker
 
-_CLOSE_S = 5  # for answers under way when the server stops
+_CLOSE_S = 5  # for responses in progress when the server stops
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """What ``moelight serve-batch`` asks for. ``port`` 0 is any that is free."""
+    """The options of ``moelight serve-batch``. ``port`` 0 is any free port."""
 
     model: str
     data: Path
@@ -42,7 +42,7 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None], pace: Pace | None = None) -> int:
-    """Serve until a signal comes, and return its number.
+    """Serve until a signal arrives, and return its number.
 
     Raises:
         ConfigError: the address, the token file or the data directory cannot be used.
@@ -87,7 +87,7 @@ def listen(host: str, port: int, *, allow_remote: bool) -> socket.socket:
     """A socket that listens on ``host`` and ``port``.
 
     Raises:
-        ConfigError: others could reach it and nobody asked for that, or it cannot be had.
+        ConfigError: the address is reachable from other machines without ``allow_remote``, or cannot be bound.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -102,14 +102,14 @@ def listen(host: str, port: int, *, allow_remote: bool) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
         raise ConfigError(f"--host {host} --port {port}: {reason}; name another --port") from None
-    # Inherited by what is accepted. asyncio leaves it out for sockets that were made without naming their protocol, and
-    # every answer then takes 40 ms: its body waits for the acknowledgement of its head.
+    # Accepted sockets inherit this option. asyncio omits it for sockets that were created without a protocol, and every
+    # response then takes 40 ms: its body waits for the acknowledgement of its headers.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def base_url(listening: socket.socket) -> str:
-    """What the ``openai`` client takes as its ``base_url``."""
+    """The ``base_url`` for the ``openai`` client."""
     host, port, *_ = listening.getsockname()
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
@@ -131,12 +131,12 @@ def _configuration(app: Any) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Ends with a signal's number instead of the signal, so that what has to be done at the end is done."""
+    """Returns a signal's number instead of raising the signal again, so that the caller can shut down in order."""
 
     signal = 0
 
     def leave(self) -> None:
-        """Stop serving, from any thread."""
+        """Stop serving; callable from any thread."""
         self.should_exit = True
 
     @contextlib.contextmanager

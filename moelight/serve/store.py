@@ -1,7 +1,7 @@
-"""What the server remembers: files and batches in SQLite, every change of state one transaction.
+"""Files and batches in SQLite; every change of state is one transaction.
 
-A batch moves along `MOVES` and nowhere else; whoever comes too late with a move is told so and changes nothing. Refuses
-to know HTTP, processes and what is in the files.
+A batch moves along `MOVES` only; a move from any other state is rejected and changes nothing. Does not depend on HTTP,
+processes or the contents of files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from moelight.core.errors import ConfigError
 
-# OpenAI's states of a batch, and where each may lead.
+# OpenAI's states of a batch, and the next states of each.
 MOVES: Mapping[str, frozenset[str]] = {
     "validating": frozenset({"in_progress", "failed", "cancelled", "expired"}),
     "in_progress": frozenset({"finalizing", "failed", "cancelling", "expired"}),
@@ -31,7 +31,7 @@ MOVES: Mapping[str, frozenset[str]] = {
 }
 OPEN = tuple(state for state, ways in MOVES.items() if ways)
 
-# Grown only by a new VERSION and the statements that lead there.
+# Changed only together with VERSION and the statements that migrate an older database.
 VERSION = 1
 _SCHEMA = """
 CREATE TABLE files (
@@ -52,7 +52,8 @@ CREATE INDEX batches_by_status ON batches (status, place);
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """A file that was uploaded, or that a batch made. ``path`` is relative to the data directory, and ours alone."""
+    """A file that was uploaded or written by a batch. ``path`` is relative to the data directory and chosen by the
+    server."""
 
     id: str
     path: str
@@ -64,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCounts:
-    """Requests of a batch: in all, answered, refused."""
+    """Numbers of a batch's requests: all, answered, failed."""
 
     total: int = 0
     completed: int = 0
@@ -73,7 +74,7 @@ class RowCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFailure:
-    """Why a whole batch failed; ``line`` counts from 1 where one line of the input is to blame."""
+    """The reason why a whole batch failed; ``line`` counts from 1, where one line of the input is the cause."""
 
     code: str
     message: str
@@ -83,7 +84,7 @@ class BatchFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One batch, as OpenAI's object has it. Times are seconds since 1970."""
+    """One batch, with the fields of OpenAI's object. Times are seconds since 1970."""
 
     id: str
     endpoint: str
@@ -113,10 +114,10 @@ class Store:
     """Files and batches of one data directory. Usable from any thread; each method is one transaction."""
 
     def __init__(self, path: Path) -> None:
-        """Opens ``path``, or makes it.
+        """Open ``path``, or create it.
 
         Raises:
-            ConfigError: it is no database, or one of a later moelight.
+            ConfigError: the file is not a database, or was made by a later version of moelight.
         """
         self._lock = threading.Lock()
         try:
@@ -151,7 +152,7 @@ class Store:
         return [_file(row) for row in self._rows("SELECT * FROM files ORDER BY place")]
 
     def drop_file(self, file_id: str) -> str | None:
-        """Forget the file; does nothing and returns the id of a batch that is open and reads it, if there is one."""
+        """Delete the file's entry; if an open batch reads the file, return the batch's id and do nothing."""
         with self._transaction() as base:
             user = base.execute(
                 f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({_marks(OPEN)})", (file_id, *OPEN)
@@ -164,12 +165,12 @@ class Store:
     def page_of_files(
         self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool] | None:
-        """At most ``limit`` files behind ``after`` and whether there are more; None if there is no such file."""
+        """At most ``limit`` files after ``after``, and True if there are more; None if ``after`` does not exist."""
         rows = self._page("files", after, limit, newest_first, "purpose", purpose)
         return None if rows is None else ([_file(row) for row in rows[0]], rows[1])
 
     def add_batch(self, batch: Batch) -> bool:
-        """Take the batch on; False, and nothing is done, if its input is no longer there."""
+        """Add the batch; return False and do nothing if its input file no longer exists."""
         with self._transaction() as base:
             if base.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,)).fetchone() is None:
                 return False
@@ -183,12 +184,13 @@ class Store:
         return _batch(rows[0]) if rows else None
 
     def page_of_batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool] | None:
-        """The same for batches, newest first."""
+        """At most ``limit`` batches after ``after``, newest first, and True if there are more; None if ``after`` does
+        not exist."""
         rows = self._page("batches", after, limit, True, "status", None)
         return None if rows is None else ([_batch(row) for row in rows[0]], rows[1])
 
     def open_batches(self) -> list[Batch]:
-        """Batches with work left: those that were begun first, else in the order they came."""
+        """Batches with work left: started ones first, then in order of creation."""
         rows = self._rows(
             f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place", *OPEN
         )
@@ -204,7 +206,8 @@ class Store:
         output: StoredFile | None = None,
         error_output: StoredFile | None = None,
     ) -> bool:
-        """Bring the batch to the state ``to`` together with what is known there; False if it may not go there now."""
+        """Move the batch to the state ``to`` and store its results; return False if its current state does not allow
+        that."""
         sources = tuple(state for state, ways in MOVES.items() if to in ways)
         changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
         if counts is not None:
@@ -224,7 +227,7 @@ class Store:
             return True
 
     def cancel(self, batch_id: str) -> bool:
-        """Ask for the end of a batch: one that waits ends here, one at work is marked; False if it is past that."""
+        """Cancel a batch: a waiting one ends here, a running one is marked; return False if it is in a later state."""
         now = int(time.time())
         with self._transaction() as base:
             waits = {"status": "cancelled", "cancelling_at": now, "cancelled_at": now}
@@ -233,7 +236,7 @@ class Store:
             )
 
     def count(self, batch_id: str, counts: RowCounts) -> None:
-        """What a batch at work has done so far."""
+        """Store the progress of a running batch."""
         changes = {name: getattr(counts, name) for name in ("total", "completed", "failed")}
         with self._transaction() as base:
             _update(base, batch_id, changes, OPEN)

@@ -1,6 +1,6 @@
-"""Whether a file can be a batch at all: lines there are, and all for the batch's endpoint.
+"""Checks that a file can be a batch: it has lines, and all are for the batch's endpoint.
 
-What is wrong with single lines is left to the job, which turns each of them into an error row.
+Faults of single lines are left to the job, which turns each such line into an error row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from moelight.serve.store import BatchFailure
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-_MAX_LINE_BYTES = 16 << 20  # longer ones are counted and not looked into
+_MAX_LINE_BYTES = 16 << 20  # longer lines are counted and not parsed
 _MAX_FAULTS = 100
 _BOM = b"\xef\xbb\xbf"
 
@@ -26,10 +26,10 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 
 def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
-    """The number of lines that are not blank, and what makes the file as a whole impossible (empty: nothing).
+    """The number of non-blank lines, and the faults that reject the file as a whole (empty if there are none).
 
-    A file is impossible when it has no line, when none of its lines is a JSON object, or when a line is for another
-    endpoint than the batch. At most 100 faults are named.
+    A file is rejected when it has no line, when none of its lines is a JSON object, or when a line is for another
+    endpoint than the batch. At most 100 faults are returned.
     """
     total, objects, faults = 0, 0, list[BatchFailure]()
     for number, line in _lines(path):
@@ -39,7 +39,7 @@ def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
             continue
         try:
             url = _DECODER.decode(line).url
-        except msgspec.ValidationError:  # JSON, and its row will say what is wrong with it
+        except msgspec.ValidationError:  # JSON; the job reports the fault in the line's error row
             objects += line.lstrip().startswith(b"{")
             continue
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -57,7 +57,7 @@ def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """``(number from 1, line)`` for each line that is not blank, the bytes of a very long one cut."""
+    """``(number from 1, line)`` for each non-blank line; a very long line is cut."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(_MAX_LINE_BYTES):

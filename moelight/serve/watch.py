@@ -1,15 +1,15 @@
-"""A watched folder: what is dropped there is run, one file after another.
+"""A watched folder: files dropped there are run one after another.
 
 ::
 
     DIR/NAME.jsonl               dropped; taken once it has stopped growing
-    DIR/.moelight/NAME.jsonl/    taken: input.jsonl, a job's directory around it, and ending.json once it has ended
+    DIR/.moelight/NAME.jsonl/    taken: a job's directory with input.jsonl, and ending.json once the job has ended
     DIR/done/                    NAME.jsonl, NAME.output.jsonl, NAME.errors.jsonl
-    DIR/failed/                  NAME.jsonl, NAME.error.txt, and the rows that were done
+    DIR/failed/                  NAME.jsonl, NAME.error.txt, and the completed rows
 
-Each step is a rename or a whole file, so that whoever is killed goes on where that happened. A step that the system
-refuses is tried again later, and holds up no other file. In ``done`` and ``failed`` a NAME is cut to what leaves room
-for the longest ending.
+Each step is a rename or an atomic file write, so a killed process resumes where it stopped. A step that the system
+rejects is retried later, and does not block other files. In ``done`` and ``failed``, NAME is truncated to leave space
+for the longest suffix.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from moelight.serve import jobs
 from moelight.serve.data import take_lock
 from moelight.serve.jobs import Command, Job, Pace, WorkThread
 
-SETTLE_S = 2.0  # a file that has not changed for so long is complete
+SETTLE_S = 2.0  # a file that has not changed for this long is complete
 _SUFFIX = ".jsonl"
 
 
 class Watcher:
-    """Runs what is dropped in ``root``; `run` is for a thread of its own, `stop` for any."""
+    """Runs the files dropped in ``root``; call `run` in a thread of its own, `stop` from any thread."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class Watcher:
         pace: Pace | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """Takes ``root`` for this process.
+        """Lock ``root`` for this process.
 
         Raises:
-            ConfigError: it is no directory that can be written, or another process watches it.
+            ConfigError: ``root`` is not a writable directory, or another process watches it.
         """
         self._root, self._command, self._say = root.absolute(), command, say
         self._pace, self._settle_s = pace or Pace(), settle_s
         self._taken = self._root / ".moelight"
         self._stopping, self._news = threading.Event(), threading.Event()
         self._sizes: dict[str, tuple[int, int, float]] = {}
-        self._at = ""  # the name of the file at work
-        self._later: dict[str, float] = {}  # names of files that something was refused for, and when to try again
+        self._at = ""  # the name of the running file
+        self._later: dict[str, float] = {}  # names of files with a failed step, and the time of the next try
         if not root.is_dir():
             raise ConfigError(f"--watch {root}: no such directory")
         try:
@@ -70,12 +70,12 @@ class Watcher:
             raise ConfigError(f"--watch {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
 
     def stop(self) -> None:
-        """Let `run` return soon: the job that runs is interrupted, and a later start goes on with it."""
+        """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
         self._stopping.set()
         self._news.set()
 
     def run(self) -> None:
-        """Run what there is and what comes, until stopped."""
+        """Run present and future files, until stopped."""
         while not self._stopping.is_set():
             try:
                 job = self._next()
@@ -91,7 +91,7 @@ class Watcher:
             self._news.clear()
 
     def _next(self) -> Job | None:
-        """A file that was taken already, or one that is complete and is taken now."""
+        """The job of a file that was taken before, or of a complete file that is taken now; None if there is none."""
         now, self._at = time.monotonic(), ""
         self._later = {name: due for name, due in self._later.items() if due > now}
         taken = sorted(path for path in self._taken.iterdir() if path.is_dir())
@@ -112,8 +112,8 @@ class Watcher:
         return job
 
     def _complete(self, left: Collection[str]) -> Path | None:
-        """The oldest dropped file that has stopped growing. Links, hidden files, empty ones and those that are ``left``
-        are left alone."""
+        """The oldest dropped file that has stopped growing. Links, hidden files, empty files and those in ``left`` are
+        skipped."""
         now, before, ready = time.monotonic(), self._sizes, []
         self._sizes = {}
         with os.scandir(self._root) as entries:
@@ -152,7 +152,7 @@ class Watcher:
         self._deliver(job)
 
     def _decide(self, job: Job, to: str, why: str | None) -> dict[str, Any]:
-        """Write down where the files go, before the first of them is moved."""
+        """Record where the files will be moved, before the first of them is moved."""
         base, most = job.directory.name.removesuffix(_SUFFIX), self._longest_stem
         stem, tries = _cut(base, most), 1
         while any((self._root / to / f"{stem}{end}").exists() for end in _ENDS):
@@ -165,13 +165,13 @@ class Watcher:
 
     @property
     def _longest_stem(self) -> int:
-        """Bytes of a name that leave room for what is put behind it."""
+        """The most bytes of a name that leave space for its suffix."""
         return os.pathconf(self._root, "PC_NAME_MAX") - max(map(len, _ENDS))
 
     def _deliver(self, job: Job) -> None:
-        """Move what the job made, then the input, to where they belong; what was moved already stays there."""
+        """Move the job's output, then the input, to their destination; files moved by an earlier try are skipped."""
         ending = json.loads(_ending(job).read_text(encoding="utf-8"))
-        if len(os.fsencode(ending["stem"])) > self._longest_stem:  # decided by a version that did not look
+        if len(os.fsencode(ending["stem"])) > self._longest_stem:  # recorded by a version that did not check the length
             ending = self._decide(job, ending["to"], ending["why"])
         to, stem = self._root / ending["to"], ending["stem"]
         rows = {}
@@ -193,10 +193,10 @@ _ENDS = (_SUFFIX, f".output{_SUFFIX}", f".errors{_SUFFIX}", ".error.txt")
 
 
 def _cut(name: str, most: int) -> str:
-    """``name``, or as much of its beginning as ``most`` bytes hold, without half a character at its end."""
+    """``name``, truncated to at most ``most`` bytes at a character boundary."""
     raw = os.fsencode(name)
     end = min(most, len(raw))
-    while most - 3 <= end < len(raw) and raw[end] & 0xC0 == 0x80:  # what is cut off begins within a character
+    while most - 3 <= end < len(raw) and raw[end] & 0xC0 == 0x80:  # the cut is within a character
         end -= 1
     return os.fsdecode(raw[:end])
 
@@ -206,7 +206,7 @@ def _ending(job: Job) -> Path:
 
 
 def watch(watcher: Watcher, *, say: Callable[[str], None]) -> int:
-    """Let ``watcher`` run until a signal comes, and return its number."""
+    """Run ``watcher`` until a signal arrives, and return its number."""
     number = 0
     thread = WorkThread(watcher.run, on_end=lambda: None)
 

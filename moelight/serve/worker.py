@@ -1,6 +1,6 @@
-"""The one worker: batches one after another, each along its states, from wherever a killed server left it.
+"""The worker: runs batches one after another, each along its states, also those that a killed server left open.
 
-Knows what a job's ending means for its batch. Refuses to know HTTP and how a job is done.
+Maps a job's ending to the state of its batch. Does not depend on HTTP or on how a job runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOST_INPUT = BatchFailure(code="missing_file", message="the input file is no lo
 
 
 class Worker:
-    """Works on the open batches of ``data``; `run` is for a thread of its own, the rest for any."""
+    """Runs the open batches of ``data``; call `run` in a thread of its own, all other methods from any thread."""
 
     def __init__(
         self,
@@ -40,21 +40,21 @@ class Worker:
         self._waits: tuple[str, BatchFailure] | None = None
 
     def wake(self) -> None:
-        """Look at the batches again: one has come, or is to be cancelled."""
+        """Check the batches again: one was created, or is to be cancelled."""
         self._news.set()
 
     def stop(self) -> None:
-        """Let `run` return soon: the job that runs is interrupted, and a later start goes on with it."""
+        """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
         self._stopping.set()
         self._news.set()
 
     def waits(self, batch_id: str) -> BatchFailure | None:
-        """What the batch waits for, if it is the one at work and cannot go on."""
+        """The reason why the batch is blocked, if it is the running batch; otherwise None."""
         waits = self._waits
         return waits[1] if waits is not None and waits[0] == batch_id else None
 
     def run(self) -> None:
-        """Work until stopped."""
+        """Run batches until stopped."""
         while not self._stopping.is_set():
             batches = self._store.open_batches()
             if not batches:
@@ -69,7 +69,7 @@ class Worker:
                 self._stopping.wait(self._pace.retry_s)
 
     def _advance(self, batch: Batch) -> None:
-        """One step of the batch. Each step can be done again: what it leaves behind is one transaction."""
+        """Run one step of the batch. Each step can be repeated: its effect is one transaction."""
         self._waits = None
         if batch.status == "finalizing":
             self._end(batch, "completed")
@@ -95,7 +95,7 @@ class Worker:
             self._say(f"{batch.id}: {total} lines")
 
     def _run(self, batch: Batch) -> None:
-        """Run the batch's job and move the batch to where its ending leads; a put back one stays."""
+        """Run the batch's job and move the batch to the state of its ending; an interrupted batch keeps its state."""
         source = self._store.file(batch.input_file_id)
         if source is None or not self._data.path(source).is_file():
             self._end(batch, "failed", _LOST_INPUT)
@@ -104,9 +104,9 @@ class Worker:
 
         def seen(counts: RowCounts) -> None:
             nonlocal latest
-            if counts.total:  # else the job is still reading, and knows nothing yet of what an earlier one did
+            if counts.total:  # 0: the job still reads its input, and has no counts of an earlier run yet
                 latest = replace(counts, total=max(counts.total, latest.total))
-                with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job finds that out by itself
+                with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job detects that itself
                     self._store.count(batch.id, latest)
 
         ending = jobs.finish(
@@ -140,7 +140,7 @@ class Worker:
         return self._expire and time.time() >= batch.expires_at
 
     def _end(self, batch: Batch, status: str, *faults: BatchFailure) -> None:
-        """Offer what was done as files, and close the batch."""
+        """Register the rows done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
         jobs.wait_until_free(job, within_s=self._pace.grace_s)
         completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)

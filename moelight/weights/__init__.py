@@ -1,4 +1,4 @@
-"""Checkpoints on disk: where they are, what they hold, and how their bytes reach an arena.
+"""Checkpoints on disk: locating them, listing their tensors, reading their bytes into arenas.
 
-Knows files, tensor names and byte ranges. Refuses to know tiers, slots, kernels and the order of work.
+Depends on files, tensor names and byte ranges; does not depend on tiers, slots, kernels or schedules.
 """

@@ -1,4 +1,6 @@
-"""The sentences that say how a checkpoint and its config disagree: file, tensor, and the key most likely to blame."""
+"""Error messages for checkpoints that contradict their config: file, tensor, and the config key most likely at
+fault.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _KV_HEADS = "num_key_value_heads or head_dim"
 
 
 class AuditErrors:
-    """Collects sentences about one checkpoint and one model, in the order they were found."""
+    """Collects fault messages about one checkpoint and one model, in the order found."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
         self._listing = checkpoint.listing
@@ -21,7 +23,7 @@ class AuditErrors:
         self.found: list[str] = []
 
     def missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:
-        """``config.json`` asks for ``name`` and no spelling of it is stored."""
+        """``config.json`` requires ``name``, and no spelling of it is stored."""
         model = self._model
         reason = {
             "head": "tie_word_embeddings is false",
@@ -35,7 +37,7 @@ class AuditErrors:
         )
 
     def wrong_shape(self, part: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        """``info`` is not of the ``shape`` that ``config.json`` implies."""
+        """``info`` does not have the ``shape`` that ``config.json`` implies."""
         axes = self._axes.get(part, ())
         keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
         hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
@@ -45,14 +47,14 @@ class AuditErrors:
         )
 
     def twice(self, first: TensorInfo, second: TensorInfo) -> None:
-        """Both hold the same weights under different names."""
+        """``first`` and ``second`` hold the same weights under different names."""
         self.found.append(
             f"{first.file}: tensor {first.name!r} and tensor {second.name!r} (in {second.file.name}) are two "
             "spellings of the same weights; save the model again, with one of them"
         )
 
     def left_over(self, info: TensorInfo) -> None:
-        """Nothing in the model asks for ``info``."""
+        """``info`` is not part of the model."""
         model = self._model
         self.found.append(
             f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
@@ -60,25 +62,25 @@ class AuditErrors:
         )
 
     def unsupported_dtype(self, info: TensorInfo) -> None:
-        """The arithmetic knows no such numbers."""
+        """``info`` has a dtype that no kernel supports."""
         known = ", ".join(BY_SAFETENSORS)
         self.found.append(f"{info.file}: tensor {info.name!r} has dtype {info.dtype}; supported: {known}")
 
     def other_dtype(self, info: TensorInfo, common: str) -> None:
-        """The tensors of a checkpoint have one dtype."""
+        """``info`` does not have the dtype of the other tensors."""
         self.found.append(
             f"{info.file}: tensor {info.name!r} has dtype {info.dtype}, the others {common}; "
             "save the model again in one dtype"
         )
 
     def summary(self) -> str:
-        """The first fault, and how many more there are."""
+        """The first fault, and the number of others."""
         more = len(self.found) - 1
         return self.found[0] + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else "")
 
 
 def _axes(width: str) -> dict[str, tuple[str, ...]]:
-    """The config keys that rule each dimension of each part."""
+    """The config keys that determine each dimension of each part."""
     hidden, experts = "hidden_size", "num_experts or num_local_experts"
     return {
         "embed": ("vocab_size", hidden),

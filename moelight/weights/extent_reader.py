@@ -1,7 +1,7 @@
-"""Byte ranges of files into tensors: straight in, or through a small bounce buffer that converts or crosses devices.
+"""Reads byte ranges of files into tensors, directly or through a small bounce buffer that converts dtypes or crosses
+devices.
 
-Knows file descriptors and short reads. Refuses to know what the bytes mean. Files are read, never mapped, so nothing
-of them counts as the process's memory.
+Files are read, not memory-mapped, so their contents do not count towards the process's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOUNCE_BYTES = 4 * MiB
 
 
 class ExtentReader(AbstractContextManager["ExtentReader"]):
-    """Reads extents of ``files``, each opened once. Any number of threads may read at the same time.
+    """Reads extents of ``files``, each opened once. Thread-safe.
 
     Raises:
         CheckpointError: a file cannot be opened, or (while reading) ends early or gives an I/O error.
@@ -45,14 +45,14 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
         self.close()
 
     def close(self) -> None:
-        """Close every file; reading afterwards is a mistake of the caller."""
+        """Close every file. Reading after `close` is a programming error."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
     def read(self, extent: TensorExtent, dest: torch.Tensor) -> None:
         """Fill ``dest`` (contiguous, as many numbers as ``extent`` holds, any device, any dtype).
 
-        The interpreter is free while the disk works. Numbers are rounded to ``dest``'s dtype where it differs.
+        Releases the GIL during disk reads. Numbers are rounded to ``dest``'s dtype if it differs from the stored one.
         """
         source = to_torch(extent.dtype)
         if dest.numel() * source.itemsize != extent.nbytes or not dest.is_contiguous():
@@ -70,7 +70,7 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
             flat[first : first + numbers.numel()].copy_(numbers)
 
     def same(self, first: TensorExtent, second: TensorExtent) -> bool:
-        """Whether two extents hold the same bytes."""
+        """True if two extents hold the same bytes."""
         if first.nbytes != second.nbytes:
             return False
         half = self._bounce(torch.device("cpu")).view(2, -1)
@@ -83,7 +83,7 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
         return True
 
     def _bounce(self, device: torch.device) -> torch.Tensor:
-        """This thread's own buffer for ``device``; page-locked where an accelerator will read it."""
+        """The calling thread's bounce buffer for ``device``; page-locked if an accelerator reads it."""
         buffers: dict[bool, torch.Tensor] = self._local.__dict__.setdefault("buffers", {})
         pinned = device.type != "cpu" and torch.accelerator.is_available()
         if pinned not in buffers:
@@ -91,7 +91,7 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
         return buffers[pinned]
 
     def _fill(self, extent: TensorExtent, begin: int, dest: torch.Tensor) -> None:
-        """Bytes ``begin`` and on of ``extent`` into ``dest`` (uint8, 1-D, CPU) until it is full."""
+        """Read ``extent`` from byte ``begin`` on into ``dest`` (uint8, 1-D, CPU) until ``dest`` is full."""
         view = dest.numpy().data
         descriptor, offset = self._descriptors[extent.file], extent.offset + begin
         while view:

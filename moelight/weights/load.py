@@ -1,6 +1,6 @@
-"""Weights from disk into memory someone else owns: the dense part into its arena, expert pages into their slots.
+"""Reads weights from disk into the caller's memory: the dense part into its arena, expert pages into their slots.
 
-Knows layouts. Refuses to own memory beyond one bounce buffer per thread, or to decide which page goes where.
+Allocates no memory beyond one bounce buffer per thread; the caller decides the placement of pages.
 
 Shapes: H hidden, Q query width, K key width, V vocabulary, E experts, I expert width, F dense feed-forward width.
 """
@@ -28,7 +28,7 @@ from moelight.weights.torch_dtypes import from_torch, to_torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One decoder layer outside its experts; ``router`` is None in a dense layer, ``dense_*`` in a sparse one.
+    """One decoder layer without its experts; ``router`` is None in a dense layer, ``dense_*`` in a sparse one.
 
     ``input_norm``, ``post_norm`` [H]; ``qkv`` [Q+2K, H], ``qkv_bias`` [Q+2K]; ``q_norm``, ``k_norm`` [D] or [Q], [K];
     ``o`` [H, Q], ``o_bias`` [H]; ``router`` [E, H]; ``dense_gate_up`` [2F, H] (gate rows first), ``dense_down`` [H, F].
@@ -49,7 +49,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """Everything outside the experts: ``embed`` [V, H], ``head`` [V, H] (``embed`` itself if tied), ``final_norm``."""
+    """All weights except experts: ``embed`` [V, H], ``head`` [V, H] (``embed`` itself if tied), ``final_norm`` [H]."""
 
     embed: torch.Tensor
     head: torch.Tensor
@@ -58,7 +58,7 @@ class ModelWeights:
 
 
 def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, dtype: torch.dtype) -> ModelWeights:
-    """Read everything outside the experts into ``arena``, as ``dtype``; the result is views of it.
+    """Read all weights except experts into ``arena``, as ``dtype``; the result holds views of ``arena``.
 
     Args:
         arena: uint8 [at least `dense_bytes`], contiguous, on any device.
@@ -83,14 +83,14 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
 
 
 class PageRead(Protocol):
-    """A page on its way."""
+    """A read of a page in flight."""
 
     def wait(self) -> None:
-        """Return when it is there; raise what went wrong."""
+        """Block until the page has been read; raise the error if the read failed."""
         ...
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True if `wait` returns at once."""
         ...
 
 
@@ -98,10 +98,11 @@ Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], PageRead]
 
 
 class PageReader(AbstractContextManager["PageReader"]):
-    """Reads expert pages from disk, as ``dtype``. Any number of threads may read at once; `close` when done.
+    """Reads expert pages from disk, as ``dtype``. Thread-safe; `close` after use.
 
-    ``submit`` begins reads of (file, offset, where to) past the page cache, several at a time; it serves pages whose
-    numbers need no conversion. Without it, and for the others, pages are read one after the other through the cache.
+    ``submit`` starts reads of (file, offset, destination) that bypass the page cache, several at a time; it is used for
+    pages that need no dtype conversion. Without ``submit``, and for other pages, reads are sequential and go through
+    the page cache.
 
     Raises:
         CheckpointError: a file of the checkpoint cannot be opened.
@@ -120,17 +121,17 @@ class PageReader(AbstractContextManager["PageReader"]):
         self.close()
 
     def read(self, page: Page, dest: torch.Tensor, begin: int = 0) -> None:
-        """`start`, and wait for it."""
+        """Read a page: `start`, then wait."""
         reading = self.start(page, dest, begin)
         if reading is not None:
             reading.wait()
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
-        """Begin to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes from ``begin`` on of
-        gate, up and down of ``page``, laid end to end; None if that is done already.
+        """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up
+        and down, concatenated) from ``begin`` on. Returns None if the read is complete on return.
 
         Raises:
-            CheckpointError (here, or while waiting): a file ends early or gives an I/O error.
+            CheckpointError: here or in `PageRead.wait`: a file ends early or gives an I/O error.
         """
         _check_bytes(dest, 1, "the slot")
         size = min(dest.numel(), self.page_bytes - begin)
@@ -153,7 +154,7 @@ class PageReader(AbstractContextManager["PageReader"]):
         self._reader.close()
 
     def _pieces(self, page: Page, begin: int, size: int) -> list[TensorExtent]:
-        """Where ``size`` bytes from ``begin`` on of a page, as numbers of ``dtype``, are stored."""
+        """The extents of ``size`` bytes of a page from ``begin`` on; both count bytes of numbers of ``dtype``."""
         found, item, start = [], self._dtype.itemsize, 0
         for extent in self._pages[page]:
             stored = extent.dtype.itemsize
@@ -166,7 +167,7 @@ class PageReader(AbstractContextManager["PageReader"]):
 
 
 class _DirectPageRead:
-    """A page on its way past the page cache."""
+    """A read of a page in flight that bypasses the page cache."""
 
     def __init__(self, reading: PageRead, pieces: Sequence[TensorExtent]) -> None:
         self._reading, self._pieces = reading, pieces
@@ -191,7 +192,7 @@ def page_files(weight_map: WeightMap) -> tuple[Path, ...]:
 
 
 def page_views(slot: torch.Tensor, model: ModelProfile, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(gate_up [2I, H], down [H, I])``: views of a page that lies in ``slot`` (uint8, at least a page long)."""
+    """``(gate_up [2I, H], down [H, I])``: views of the page in ``slot`` (uint8, at least a page long)."""
     shapes = page_shapes(model)
     (width, hidden), down_shape = shapes["gate"], shapes["down"]
     numbers = slot[: page_bytes(model, from_torch(dtype))].view(dtype)
@@ -214,7 +215,7 @@ def _read_stored(reader: ExtentReader, weight_map: WeightMap, stored: TensorList
 
 
 def _check_tie(weight_map: WeightMap, model: ModelProfile) -> None:
-    """Tied embeddings may be stored twice, but only as the same numbers: which of two to use is not ours to guess."""
+    """Check that tied embeddings that are stored twice are equal; otherwise it is ambiguous which of the two to use."""
     spare = weight_map.spare_head
     if spare is None:
         return

@@ -1,7 +1,7 @@
-"""The safetensors header: eight bytes of length, JSON, then the tensors' bytes without holes.
+"""Parser of the safetensors header: eight bytes of length, JSON, then the tensors' bytes without gaps.
 
-Knows the format and trusts nothing in it: whatever the bytes are, the answer is a list of tensors that lie inside the
-file, or a `CheckpointError` that names file and tensor. Never maps the file, never touches the tensors' bytes.
+The input is untrusted: the result is a list of tensors inside the file, or a `CheckpointError` that names file and
+tensor. The file is not memory-mapped, and the tensors' bytes are not read.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _BITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major.
+    """The location of one tensor: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major.
 
-    ``dtype`` is safetensors' own spelling (``BF16``), which may be one that moelight cannot compute with.
+    ``dtype`` is the safetensors name (``BF16``), possibly of a format that moelight does not support.
     """
 
     name: str
@@ -63,10 +63,10 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Every tensor of ``file`` by name.
+    """All tensors of ``file`` by name.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, cut short, or its header breaks a rule of the format.
+        CheckpointError: the file is missing, unreadable, truncated, or its header breaks a rule of the format.
     """
     try:
         with open(open_regular(file), "rb", buffering=0) as raw:
@@ -124,7 +124,7 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 
 
 class _RepeatedKeyError(Exception):
-    """A JSON object names one key twice."""
+    """A JSON object has a repeated key."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _naturals(values: Any) -> bool:
 
 
 def _check_cover(file: Path, infos: list[TensorInfo], start: int, size: int) -> None:
-    """The tensors tile ``[start, size)``: no overlap, no hole, nothing before, nothing after."""
+    """Check that the tensors tile ``[start, size)``: no overlap, no gap, nothing before, nothing after."""
     position, previous = start, ""
     for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
         if info.offset < position:

@@ -1,7 +1,7 @@
-"""Finds a checkpoint and lists its tensors.
+"""Locates a checkpoint and lists its tensors.
 
-Knows directories, the Hugging Face hub and the two layouts of safetensors (one file, or shards under an index).
-Refuses to know what any tensor means (``tensor_map``), and never opens a pickle.
+Reads directories, the Hugging Face hub and the two layouts of safetensors (one file, or shards with an index). Pickles
+are never opened; ``tensor_map`` interprets the tensors.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _HUB_FILES = [
 def resolve_model(model: str) -> Path:
     """The directory of ``model``: the word ``demo``, a local directory, or the id of a model on the hub.
 
-    Only an id of the form ``owner/name`` or ``owner/name@revision`` that is no local path is asked of the hub. Only the
-    files needed are fetched, into the hub's own cache, and no file that is there already.
+    Only an id of the form ``owner/name`` or ``owner/name@revision`` that is no local path is looked up on the hub. Only
+    the required files are downloaded, into the hub's own cache; cached files are not downloaded again.
 
     Raises:
-        CheckpointError: there is no such directory and no such model, or the hub cannot be reached.
+        CheckpointError: no such directory or model exists, or the hub cannot be reached.
     """
     if model == DEMO:
         return _DEMO_DIRECTORY
@@ -76,7 +76,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The first base of the hub's HTTP error is the HTTP library's own root error, whichever library that is.
+    # The first base of the hub's HTTP error is the root error of the HTTP library in use (requests or httpx).
     failures: tuple[type[BaseException], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
     with _bars_on_terminals_only():
         try:
@@ -101,7 +101,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
 
 
 def _hub_said(name: str, error: BaseException) -> str:
-    """Why the hub gave nothing, and what to do, as the end of a sentence."""
+    """The reason of a failed download and its remedy, as the end of a sentence."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -137,7 +137,7 @@ class Checkpoint:
         """Read the headers (never the tensors) of the checkpoint in ``directory``.
 
         Raises:
-            CheckpointError: there are no safetensors, or a header or the index breaks a rule; names file and tensor.
+            CheckpointError: no safetensors, or a header or the index breaks a rule; the message names file and tensor.
         """
         single, index = directory / SINGLE, directory / INDEX
         if single.exists() or single.is_symlink():
@@ -217,7 +217,9 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _stays_inside(shard: str) -> bool:
-    """A relative path to a ``.safetensors`` file that no ``..`` leads out of; links are the hub cache's own habit."""
+    """True if ``shard`` is a relative path, without ``..``, to a ``.safetensors`` file. Links are allowed: the hub
+    cache uses them.
+    """
     path = PurePosixPath(shard)
     plain = shard.isprintable() and "\\" not in shard and path.suffix == ".safetensors"
     return plain and not path.is_absolute() and ".." not in path.parts

@@ -1,7 +1,7 @@
-"""Matches a checkpoint's tensors with the parts a model needs, and audits the match.
+"""Matches the tensors of a checkpoint with those a model requires, and audits the match.
 
-Knows spellings, shapes and dtypes. Ends with nothing missing, nothing left over, nothing twice (DESIGN, rule 13), or
-with a `CheckpointError` that names file and tensor. Refuses to read a single weight.
+Every required tensor is found exactly once and none is left over (DESIGN, rule 13), or a `CheckpointError` names file
+and tensor. Only names, shapes and dtypes are compared; no weights are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moelight.weights.source import Checkpoint, TensorInfo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorExtent:
-    """``nbytes`` bytes at ``offset`` in ``file``, numbers of ``dtype``; ``tensor`` is what they are part of."""
+    """``nbytes`` bytes at ``offset`` in ``file``, numbers of ``dtype``: all or part of the stored tensor ``tensor``."""
 
     file: Path
     offset: int
@@ -35,9 +35,9 @@ class TensorExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMap:
-    """Where everything a model needs lies on disk, all of one ``dtype``.
+    """The location on disk of every tensor a model requires, all of one ``dtype``.
 
-    ``parts`` has every part of `dense_tensors`; ``pages`` has the extents of each expert, which laid end to end are
+    ``parts`` maps every part of `dense_tensors`; ``pages`` maps each expert to its extents, which concatenated are
     gate, up, down. ``spare_head`` is an output matrix that is stored although the config ties it to the embeddings.
     """
 
@@ -52,8 +52,8 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
     """Find every tensor of ``model`` in ``checkpoint``.
 
     Raises:
-        CheckpointError: a tensor is missing, stored twice, left over, mis-shaped, or of a dtype that cannot be used;
-            the first fault is told and the others are counted.
+        CheckpointError: a tensor is missing, stored twice, left over, mis-shaped, or of an unsupported dtype; the
+            message describes the first fault and counts the others.
     """
     _refuse_absurd(checkpoint, model)
     search = _TensorSearch(checkpoint, model)
@@ -70,7 +70,7 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
     )
 
 
-# A tensor, cut along its first dimension into equal pieces: which piece, of how many.
+# One of several equal slices of a tensor along its first dimension: (tensor, index, count).
 _Slice = tuple[TensorInfo, int, int]
 
 
@@ -83,7 +83,7 @@ def _extent(piece: _Slice, dtype: DType) -> TensorExtent:
 
 
 def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
-    """The counts in the config bound the work of the search; a checkpoint bounds the counts."""
+    """Reject counts in the config that the checkpoint cannot satisfy: they bound the work of the search."""
     tensors = checkpoint.tensors
     most_experts = max(len(tensors), *(max(info.shape, default=0) for info in tensors.values()))
     for key, count, most in (
@@ -98,7 +98,7 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
 
 
 class _TensorSearch:
-    """One pass over the needs of a model; remembers what was used and what was wrong."""
+    """One search for all tensors of a model; records the tensors used and the faults found."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
         self._tensors = checkpoint.tensors
@@ -107,14 +107,14 @@ class _TensorSearch:
         self._faults = AuditErrors(checkpoint, model)
 
     def part(self, part: StoredTensor) -> TensorInfo | None:
-        """The one tensor that is ``part``; None, and a fault, where there is none or several or of another shape."""
+        """The one tensor that is ``part``; None, and a fault, if it is missing, stored twice or of another shape."""
         names = self._spell(part.name, part.layer)
         if part.name == "embed" and self._model.tie_embeddings and not self._stored(names):
             names = self._stored(self._spell("head")) or names
         return self._one(part.name, names, part.shape)
 
     def experts(self, layer: int) -> list[tuple[Page, list[_Slice]]]:
-        """For each expert of ``layer``, the pieces that make its page: gate and up, then down."""
+        """The slices that form the page of each expert of ``layer``: gate and up, then down."""
         gate_up = self._expert_pieces(layer, "fused_gate_up", ("gate", "up"))
         down = self._expert_pieces(layer, "fused_down", ("down",))
         return [
@@ -123,7 +123,7 @@ class _TensorSearch:
         ]
 
     def spare_head(self) -> TensorInfo | None:
-        """The stored output matrix that tied embeddings make superfluous."""
+        """The stored output matrix that is redundant because embeddings are tied, or None."""
         model = self._model
         spare = [name for name in self._stored(self._spell("head")) if name not in self._used]
         if not model.tie_embeddings or not spare:
@@ -131,7 +131,11 @@ class _TensorSearch:
         return self._one("head", spare, (model.vocab_size, model.hidden_size))
 
     def audit(self) -> DType:
-        """Nothing left over, one dtype, no fault before: then that dtype."""
+        """The one dtype of all tensors used.
+
+        Raises:
+            CheckpointError: a fault was found, tensors are left over, or dtypes are unsupported or mixed.
+        """
         common = Counter(info.dtype for info in self._used.values()).most_common(1)
         name = common[0][0] if common else FLOAT32.safetensors
         for info in self._used.values():
@@ -148,7 +152,7 @@ class _TensorSearch:
         return BY_SAFETENSORS[name]
 
     def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[_Slice]]:
-        """Pieces per expert: slices of the layer's one fused tensor, or one tensor for each matrix."""
+        """The slices of each expert: of the layer's fused tensor, or one whole tensor per matrix."""
         count, shapes = self._model.experts.num_experts, page_shapes(self._model)
         fused_names = self._spell(fused, layer)
         names = [{single: self._spell(single, layer, expert) for single in singles} for expert in range(count)]

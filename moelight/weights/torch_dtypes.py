@@ -1,4 +1,4 @@
-"""Moelight's number formats beside torch's. Knows nothing else."""
+"""Conversion between moelight's number formats and torch dtypes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _CORE = {theirs: ours for ours, theirs in _TORCH.items()}
 
 
 def to_torch(dtype: DType) -> torch.dtype:
-    """Torch's type for ``dtype``."""
+    """The torch dtype of ``dtype``."""
     return _TORCH[dtype]
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """The format that torch calls ``dtype``.
+    """The number format of the torch ``dtype``.
 
     Raises:
-        ConfigError: weights of that type are not supported.
+        ConfigError: weights of that dtype are not supported.
     """
     if dtype not in _CORE:
         raise ConfigError(f"{dtype} is not supported; known: {', '.join(ours.name for ours in _TORCH)}")

@@ -23,6 +23,14 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     native.extension().set_isa("auto")
 
 
+@pytest.fixture(params=[*ISAS[-1:], "torch"])
+def checker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who checks arguments: the extension, before it looks at the instruction set, or the reference implementation."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "extension", lambda: None)
+    return str(request.param)
+
+
 @pytest.fixture(params=ISAS or [pytest.param("none", marks=pytest.mark.skip(reason="the extension is not built"))])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """An instruction set of the extension, in force during the test."""

@@ -119,18 +119,17 @@ def check(call: Layer, activation: str = "silu", **rest: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(64, 32), (34, 70), (256, 130), (2, 2)], ids=str)
-def test_every_stored_form_and_size(server, kind, dtype, sizes):
-    check(layer([1, 0, 7, 30, 0], *sizes, kind=kind, dtype=dtype), threads=2)
+def test_every_stored_form_and_size(server, kind, dtype):
+    for sizes in ((64, 32), (34, 70), (256, 130), (2, 2)):
+        check(layer([1, 0, 7, 30, 0], *sizes, kind=kind, dtype=dtype), threads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bias", ["none", "float32", "as x"])
-def test_activations_and_biases(server, dtype, activation, bias):
-    bias_dtype = {"none": None, "float32": torch.float32, "as x": dtype}[bias]
-    call = layer([3, 0, 20], 66, 48, dtype=dtype, bias=bias_dtype)
-    check(replace(call, x=call.x * 3), activation)
+def test_activations_and_biases(server, dtype, activation):
+    for bias in (None, torch.float32, dtype):
+        call = layer([3, 0, 20], 66, 48, dtype=dtype, bias=bias)
+        check(replace(call, x=call.x * 3), activation)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -243,20 +242,20 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("expert", [0, 2])
-@pytest.mark.parametrize("damage", ONE)
-def test_a_wrong_tensor_of_a_list_is_named(server, name, expert, damage):
-    wrong = arguments()
-    wrong[name][expert] = ONE[damage](wrong[name][expert])
-    kind = name.split("_")[-1]
-    refused(cpu_expert_ffn, wrong, {name, name.removesuffix(f"_{kind}"), f"{name}_scale", "down"})
+def test_a_wrong_tensor_of_a_list_is_named(checker, name, expert):
+    for damage in ONE.values():
+        wrong = arguments()
+        wrong[name][expert] = damage(wrong[name][expert])
+        kind = name.split("_")[-1]
+        refused(cpu_expert_ffn, wrong, {name, name.removesuffix(f"_{kind}"), f"{name}_scale", "down"})
 
 
 @pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("damage", WHOLE)
-def test_a_wrong_list_is_named(server, name, damage):
-    wrong = arguments()
-    wrong[name] = WHOLE[damage](wrong[name])
-    refused(cpu_expert_ffn, wrong, {name})
+def test_a_wrong_list_is_named(checker, name):
+    for damage in WHOLE.values():
+        wrong = arguments()
+        wrong[name] = damage(wrong[name])
+        refused(cpu_expert_ffn, wrong, {name})
 
 
 @pytest.mark.parametrize(
@@ -282,11 +281,11 @@ def test_a_wrong_list_is_named(server, name, damage):
         ("out", torch.zeros(5, 64).half()),
     ],
 )
-def test_other_wrong_arguments_are_named(server, name, value):
+def test_other_wrong_arguments_are_named(checker, name, value):
     refused(cpu_expert_ffn, arguments() | {name: value}, {name})
 
 
-def test_offsets_for_another_number_of_experts(server):
+def test_offsets_for_another_number_of_experts(checker):
     refused(cpu_expert_ffn, arguments() | {"offsets": torch.tensor([0, 2, 5], dtype=torch.int32)}, {"gate_up"})
 
 

@@ -1,5 +1,5 @@
-"""Kernels of the GPU, written in Triton where it is installed: grouped experts over pages, router, weighted sum.
+"""GPU kernels, written in Triton: grouped experts over pages, router, weighted sum.
 
-Knows tensors, addresses and what a card can do. Refuses to know models, schedules and lanes, and why a page lies where
-it lies. Triton is optional: every face has a twin in torch, and `serving` says who serves and why.
+Depends only on tensors, addresses and the capabilities of a card. Triton is optional: every function has a reference
+implementation in torch, and `serving` selects one and gives the reason.
 """

@@ -1,4 +1,4 @@
-"""What the faces of the GPU's kernels demand of a tensor. Every refusal is a ValueError that names the argument."""
+"""Argument checks of the GPU's kernels. Every error is a ValueError that names the argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def check_tensor(
     name: str, value: object, dtypes: tuple[torch.dtype, ...], ndim: int, device: torch.device | None = None
 ) -> None:
-    """A dense tensor with ``ndim`` dimensions, one of ``dtypes``, on ``device`` (None: wherever there are bytes)."""
+    """Check for a dense tensor with ``ndim`` dimensions, one of ``dtypes``, on ``device`` (None: any but meta)."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: must be a tensor, is {type(value).__name__}")
     if value.layout != torch.strided or value.device.type == "meta":
@@ -24,7 +24,7 @@ def check_tensor(
 
 
 def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
-    """Exactly this shape, contiguous."""
+    """Check for exactly this shape, contiguous."""
     if tuple(value.shape) != expected:
         raise ValueError(f"{name}: must have shape {list(expected)}, has {list(value.shape)}")
     if not value.is_contiguous():
@@ -32,7 +32,7 @@ def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def check_rows(name: str, value: Tensor) -> None:
-    """Two dimensions, contiguous but for the distance between rows, which do not overlap."""
+    """Check for two dimensions, contiguous but for the distance between rows, which do not overlap."""
     if value.shape[1] > 1 and value.stride(1) != 1:
         raise ValueError(f"{name}: must be contiguous within its rows")
     if value.shape[0] > 1 and value.stride(0) < value.shape[1]:
@@ -40,7 +40,7 @@ def check_rows(name: str, value: Tensor) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor, last: int) -> None:
-    """Offsets that rise from 0 to ``last``; checked where they lie in host memory, for looking would stop a device."""
+    """Check that offsets rise from 0 to ``last``; in host memory only, because the check would synchronize a device."""
     if offsets.device.type != "cpu":
         return
     found = offsets.tolist()
@@ -49,13 +49,13 @@ def check_offsets(name: str, offsets: Tensor, last: int) -> None:
 
 
 def check_indices(name: str, value: Tensor, end: int) -> None:
-    """Indices from 0 to ``end`` - 1; checked where they lie in host memory."""
+    """Check that indices are from 0 to ``end`` - 1; in host memory only."""
     if value.device.type == "cpu" and value.numel() and not (int(value.min()) >= 0 and int(value.max()) < end):
         raise ValueError(f"{name}: must lie between 0 and {end - 1}")
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    """An integer within bounds."""
+    """Check for an integer within bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name}: must be an integer {bounds}, is {value!r}")

@@ -1,7 +1,7 @@
-"""The face of experts on the GPU: rows sorted by expert, each expert's matrices wherever they lie, two launches.
+"""Experts on the GPU: rows sorted by expert, each expert's matrices at any address, two launches.
 
-Knows shapes, and who serves: Triton's kernels, or the twin in torch. Refuses to know models and schedules. Nothing here
-waits for the device: how many rows an expert has is read by the kernels alone.
+Selects the implementation: Triton's kernels, or the reference implementation in torch. Nothing here waits for the
+device: only the kernels read the number of rows of an expert.
 
 Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 """
@@ -42,11 +42,11 @@ def expert_ffn(
     activation  ``silu``, ``gelu_tanh``, or ``swiglu_oai`` (gpt-oss: gate at most ``clamp``, up within ±``clamp``,
                 gate * sigmoid(1.702 gate) * (up + 1))
     out      [R, H] in x's dtype, contiguous; may be x where ``tokens`` is None
-    scratch  [R, I] in x's dtype, contiguous: overwritten; None: it is taken from torch
+    scratch  [R, I] in x's dtype, contiguous: overwritten; None: allocated by torch
 
-    Sums in float32; the activation is rounded to x's dtype. Rows of an expert that is None in ``pages`` come out as
-    zeros: it is computed elsewhere, and adds nothing. On a device wrong ``offsets`` and ``tokens`` go unseen, since
-    looking would stop it; they are bounded, so that the result is wrong and nothing else is touched.
+    Sums in float32; the activation is rounded to x's dtype. Rows of an expert that is None in ``pages`` are zeros:
+    the expert is computed elsewhere, and adds nothing. On a device ``offsets`` and ``tokens`` are not checked, because
+    that would synchronize it; they are bounded, so wrong ones make the result wrong and touch nothing else.
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, range or index.
     """
@@ -71,14 +71,14 @@ def expert_ffn(
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches inside it go to ``device``."""
+    """Context within which launches go to ``device``."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check(
     x: Tensor, pages: PageTable, offsets: Tensor, activation: object, clamp: object, tokens: Tensor | None
 ) -> int:
-    """-> R."""
+    """Check the arguments; return R."""
     if not isinstance(pages, PageTable):
         raise ValueError(f"pages: must be Pages, is {type(pages).__name__}")
     checks.check_tensor("x", x, FLOATS, 2, pages.table.device)
@@ -162,7 +162,7 @@ def _product(
     activation: str,
     clamp: float,
 ) -> None:
-    """One launch: ``out`` [R, columns] from the rows of ``x``."""
+    """Launch one product: ``out`` [R, columns] from the rows of ``x``."""
     arguments, constants = arguments_of(pages, part, x, out, slots, tokens, tile, activation, clamp)
     blocks = -(-out.shape[1] // tile.columns)
     kernel[(slots.shape[0] * blocks,)](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)

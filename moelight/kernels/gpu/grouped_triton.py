@@ -1,14 +1,14 @@
-"""The grouped product of experts in Triton: which rows meet which expert, and one kernel for both of its products.
+"""The grouped product of experts in Triton: a map from rows to experts, and one kernel for both products.
 
-Knows tiles, addresses and number formats. Refuses to know how tiles are chosen (`tiles`) and what is allowed
-(`grouped`). Imported only where Triton is. Uses nothing that a card of compute capability 7.5 lacks.
+Does not choose tiles (`tiles`) or check arguments (`grouped`). Imported only where Triton is installed. Uses nothing
+that a card of compute capability 7.5 lacks.
 
-A slot is a block of at most BM rows of one expert. Integer weights enter the product as the integers they are, exact in
-every 16-bit format, and the scales multiply the float32 sums: one scale a row of the matrix and group of its input.
+A slot is a block of at most BM rows of one expert. Integer weights enter the product as integers, exact in every 16-bit
+format, and the scales multiply the float32 sums: one scale a row of the matrix and group of its input.
 
-Where numbers are interpreted on the CPU, bfloat16 is a bare 16-bit integer there: products are then taken in float32
-(PRODUCT), and sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised: every
-variant would be compiled.
+Under interpretation on the CPU, bfloat16 is a bare 16-bit integer: products are then computed in float32 (PRODUCT), and
+sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised, because every variant
+would be compiled.
 """
 
 import triton
@@ -17,9 +17,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "slot_count"])
 def map_slots(offsets, slots, experts, rows, slot_count, BM: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr):
-    """slots int32 [slot_count, 3] = (expert, first row, row after the expert's last); expert -1 where none is left.
+    """slots int32 [slot_count, 3] = (expert, first row, row after the expert's last); expert -1 for unused slots.
 
-    ``offsets`` int32 [experts + 1] are bounded to 0 … rows, so that whatever is in them nothing lies outside.
+    ``offsets`` int32 [experts + 1] are bounded to 0 … rows, so that no value leads outside of the rows.
     """
     expert = tl.arange(0, PADDED)
     first = tl.load(offsets + expert, mask=expert < experts, other=0)
@@ -42,7 +42,7 @@ def map_slots(offsets, slots, experts, rows, slot_count, BM: tl.constexpr, PADDE
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
-    """float32 to DTYPE, to the nearest, ties to even."""
+    """Round float32 to DTYPE, to the nearest, ties to even."""
     if BY_HAND:
         bits = value.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -105,7 +105,7 @@ def step_of_product(
 
 @triton.jit
 def finished(total, scale, bias, there, column, SCALED: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr):
-    """Scales per row, where there are no groups, and the bias."""
+    """Apply the scale per row, if there are no groups, and the bias."""
     if SCALED and GROUP == 0:
         total = total * tl.load(scale + column, mask=there, other=0.0).to(tl.float32)[None, :]
     if BIASED:
@@ -150,9 +150,9 @@ def grouped(
 ):
     """out [R, columns] = rows of x times the matrix of their expert, through the activation where GATED.
 
-    weights, scales and biases are int64 addresses, one an expert, 0 for an expert that is elsewhere: its rows come out
-    as zeros. A GATED matrix has 2 * columns rows, gate before up. Programs go over BAND slots for one block of columns,
-    then the next: rows stay in the cache while a band's weights are read once.
+    weights, scales and biases are int64 addresses, one per expert; 0 for an expert that is computed elsewhere, whose
+    rows are zeros. A GATED matrix has 2 * columns rows, gate before up. Programs go over BAND slots for one block of
+    columns, then the next: rows are in the cache while a band's weights are read once.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(columns, BN)

@@ -1,7 +1,7 @@
-"""Where the matrices of experts lie: one table of addresses that the kernels read, and the views that keep them alive.
+"""Addresses of expert matrices: one table that the kernels read, and the views that keep the matrices alive.
 
-Knows layouts, number formats and addresses. Refuses to know why a page lies where it lies, and when it is overwritten:
-a table stays right as long as the slots do (equal phases of the ring find the same pages in the same slots).
+Depends only on layouts, number formats and addresses. A table is valid as long as its slots hold the same pages (equal
+phases of the ring have the same pages in the same slots).
 
 Legend: E experts, H hidden, I intermediate, g inputs with one scale.
 """
@@ -26,10 +26,10 @@ Parts = Sequence[Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageTable:
-    """E experts. Made by `of` or `in_arena`, which check; safe to keep and to use again while the bytes stay.
+    """Matrices of E experts. Created by `of` or `in_arena`, which check; reusable while the bytes are unchanged.
 
-    ``table`` int64 [6, E]: addresses in the order of PARTS, 0 for what is absent. ``group``: inputs with one scale, 0
-    where a row has one or none. Of each part: a tuple of E tensors or None, or an empty tuple.
+    ``table`` int64 [6, E]: addresses in the order of PARTS, 0 for absent ones. ``group``: inputs with one scale, 0 if a
+    row has one or none. ``parts`` has for each part a tuple of E tensors or None, or an empty tuple.
     """
 
     hidden: int
@@ -46,21 +46,21 @@ class PageTable:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two numbers."""
+        """True if a byte holds two numbers."""
         return self.stored == torch.uint8
 
     @property
     def scaled(self) -> bool:
-        """Whether the numbers are integers with scales."""
+        """True if the numbers are integers with scales."""
         return not self.stored.is_floating_point
 
     @property
     def biased(self) -> bool:
-        """Whether the matrices have biases."""
+        """True if the matrices have biases."""
         return bool(self.parts["gate_up_bias"])
 
     def dtype_of(self, part: str) -> torch.dtype:
-        """Dtype of a part's tensors; float32 where there are none."""
+        """Dtype of a part's tensors; float32 if there are none."""
         return next((tensor.dtype for tensor in self.parts[part] if tensor is not None), torch.float32)
 
     @staticmethod
@@ -74,7 +74,7 @@ class PageTable:
         down_bias: Parts | None = None,
         group_size: int | None = None,
     ) -> PageTable:
-        """A tensor per expert, at unrelated addresses of one device; None for an expert that is elsewhere.
+        """Table of one tensor per expert, at any addresses of one device; None for an expert computed elsewhere.
 
         gate_up   [2I, H], gate rows first: float32, bfloat16, float16 or int8; uint8 [2I, H/2] with two values a byte
                   along the input (low nibble first, value - 8)
@@ -143,10 +143,10 @@ class PageTable:
         down_bias: Parts | None = None,
         group_size: int | None = None,
     ) -> PageTable:
-        """The same with all matrices in ``arena`` [elements], of their dtype (`view` gives it): matrix e begins at
-        element ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert that is elsewhere.
+        """Table of matrices in ``arena`` [elements], which has their dtype (through `view`): matrix e begins at element
+        ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert that is computed elsewhere.
 
-        Raises ValueError, naming the argument, for what `of` refuses and for what does not lie in the arena.
+        Raises ValueError, naming the argument, for what `of` rejects and for a matrix that exceeds the arena.
         """
         checks.check_tensor("arena", arena, MATRICES, 1)
         checks.check_shape("arena", arena, tuple(arena.shape))

@@ -1,6 +1,6 @@
-"""The plain-torch twins of the GPU's kernels: correct on any device, one expert after another.
+"""Reference implementations of the GPU's kernels in plain torch: correct on any device, one expert after another.
 
-Knows the mathematics. Refuses to know speed; callers check arguments.
+Callers check the arguments.
 
 Legend: R routed rows, T tokens, E experts, k experts per token, H hidden, I intermediate.
 """
@@ -18,7 +18,7 @@ from moelight.kernels.reference import route_topk
 
 
 def dequantised(weight: Tensor, scale: Tensor | None, group: int) -> Tensor:
-    """Stored numbers [rows, inputs] (uint8: two a byte) -> what they stand for, in float32, or as they are."""
+    """Values of stored numbers [rows, inputs] (uint8: two a byte): in float32, or unchanged without a scale."""
     if scale is None:
         return weight
     if weight.dtype == torch.uint8:
@@ -41,7 +41,7 @@ def activated(gate: Tensor, up: Tensor, activation: str, clamp: float) -> Tensor
 def expert_ffn(
     x: Tensor, pages: PageTable, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
 ) -> Tensor:
-    """What `grouped.expert_ffn` says, into ``out`` [R, H]; reads ``offsets``, and so waits for the device."""
+    """`grouped.expert_ffn` into ``out`` [R, H]; reads ``offsets``, and so waits for the device."""
     result = torch.zeros_like(out)
     source = x if tokens is None else x[tokens]
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):
@@ -62,7 +62,7 @@ def _linear(x: Tensor, pages: PageTable, part: str, weight: Tensor, expert: int)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, narrow: bool) -> tuple[Tensor, Tensor]:
-    """What `routing.route` says."""
+    """`routing.route`, in torch."""
     weights, ids = route_topk(logits, top_k, normalize)
     if narrow:
         weights = weights.to(logits.dtype).float()
@@ -71,7 +71,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool, narrow: bool) -> tuple
 
 
 def combine(results: Tensor, weights: Tensor, places: Tensor, out: Tensor, *, add: bool) -> Tensor:
-    """What `routing.combine` says."""
+    """`routing.combine`, in torch."""
     total = out.float() if add else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for rank in range(weights.shape[1]):
         total.addcmul_(results[places[:, rank]].float(), weights[:, rank : rank + 1])

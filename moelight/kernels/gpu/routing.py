@@ -1,7 +1,6 @@
-"""The faces around the experts on the GPU: who gets which token, rows sorted by expert, weighted sums back.
+"""Routing around the experts on the GPU: experts of each token, rows sorted by expert, weighted sums back.
 
-Knows shapes, and who serves: Triton's kernels, or the twin in torch. Refuses to know models. Nothing waits for the
-device.
+Selects the implementation: Triton's kernels, or the reference implementation in torch. Nothing waits for the device.
 
 Legend: T tokens, E experts, k experts per token, R = T * k routed rows, H hidden.
 """
@@ -22,7 +21,7 @@ _COMBINE_COLUMNS = 1024
 def route(
     logits: Tensor, top_k: int, *, normalize: bool, weights_in_model_dtype: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k likeliest experts, in the order of the ids.
+    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, ids ascending.
 
     logits  float32, bfloat16 or float16, contiguous within rows
     Softmax over all experts in float32, then the k largest; of equals the lowest id wins. ``normalize`` makes a token's
@@ -63,8 +62,10 @@ def route(
 
 
 def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids int32 or int64 [T, k] -> tokens int64 [R] and places int64 [T, k] for `expert_ffn` and `combine`, and offsets
-    int32 [E + 1]: routed rows sorted by expert, then token.
+    """Sort routed rows by expert, then token.
+
+    ids int32 or int64 [T, k] -> tokens int64 [R] and places int64 [T, k] for `expert_ffn` and `combine`, and offsets
+    int32 [E + 1].
 
     Raises ValueError, naming the argument, for a wrong type, dtype, shape or number.
     """
@@ -89,7 +90,7 @@ def combine(
     weights  float32 [T, k], k at least 1
     places   int64 [T, k]: the row of each in ``results``; on a device they are bounded, not checked
     out      [T, H] in the dtype of ``results`` or float32, contiguous
-    add      begin with what is in ``out``, not with zero
+    add      begin with the contents of ``out``, not with zero
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout or index.
     """

@@ -1,6 +1,6 @@
 """The router and the weighted sum of experts in Triton.
 
-Knows rows of logits and of results. Refuses to know what is allowed (`routing` checks). Imported only where Triton is.
+Does not check arguments (`routing` does). Imported only where Triton is installed.
 """
 
 import triton
@@ -26,7 +26,7 @@ def route(
 ):
     """Softmax in float32, the TOP_K largest, of equals the lowest id; stored in the order of the ids.
 
-    A row with a NaN has nothing but NaN for probabilities: they are equals, and the first TOP_K ids come out.
+    All probabilities of a row with a NaN are NaN and count as equal, so its result is the first TOP_K ids.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.arange(0, PADDED)

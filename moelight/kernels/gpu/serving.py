@@ -1,7 +1,7 @@
-"""Who serves a GPU operation: Triton's kernels, or torch; and why.
+"""Selection of the implementation of a GPU operation, Triton or torch, with the reason.
 
-Knows whether Triton is here, whether it interprets its kernels on the CPU (TRITON_INTERPRET=1, for tests), and what a
-card's compute capability allows. Imports torch and Triton only when asked.
+Checks for Triton, for interpretation of its kernels on the CPU (TRITON_INTERPRET=1, for tests), and for the card's
+compute capability. Imports torch and Triton only on demand.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
-# On a T4 (320 GB/s, 8 Tflop/s without tensor units) the bytes of 16-bit weights bind up to 25 rows an expert.
+# On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
 MOST_ROWS_WITHOUT_UNITS = 24
 
 
 @cache
 def _load() -> tuple[str | None, str]:
-    """Version of Triton, None where it is missing, and one clause about it."""
+    """Version of Triton, None if it is missing, and one clause about it."""
     try:
         triton = importlib.import_module("triton")
     except ModuleNotFoundError:
@@ -34,18 +34,18 @@ def _load() -> tuple[str | None, str]:
 
 
 def triton_available() -> bool:
-    """Whether Triton is here."""
+    """True if Triton can be imported."""
     return _load()[0] is not None
 
 
 def triton_reason() -> str:
-    """One clause that says which Triton is here, or why there is none."""
+    """The version of Triton, or the reason why there is none, in one clause."""
     return _load()[1]
 
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton was imported to run its kernels on the CPU, element by element: right, and slow."""
+    """True if Triton was imported to run its kernels on the CPU, element by element: correct, and slow."""
     if not triton_available():
         return False
     standard = importlib.import_module("triton.language.standard")
@@ -54,7 +54,7 @@ def interpreting() -> bool:
 
 @cache
 def capability(index: int | None) -> tuple[int, int]:
-    """Compute capability of a CUDA card; None for the current one."""
+    """Compute capability of a CUDA card; None for the current card."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(index)
@@ -63,8 +63,10 @@ def capability(index: int | None) -> tuple[int, int]:
 
 @cache
 def failure(index: int | None) -> str | None:
-    """Why Triton's kernels do not run on a card, found by running a small one; None where they do. A machine may lack
-    the C compiler that Triton needs for its launchers."""
+    """Reason why Triton's kernels do not run on a card, found by running a small one; None if they run.
+
+    A machine may lack the C compiler that Triton needs for its launchers.
+    """
     import torch
 
     from moelight.kernels.gpu import routing_triton
@@ -83,9 +85,9 @@ def failure(index: int | None) -> str | None:
 
 
 def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.0) -> tuple[bool, str]:
-    """Whether Triton serves tensors of ``dtype`` on ``device``, and one clause that says why or why not.
+    """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause.
 
-    ``rows_per_expert``: of a product; where there are no tensor units for Triton, torch is faster with many rows.
+    ``rows_per_expert``: of a product; where Triton uses no tensor cores, torch is faster with many rows.
     """
     if not triton_available():
         return False, triton_reason()

@@ -1,6 +1,6 @@
-"""Sizes of the tiles of the grouped product: what fits a card's shared memory and suits the rows of an expert.
+"""Tile sizes of the grouped product: they fit a card's shared memory and suit the rows of an expert.
 
-Knows numbers only. Imports neither torch nor Triton.
+Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KIB = 1024
-# Shared memory that a block may take, by compute capability; less some for the compiler's own use.
+# KiB of shared memory that a block may use, by compute capability; some is left for the compiler.
 _SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 _SHARED_ELSEWHERE = 64
 _SPARE = 4
 _DEEPEST = 64
 _MOST_STAGES = 4
 _BAND_ROWS = 1024
-# Triton gave up Turing's tensor units in 3.3 (triton-lang/triton#5066): below this its products run on the plain ones.
+# Triton dropped Turing's tensor cores in 3.3 (triton-lang/triton#5066): below this its products do not use any.
 UNITS_SINCE = (8, 0)
-# From Hopper on, products read integers that were made wide from shared memory, not from registers.
+# From Hopper on, products read widened integers from shared memory, not from registers.
 _WIDE_FROM_SHARED_SINCE = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight; a ``band``
-    of slots is done before the next."""
+    """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight; the slots
+    of a ``band`` are computed before the next band."""
 
     rows: int
     columns: int
@@ -35,26 +35,28 @@ class Tile:
 
 
 def shared_bytes(card: tuple[int, int]) -> int:
-    """Shared memory that a block may take on ``card``; that of the smallest where it is not known."""
+    """Bytes of shared memory that a block may use on ``card``; those of the smallest card if unknown."""
     return (_SHARED.get(card, _SHARED_ELSEWHERE) - _SPARE) * KIB
 
 
 def depth_of(group: int, *, units: bool) -> int:
     """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
 
-    The same for every row count: whatever its company, the sums of a token are taken in the same steps. Inside a step
-    the order is the card's own.
+    The depth is the same for every row count, so the sums of a token are taken in the same steps whatever the other
+    rows. The order inside a step is the card's own.
     """
     deepest = _DEEPEST if units else _DEEPEST // 2
     return min(group & -group, deepest) if group else deepest
 
 
 def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int) -> Tile:
-    """``itemsize``: bytes of a number in the product; ``mean_rows`` of an expert; ``group``: inputs with one scale, 0
-    for none; ``matrices``: 2 where gate and up are taken at once.
+    """Choose the tile of a product.
+
+    ``itemsize``: bytes of a number in the product; ``mean_rows`` of an expert; ``group``: inputs with one scale, 0 for
+    none; ``matrices``: 2 if gate and up are computed at once.
 
     The most rows and columns are those whose sums stay in registers (`tests/kernels/test_gpu_compiles.py`): half as
-    many with groups, which need a second sum, and few without tensor units.
+    many with groups, which need a second sum, and few without tensor cores.
     """
     units = card >= UNITS_SINCE and itemsize == 2
     depth = depth_of(group, units=units)

@@ -1,4 +1,4 @@
-"""Model families as data: one file each, one table that lists them all."""
+"""Model families as data: one file each, and the table of all families."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
     """The profile of the model that ``config`` describes.
 
     Raises:
-        ConfigError: ``model_type`` is absent, dense or unknown (the known ones are listed), or a field is impossible.
+        ConfigError: ``model_type`` is absent, dense or unknown (the message lists the known ones), or a field is
+            impossible.
     """
     model_type = config.find("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

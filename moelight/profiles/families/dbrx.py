@@ -1,4 +1,4 @@
-"""DBRX: a config with parts of its own, q, k and v in one tensor, LayerNorm without biases."""
+"""DBRX: a nested config, q, k and v in one tensor, LayerNorm without biases."""
 
 from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import DBRX_STYLE

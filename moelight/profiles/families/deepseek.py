@@ -1,7 +1,7 @@
-"""DeepSeek: many small experts and a few shared ones, the first layers dense.
+"""DeepSeek: many small experts and a few shared ones; the first layers are dense.
 
-The first generation has plain attention; V2 has latent attention and groups of experts (one chooses the groups, then
-the experts in them); V3 scores by a sigmoid, chooses with a bias that does not weigh, and rescales.
+The first generation has plain attention; V2 has latent attention and grouped routing (groups are chosen first, then
+experts within them); V3 scores by a sigmoid, adds a bias for selection only, and rescales the weights.
 """
 
 from dataclasses import replace

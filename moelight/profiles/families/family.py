@@ -1,4 +1,6 @@
-"""What a family file may say, and the one reader that turns it and a ``config.json`` into a `ModelProfile`."""
+"""`ModelFamily`, the description of a family, and the reader that turns a family and a ``config.json`` into a
+`ModelProfile`.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +21,37 @@ from moelight.profiles.model import (
 )
 from moelight.profiles.names import TensorNames
 
-# Every type of rotary positions that transformers knows. Their constants change no size, so planning takes them all.
+# All rope types of transformers. Their constants change no size, so the planner supports them all.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-# Keys by which transformers reads a model from somewhere else than from the keys of the file itself.
+# Keys that make transformers read the model from elsewhere than the file's top-level keys.
 _ELSEWHERE = ("configuration_files", "decoder", "generator", "per_layer_config", "text_config")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """One ``model_type``: where its ``config.json`` keeps things, and what it means when a key is absent.
+    """One ``model_type``: its keys in ``config.json`` and their defaults.
 
-    Fields that carry a number are the default of a key; where the number is None the key is required, unless the
-    field says otherwise below.
+    Numeric fields are the default of a key; None means the key is required, unless stated otherwise below.
 
     Attributes:
-        keys: keys that this family calls differently (see `HFConfig`).
-        experts_keys: names of the number of experts that transformers knows in this family.
-        only: keys of which one meaning is known: their values; others are refused.
+        keys: usual keys and their names in this family (see `HFConfig`).
+        experts_keys: keys for the number of experts that transformers accepts in this family.
+        only: keys with a restricted set of supported values; other values are refused.
         kv_heads: None: as many as query heads.
-        head_dim: None: hidden size over heads, which it is too where the key is not read (``head_dim_key`` False).
-        rope_type: the type of rotary positions where the file does not say.
-        rope_types: types of rotary positions that can be used.
+        head_dim: None: hidden size over heads, also if the key is not read (``head_dim_key`` False).
+        rope_type: the default rope type.
+        rope_types: the supported rope types.
         rotary_share: default of ``partial_rotary_factor``; None: the key is not read.
-        dtype: of a checkpoint that does not say.
-        bias_key: the key that gives q, k and v a bias, and with ``output_bias`` the output projection too.
-        qk_norm, qk_norm_flag: the kind of norm, and the key that switches it on (empty: always on).
-        windowed: ``sliding_window`` is read; absent, it is ``window`` (None: no window).
-        window_flag: the key that switches the window on (empty: it is).
-        alternating: only the layers that ``layer_types`` calls sliding have the window; without that key, every other
-            one from the first.
-        window_layers: default of ``max_window_layers``, behind which no layer alternates; None: the key is not read.
+        dtype: default dtype of a checkpoint.
+        bias_key: the key that enables biases of q, k and v, and with ``output_bias`` of the output projection.
+        qk_norm, qk_norm_flag: the kind of norm, and the key that enables it (empty: always enabled).
+        windowed: ``sliding_window`` is read; its default is ``window`` (None: no window).
+        window_flag: the key that enables the window (empty: always enabled).
+        alternating: only the layers that ``layer_types`` marks as sliding have the window; without that key, every
+            other layer from the first.
+        window_layers: default of ``max_window_layers``, from which on no layer has the window; None: the key is not
+            read.
         latent: the keys of latent attention are read.
         normalize: None: ``norm_topk_prob``, whose default is ``normalize_default``.
         grouped: defaults of ``n_group`` and ``topk_group``; None: the keys are not read.
@@ -114,7 +116,7 @@ class ModelFamily:
 
 
 def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelProfile:
-    """`ModelProfile` of the checkpoint that ``config`` describes, read as ``family`` says.
+    """The `ModelProfile` of the checkpoint that ``config`` describes, read by the rules of ``family``.
 
     Raises:
         ConfigError: a key is missing, of the wrong type, or contradicts another.
@@ -190,7 +192,7 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
 
 
 def _latent(config: HFConfig) -> LatentSpec:
-    """The defaults are those of DeepSeek-V2 and V3, which agree."""
+    """The keys of latent attention; the defaults of DeepSeek-V2 and V3 agree."""
     return LatentSpec(
         q_lora_rank=config.integer_or_none("q_lora_rank", default=1536),
         kv_lora_rank=config.integer("kv_lora_rank", default=512),
@@ -208,7 +210,7 @@ def _window(config: HFConfig, family: ModelFamily) -> int | None:
 
 
 def _same_everywhere(config: HFConfig, layers: int, window: int | None) -> None:
-    """In a family whose layers are alike, ``layer_types`` says no more than the window does."""
+    """In a family with uniform layers, check that ``layer_types`` agrees with the window."""
     alike = _LAYER_TYPES[window is not None]
     if any(kind != alike for kind in config.words("layer_types", _LAYER_TYPES, count=layers)):
         raise ConfigError(
@@ -266,10 +268,10 @@ def _experts(config: HFConfig, family: ModelFamily) -> ExpertSpec:
 
 
 def _moe_layers(config: HFConfig, family: ModelFamily, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts.
+    """True for each layer with experts.
 
-    ``sparse_layers``: those not listed in ``mlp_only_layers`` that do not fall between the sparse steps.
-    ``first_dense``: those after the first ``first_k_dense_replace``, every ``moe_layer_freq``-th.
+    ``sparse_layers``: layers not in ``mlp_only_layers`` whose number, from 1, is a multiple of ``decoder_sparse_step``.
+    ``first_dense``: layers from ``first_k_dense_replace`` on whose index is a multiple of ``moe_layer_freq``.
     """
     if family.sparse_layers:
         dense = frozenset(config.integers("mlp_only_layers"))

@@ -1,4 +1,4 @@
-"""GLM-4.5: routing and shared expert as in DeepSeek-V3, over grouped queries, half of each head turned by positions."""
+"""GLM-4.5: routing and shared expert as in DeepSeek-V3, grouped-query attention, half of each head rotated."""
 
 from moelight.profiles.families.family import ROPE_TYPES, ModelFamily
 from moelight.profiles.names import QWEN_STYLE

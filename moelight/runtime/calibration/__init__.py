@@ -1,1 +1,1 @@
-"""What this machine really does: one module per kind of speed, each measured through the code that passes run."""
+"""Measurement of this machine: one module per kind of speed, each measured through the code that passes run."""

@@ -1,6 +1,6 @@
 """``python -m moelight.runtime.calibration DEVICE DIRECTORY FILE``: a quick measurement in a process of its own.
 
-What measuring takes of memory, and what libraries keep of it, is then nobody else's. Used by ``machine_profile``.
+Memory taken by the measurement, or cached by libraries, ends with the process. Used by ``machine_profile``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moelight.runtime.machine import find_machine
 
 
 def run_calibration(device: str, directory: str, file: str) -> int:
-    """Measure; 2 and one line on stderr where that cannot be."""
+    """Measure and write the profile. Return 0, or 2 with one line on stderr if the measurement fails."""
     try:
         found = measure_machine(find_machine(device), QUICK, name="auto", disk_dir=Path(directory), disk_needed=False)
         write_hardware_profile(found, Path(file))

@@ -1,7 +1,7 @@
-"""How fast a disk is read: as passes read it, by blocks past the page cache, and from the page cache.
+"""Read speed of a disk: as passes read it, by blocks past the page cache, and from the page cache.
 
-Knows one scratch file, which has no name from the moment it is open, so that nothing of it outlives the process.
-Refuses to know checkpoints.
+Uses one scratch file, unlinked as soon as it is open, so that it does not outlive the process. Does not depend on
+checkpoints.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ BLOCK_BYTES = 8 * MiB
 LEAST_BLOCKS = 2
 DIRECT_READERS = 4
 BESIDE_LONGER = 5
-SHARE_OF_FREE = 4  # the scratch file takes at most one part in so many
+SHARE_OF_FREE = 4  # the scratch file takes at most 1 / SHARE_OF_FREE of the free space
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
 _APART = 3
 _ON_THEIR_WAY = 4
 _LEAST_ARRIVALS = 2
-_CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed did not come from the disk
+_CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed were not served by the disk
 
 
 class Scratch(AbstractContextManager["Scratch"]):
-    """A file without a name in ``directory``, of whole blocks, written when the object is made; gone on leaving.
+    """An unlinked file in ``directory``, of whole blocks, written at construction and freed on exit.
 
     Raises:
         ConfigError: the directory cannot be written, or its disk is almost full.
     """
 
     def __init__(self, directory: Path, size: int, *, seconds: float) -> None:
-        """At most ``size`` bytes, at most a quarter of what is free, and what is written in about ``seconds``."""
+        """Write at most ``size`` bytes, at most a quarter of the free space, for about ``seconds``."""
         self._descriptors: list[int] = []
         self.direct: int | None = None
         try:
@@ -69,23 +69,23 @@ class Scratch(AbstractContextManager["Scratch"]):
         self.close()
 
     def close(self) -> None:
-        """Close the file; the file system forgets it."""
+        """Close the file; the file system frees it."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     @property
     def blocks(self) -> int:
-        """Of `BLOCK_BYTES` each."""
+        """Number of blocks of `BLOCK_BYTES` each."""
         return self.size // BLOCK_BYTES
 
     def read(self, block: int, into: mmap.mmap, *, direct: bool = False) -> None:
-        """Block number ``block`` into ``into``, at once."""
+        """Read block ``block`` into ``into``; blocks until the read is done."""
         descriptor = self.direct if direct and self.direct is not None else self.buffered
         if os.preadv(descriptor, [into], block * BLOCK_BYTES) != BLOCK_BYTES:
             raise ConfigError("the scratch file of the disk measurement ends early: another program cut it")
 
     def forget(self) -> None:
-        """Ask the page cache to let go of the file."""
+        """Ask the kernel to evict the file from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -95,14 +95,14 @@ class Scratch(AbstractContextManager["Scratch"]):
         self._descriptors.append(self.buffered)
         try:
             if _DIRECT:
-                with contextlib.suppress(OSError):  # some file systems have no direct way
+                with contextlib.suppress(OSError):  # some file systems have no direct I/O
                     self.direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
                     self._descriptors.append(self.direct)
         finally:
             Path(name).unlink()
 
     def _write(self, blocks: int, seconds: float) -> int:
-        """Random blocks, past the page cache where that is possible; the number of bytes."""
+        """Write random blocks, past the page cache where possible; return the number of bytes."""
         began, done = time.perf_counter(), 0
         with block_buffer() as block:
             block[:] = os.urandom(BLOCK_BYTES)
@@ -120,18 +120,18 @@ class Scratch(AbstractContextManager["Scratch"]):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.direct = None  # opened so, but not served so
+                self.direct = None  # O_DIRECT is accepted at open but not for writes
         if self.direct is None:
             os.pwritev(self.buffered, [block], number * BLOCK_BYTES)
 
 
 def block_buffer() -> mmap.mmap:
-    """Memory for one block, aligned as direct reads want it."""
+    """Memory for one block, aligned for direct reads."""
     return mmap.mmap(-1, BLOCK_BYTES)
 
 
 def cached_reads(scratch: Scratch) -> Gauge:
-    """bytes/s of one reader whose file is in the page cache."""
+    """bytes/s of one reader of a file in the page cache."""
 
     def read(seconds: float) -> Measurement:
         with block_buffer() as block:
@@ -142,8 +142,7 @@ def cached_reads(scratch: Scratch) -> Gauge:
 
 
 def lane_reads(scratch: Scratch) -> Gauge:
-    """bytes/s of the disk lane: past the page cache where that is possible, pages in the order in which passes want
-    them, several on their way."""
+    """bytes/s of the disk lane: past the page cache where possible, pages in the order of a pass, several in flight."""
 
     def read(seconds: float) -> Measurement:
         with _DiskLane(scratch) as lane:
@@ -153,7 +152,7 @@ def lane_reads(scratch: Scratch) -> Gauge:
 
 
 def direct_reads(scratch: Scratch) -> Gauge:
-    """bytes/s of several readers past the page cache, each with blocks of its own; only where ``direct`` is there."""
+    """bytes/s of several readers past the page cache, each with its own blocks; only if ``scratch.direct`` is open."""
 
     def read(seconds: float) -> Measurement:
         with ThreadPoolExecutor(DIRECT_READERS) as readers:
@@ -166,7 +165,8 @@ def direct_reads(scratch: Scratch) -> Gauge:
 def beside_reads(work: Work, scratch: Scratch) -> Gauge:
     """Calls of ``work`` per second while the disk lane reads without a pause.
 
-    Not the median but the mean: reading takes a processor away now and then, and those times are what is asked for.
+    The mean instead of the median: reading takes a processor away now and then, and the measurement includes those
+    times.
     """
 
     def read(seconds: float) -> Measurement:
@@ -183,8 +183,10 @@ def beside_reads(work: Work, scratch: Scratch) -> Gauge:
 
 
 def reads_beside(work: Work, scratch: Scratch) -> Gauge:
-    """bytes/s of the disk lane while ``work`` is done without a pause, from one block's arrival to another's: a reader
-    that has yet to begin, and its last blocks, which are still on their way, are no part of the rate."""
+    """bytes/s of the disk lane while ``work`` runs without a pause, from the first arrival of a block to the last.
+
+    The start of the reader and blocks still in flight at the end do not count.
+    """
 
     def read(seconds: float) -> Measurement:
         with _reading(scratch) as arrived:
@@ -198,16 +200,14 @@ def reads_beside(work: Work, scratch: Scratch) -> Gauge:
 
 
 def past_cache(scratch: Scratch) -> bool:
-    """Whether the disk lane reads the file past the page cache: what it reads has come from the disk then, however
-    fast."""
+    """True if the disk lane reads the file past the page cache; its reads are then served by the disk at any speed."""
     with _DiskLane(scratch) as lane:
-        next(lane.blocks())  # whether it is served so shows when it is read
+        next(lane.blocks())  # direct reads prove to work only at the first read
         return lane.direct
 
 
 def from_cache(lane: Measurement, cached: Measurement) -> bool:
-    """Whether reads through the page cache that should have come from the disk were too fast for that: it was not
-    emptied."""
+    """True if reads through the page cache that should reach the disk were too fast: the cache was not emptied."""
     return lane.rate > _CACHED_ABOVE * cached.rate
 
 
@@ -217,8 +217,10 @@ def _pass(scratch: Scratch, block: mmap.mmap) -> None:
 
 
 def lane_order(blocks: int) -> list[int]:
-    """All blocks in an order in which no block follows its neighbour: the pages that a pass reads lie between others
-    that stay in memory, and an expert's tensors between each other, so what a disk reads ahead is seldom of use."""
+    """All blocks in an order in which no block follows its neighbour.
+
+    A pass skips resident pages, and the tensors of an expert are scattered in the file, so read-ahead is seldom useful.
+    """
     return [number for first in range(_APART) for number in range(first, blocks, _APART)]
 
 
@@ -229,7 +231,7 @@ def _direct_share(scratch: Scratch, reader: int) -> None:
 
 
 def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Measurement:
-    """Whole passes over the file, one sample each; ``before`` is not counted."""
+    """Measurement of whole passes over the file, one sample each; ``before`` is not timed."""
     samples, began = list[float](), time.perf_counter()
     while not samples or time.perf_counter() - began < seconds:
         before()
@@ -240,30 +242,30 @@ def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None
 
 
 class _DiskLane(AbstractContextManager["_DiskLane"]):
-    """Reads the scratch file as the disk lane reads pages: into slots that lie in memory otherwise than in the file."""
+    """Reads the scratch file as the disk lane reads pages: into slots aligned differently in memory and in the file."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
         self._file = Path(f"/dev/fd/{scratch.buffered}")
         self._reader = FileReader([self._file])
         slots = (torch.empty(BLOCK_BYTES + _APART, dtype=torch.uint8) for _ in range(_ON_THEIR_WAY))
-        self._slots = [slot.fill_(0)[_APART:] for slot in slots]  # touched, as a pass finds them
+        self._slots = [slot.fill_(0)[_APART:] for slot in slots]  # touched, as in a pass
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
 
     @property
     def direct(self) -> bool:
-        """Whether the file is read past the page cache."""
+        """True if the file is read past the page cache."""
         return self._reader.direct(self._file)
 
     def read_all(self) -> None:
-        """The whole file once."""
+        """Read the whole file once."""
         for _ in self.blocks():
             pass
 
     def blocks(self) -> Iterator[int]:
-        """The numbers of blocks as they arrive, of the whole file once."""
+        """Yield the numbers of blocks as they arrive, of the whole file once."""
         coming: deque[tuple[int, ReadTicket]] = deque()
         for place, number in enumerate(lane_order(self._scratch.blocks)):
             into = self._slots[place % len(self._slots)]
@@ -282,8 +284,8 @@ def _arrived(coming: deque[tuple[int, ReadTicket]]) -> int:
 
 @contextlib.contextmanager
 def _reading(scratch: Scratch) -> Iterator[list[float]]:
-    """The file is read from the disk over and over by a thread of its own, as the disk lane does; gives the times at
-    which blocks arrived so far."""
+    """Read the file from disk over and over on a thread of its own, as the disk lane does; yield the list of arrival
+    times."""
     enough, arrived = threading.Event(), list[float]()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""How much time, memory and disk a measuring may take, and how fine it is. Numbers only."""
+"""Limits of a measurement: its time, memory, disk space and resolution. Numbers only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """Seconds and bytes. Everything is read until ``quiet_rounds`` were undisturbed, but at most for ``host_s`` (host
-    and disk) and ``device_s`` (GPU and link); in each round a figure may take ``figure_s`` and a point of a surface
-    ``point_s`` or ``gpu_point_s``. Writing the scratch file may take ``disk_write_s``.
+    """Limits of a measurement in seconds and bytes.
+
+    Measurements are repeated until ``quiet_rounds`` rounds were undisturbed, but at most for ``host_s`` (host and disk)
+    and ``device_s`` (GPU and link); in each round a figure may take ``figure_s`` and a point of a surface ``point_s``
+    or ``gpu_point_s``. Writing the scratch file may take ``disk_write_s``.
 
     ``linear`` are shapes [out, in], ``experts`` (hidden, intermediate); ``large`` and ``gpu_large`` are the weights and
-    rows of a product that arithmetic alone binds; ``touching`` are the tokens of acts whose norms and sums are read.
+    rows of a compute-bound product; ``touching`` are the token counts for which norms and sums are measured.
     """
 
     pool_bytes: int

@@ -1,6 +1,6 @@
-"""Which machine this is, as far as its speed depends on it: processor, threads, GPUs, versions.
+"""Identity of this machine, as far as its speed depends on it: processor, threads, GPUs, versions.
 
-Torch is asked only where an accelerator may be; without one, everything is known without importing it.
+Imports torch only where an accelerator may be present.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from moelight.runtime.measure import processor_name
 if TYPE_CHECKING:
     from moelight.runtime.machine import Machine
 
-# What the drivers of NVIDIA, AMD, WSL and Intel put there.
+# Device files under /dev of the drivers of NVIDIA, AMD, WSL and Intel.
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*")
 
 
 def may_have_accelerator() -> bool:
-    """Whether torch must be asked for accelerators; on Linux, only where a driver left a device file."""
+    """True if an accelerator may be present; on Linux, only if a driver has created a device file."""
     return not sys.platform.startswith("linux") or any(
         True for pattern in _DEVICE_FILES for _ in Path("/dev").glob(pattern)
     )
 
 
 def accelerators(device: str) -> tuple[str, ...]:
-    """The names of the accelerators that ``device`` (``auto``, ``cpu``, ``cuda``, ``xpu``) stands for; none for a CPU.
+    """Names of the accelerators selected by ``device`` (``auto``, ``cpu``, ``cuda``, ``xpu``); none for a CPU.
 
     Raises:
-        ConfigError: no such device here.
+        ConfigError: no such device here, or the emulated device.
     """
     if device == "cpu" or (device == "auto" and not may_have_accelerator()):
         return ()
@@ -52,7 +52,7 @@ def accelerators(device: str) -> tuple[str, ...]:
 
 
 def fingerprint(device: str) -> str:
-    """A short name for this machine and these versions: other hardware or another release has another one."""
+    """Short hash of this machine and these versions; other hardware or another release has another one."""
     facts = (
         processor_name(),
         usable_threads(),
@@ -66,7 +66,7 @@ def fingerprint(device: str) -> str:
 
 
 def describe(machine: Machine) -> str:
-    """One clause for the notes of a profile."""
+    """Description of the machine in one clause, for the notes of a profile."""
     import torch
 
     gpus = accelerators(machine.device.type)
@@ -76,7 +76,7 @@ def describe(machine: Machine) -> str:
 
 
 def usable_threads() -> int:
-    """Threads that this process may run on."""
+    """Number of hardware threads that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

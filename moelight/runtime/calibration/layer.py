@@ -1,8 +1,8 @@
-"""What a decoder layer does beside its products and experts: how fast norms, rotations, residual sums and routing go by
-the bytes that one act touches, and what an act takes however little it touches.
+"""Speed of a decoder layer outside its products and experts: norms, rotations, residual sums and routing in bytes/s, by
+the bytes that one layer phase touches, and the fixed time of a layer phase.
 
-On a CPU the acts of a layer run as passes run them, and their products, in turn with them, are taken off; on a GPU,
-where launches are a figure of their own, norms and sums are read alone. Refuses to know experts.
+On a CPU the layer phases run as in a pass, in turn with their products, whose time is subtracted; on a GPU, where
+launches are a figure of their own, norms and sums are measured alone. Does not depend on experts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
 HIDDEN = 2048
-ACTS = 3  # before attention, attention, after it
+ACTS = 3  # layer phases: before attention, attention, after attention
 _FEW_TOKENS = 16
 _BLOCK = 16
-_LEAST_SHARE = 0.05  # of the whole: what is left when products are taken off is at least so much
+_LEAST_SHARE = 0.05  # least share of the whole that remains once products are subtracted
 _MODEL = ModelProfile(
     name="one layer",
     model_type="mixtral",
@@ -53,13 +53,13 @@ _MODEL = ModelProfile(
 
 
 def elementwise_points(name: str, pool: Pool, tokens: Sequence[int]) -> Points:
-    """bytes/s for each number of ``tokens`` of `HIDDEN` numbers, by the bytes that one of their acts touches."""
+    """bytes/s for each number of ``tokens`` of `HIDDEN` numbers, by the bytes that one layer phase touches."""
     make = _acts if pool.device.type == "cpu" else _norms
     return {(name, 0, _touched(count) / 2): partial(make, pool, count) for count in tokens}
 
 
 def _touched(tokens: int) -> float:
-    """By both acts of a layer, experts aside."""
+    """Bytes that both phases of a layer touch, experts aside."""
     return float(tokens * HIDDEN * (TOUCHED_BEFORE + TOUCHED_AFTER))
 
 
@@ -68,7 +68,7 @@ def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
 
 
 def cost_model(pool: Pool) -> Gauge:
-    """Acts per second of a layer that touches next to nothing: calls, small tensors, the waking of threads."""
+    """Layer phases per second where next to nothing is touched: calls, small tensors, thread wake-ups."""
 
     def read(seconds: float) -> Measurement:
         layer = _Layer(pool, _FEW_TOKENS)
@@ -83,8 +83,7 @@ def _acts(pool: Pool, tokens: int, seconds: float) -> Measurement:
 
 
 def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
-    """Seconds that ``whole`` takes beside its ``part``: one of each in turn, so that whatever disturbs one disturbs the
-    other."""
+    """Seconds that ``whole`` takes beyond its ``part``; both run in turn, so that a disturbance affects both."""
     whole()
     part()
     rest, began = list[float](), time.perf_counter()
@@ -123,12 +122,12 @@ class _Layer:
         self._lengths = torch.ones(tokens, dtype=torch.int32)
 
     def around_attention(self) -> None:
-        """The acts before and after attention."""
+        """The phases before and after attention."""
         self._decoder.pre_attention(0, self._hidden, self._rope)
         self._after()
 
     def decode(self) -> None:
-        """All three acts."""
+        """All three phases."""
         q, k, v = self._decoder.pre_attention(0, self._hidden, self._rope)
         keys, values = self._caches
         cpu_kv_append(keys, values, k, v, self._slots)
@@ -137,12 +136,12 @@ class _Layer:
         self._after()
 
     def products(self) -> None:
-        """The products of these acts alone."""
+        """The products of these phases alone."""
         for weight in (self._weights.qkv, self._weights.o, require(self._weights.router)):
             linear(self._hidden, weight)
 
     def _after(self) -> None:
-        """Nothing is added to the hidden state, so it stays as it is however often the layer runs."""
+        """Output projection and routing; the attention output is zero, so the hidden state never changes."""
         self._decoder.route(0, self._hidden, self._attention)
 
 

@@ -1,6 +1,6 @@
-"""What crosses between host and device: pinned and pageable, both ways, alone and while the CPU attends.
+"""Transfers between host and device: pinned and pageable, in both directions, alone and while the CPU attends.
 
-Knows copies and launches on one device. Without a device (the CPU stands in for it) the figures mean nothing.
+Measures copies and launches on one device. With the CPU as the device the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SMALL_BYTES = 4 * KiB
 
 
 def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Gauge]:
-    """bytes/s of transfers of ``size`` bytes by kind, and small ``transfers`` per second.
+    """Measurements of transfers of ``size`` bytes by kind in bytes/s, and of small ``transfers`` per second.
 
-    ``attend`` keeps the CPU busy while ``host_to_device_under_attention`` is read.
+    ``attend`` keeps the CPU busy during ``host_to_device_under_attention``.
     """
     finish, crosses = finisher(device), device.type != "cpu"
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
@@ -47,14 +47,14 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Ga
 
 
 def launches(device: torch.device) -> Gauge:
-    """Kernels per second that have next to nothing to do, one after another."""
+    """Launches per second of a kernel with next to nothing to do, one after another."""
     number, finish = torch.zeros(1, device=device), finisher(device)
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
 
 
 @contextlib.contextmanager
 def kept_busy(work: Work) -> Iterator[None]:
-    """``work`` is done over and over by a thread of its own."""
+    """Run ``work`` over and over on a thread of its own within the context."""
     enough = threading.Event()
 
     def toil() -> None:

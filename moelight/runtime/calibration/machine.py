@@ -1,6 +1,6 @@
-"""One hardware profile out of every gauge: measures the machine it runs on, within an effort.
+"""Measures the hardware profile of the machine it runs on, within the limits of an effort.
 
-Knows which gauge gives which figure. Refuses to know files and commands.
+Maps measurements to figures of the profile. Does not depend on files or commands.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LEAST_POOL_BYTES = 16 * MiB
 _DIGITS = 4
 _BUSY_CONTEXT = 1024
 _BUSY_ROWS = 64
-# Readings that serve others and are no figures themselves.
+# Intermediate readings that are not figures of the profile.
 _ACTS, _LARGE, _ALONE, _BESIDE, _DIRECT = "acts", "large", "alone", "beside", "direct"
 _READS_BESIDE = "reads beside"
 
 
 @dataclass(kw_only=True, slots=True)
 class _Findings:
-    """What was found so far: figures by the dotted key that the profile will have them under, with their spread."""
+    """Results so far: figures by their dotted key in the profile, with their spread."""
 
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
     surfaces: list[tuple[Surface, float]] = field(default_factory=list)
@@ -52,17 +52,17 @@ class _Findings:
     busy_elsewhere: float = 0.0
 
     def read(self, measurements: Gauges, effort: Effort, seconds: float) -> Readings:
-        """Read all of ``measurements``."""
+        """Run all ``measurements``."""
         readings, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
         return readings
 
     def rate(self, key: str, reading: Measurement) -> None:
-        """A figure per second."""
+        """Store a rate per second."""
         self.figures[key] = (reading.rate, reading.spread)
 
     def seconds(self, key: str, reading: Measurement) -> None:
-        """The seconds of one where the reading says how many in a second."""
+        """Store seconds per unit, from a reading in units per second."""
         self.figures[key] = (1 / reading.rate, reading.spread)
 
 
@@ -75,15 +75,16 @@ def measure_machine(
     disk_needed: bool = True,
     say: Say = lambda _: None,
 ) -> HardwareProfile:
-    """What ``machine`` does, measured now.
+    """Measure ``machine`` now.
 
     Args:
-        disk_dir: where the scratch file of the disk goes; None measures no disk.
-        disk_needed: whether a directory that cannot be written is an error; else the profile has no disk.
-        say: told what is measured next.
+        disk_dir: directory of the scratch file; None measures no disk.
+        disk_needed: raise if the directory cannot be written; otherwise the profile has no disk then.
+        say: receives a line before each part of the measurement.
 
     Raises:
-        ConfigError: a twin (it has no speed of its own), too little memory, or a directory that cannot be written.
+        ConfigError: the emulated device (it has no speed of its own), too little memory, or a directory that cannot be
+            written.
     """
     if machine.twin:
         raise ConfigError("--device twin: a twin has no speed of its own; measure cpu, cuda or xpu")
@@ -130,7 +131,7 @@ def _host_pool(effort: Effort) -> Pool:
 
 
 def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
-    """What cannot be spared comes first, in case the machine is too slow for everything."""
+    """Measure memory, processor and disk; indispensable figures first, because a slow machine omits the last ones."""
     found.capacities["host"] = memory_limit_bytes()
     figures: dict[str, Gauge] = {
         "tiers.host.bandwidth": memory.reads(pool),
@@ -164,8 +165,8 @@ def _measure_disk(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str
 
 
 def _judge_disk(found: _Findings, readings: Readings, *, past_cache: bool) -> None:
-    """The speed of the disk is that of the lane, or, where that reads through a page cache which keeps everything, that
-    of direct reads."""
+    """Store the speed of the disk: that of the disk lane, or of direct reads if the lane reads through a page cache
+    that was not emptied."""
     lane, cached, direct = readings["tiers.disk.bandwidth"], readings["measured.disk_cached"], readings.get(_DIRECT)
     if not past_cache and disk.from_cache(lane, cached):
         if direct is None:
@@ -213,7 +214,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
 def _points(
     unit: str, pool: Pool, effort: Effort, rows: tuple[int, ...], large: tuple[Shape, int]
 ) -> dict[surfaces.Point, Gauge]:
-    """All points of the surfaces of ``unit``, and one product that arithmetic alone binds; smallest work first."""
+    """Measurements at all points of the surfaces of ``unit``, and of one compute-bound product; smallest work first."""
     found = {
         **surfaces.decode_points(f"{unit}_attention", pool, effort.contexts),
         **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
@@ -226,7 +227,7 @@ def _points(
 
 
 def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
-    """The surfaces of ``unit``, and its peak: the best product of all."""
+    """Store the surfaces of ``unit``, and its peak: the fastest of all products."""
     points = {key: reading for key, reading in readings.items() if isinstance(key, tuple)}
     measured = {key[0] for key in points}
     for name in EFFICIENCY:
@@ -238,13 +239,13 @@ def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
 
 
 def _large_expert(pool: Pool, effort: Effort) -> Shape:
-    """Weights that come from memory and of which the pool holds plenty, so that reading them is what takes time."""
+    """Shape of experts of which the pool holds many, so that reading their weights from memory dominates the time."""
     fitting = [(hidden, width) for hidden, width in effort.experts if pool.holds((16 * hidden, 3 * width))]
     return fitting[-1] if fitting else effort.experts[0]
 
 
 def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
-    """The findings as a profile, rounded to what they are worth."""
+    """The findings as a profile, rounded to significant digits."""
     values = {key: _rounded(value) for key, (value, _) in found.figures.items()}
     tiers = [tier for tier in ("device", "host", "disk") if tier in found.capacities]
     units = ("gpu", "cpu") if machine.discrete else ("cpu",)

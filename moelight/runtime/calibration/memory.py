@@ -1,6 +1,6 @@
-"""How fast memory is read, copied, and touched by norms.
+"""Speed at which memory is read, copied, and touched by norms.
 
-Knows streams of bytes through one memory, of a host or of a device. Refuses to know links and disks.
+Measures one memory, of a host or of a device. Does not depend on links or disks.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from moelight.runtime.calibration.pool import Pool
 from moelight.runtime.calibration.timing import Gauge, finisher, sample
 
 ROWS, HIDDEN = 256, 2048
-# What a norm and a residual sum read and write for one 16-bit number: widen 2 + 4, square 4 + 4, mean 4, scale 4 + 4,
+# Bytes that a norm and a residual sum read and write per 16-bit number: widen 2 + 4, square 4 + 4, mean 4, scale 4 + 4,
 # round 4 + 2, weigh 2 + 2, add 4 + 2.
 NORM_BYTES = 42
 
 
 def reads(pool: Pool) -> Gauge:
-    """bytes/s: all of the pool, read once a call by every thread."""
+    """bytes/s of reading the whole pool, once per call, with all threads."""
     words, finish = pool.numbers.view(torch.float32), finisher(pool.device)
     return lambda seconds: sample(words.sum, seconds=seconds, amount=pool.nbytes, finish=finish)
 
 
 def copies(pool: Pool) -> Gauge:
-    """bytes/s of payload: half of the pool into the other half. Each byte counts once though it is read and written."""
+    """bytes/s of payload: half of the pool is copied to the other half. Each byte counts once though it is read and
+    written."""
     size, finish = pool.numbers.numel() // 2, finisher(pool.device)
     here, there = pool.numbers[:size], pool.numbers[size : 2 * size]
     return lambda seconds: sample(lambda: there.copy_(here), seconds=seconds, amount=here.nbytes, finish=finish)
 
 
 def norms(pool: Pool, rows: int = ROWS, hidden: int = HIDDEN) -> Gauge:
-    """bytes/s: a norm and a residual sum over ``rows`` hidden states, as an act does them."""
+    """bytes/s of a norm and a residual sum over ``rows`` hidden states, as in a layer."""
     x = torch.randn(rows, hidden, device=pool.device).to(pool.dtype)
     weight, total = torch.ones(hidden, device=pool.device, dtype=pool.dtype), torch.zeros_like(x)
     amount, finish = NORM_BYTES * x.numel(), finisher(pool.device)

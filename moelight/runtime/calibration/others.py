@@ -1,6 +1,6 @@
-"""How much of this process's processors other programs took meanwhile: figures read under load are too low.
+"""Processor time taken by other programs during a measurement: figures measured under load are too low.
 
-Knows /proc. Where there is none, nobody is suspected.
+Reads /proc; without it the load counts as 0.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import time
 from pathlib import Path
 
 PROC = Path("/proc")
-# Of the counters of a processor: user, nice, system, irq, softirq, steal. Idle and waiting are no work.
+# Columns of a processor in /proc/stat: user, nice, system, irq, softirq, steal; not idle and iowait.
 _BUSY = (0, 1, 2, 5, 6, 7)
 
 
 class Others:
-    """Watches from when it is made, the processors that threads of this process could use then."""
+    """Load by other programs since construction, on the processors that threads of this process could use then."""
 
     def __init__(self, *, proc: Path = PROC) -> None:
         self._proc, self._processors = proc, _processors()
         self._began = self._now()
 
     def cores(self) -> float:
-        """Processors, on average, that were busy with something else; 0 where that is not known."""
+        """Mean number of processors that other programs kept busy; 0 if unknown."""
         wall, busy, own = (now - then for now, then in zip(self._now(), self._began, strict=True))
         return max(0.0, (busy - own) / wall) if wall > 0 and busy > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float]:
-        """Seconds: of the clock, of work on those processors, of work of this process."""
+        """Seconds: wall clock, busy time of the watched processors, processor time of this process."""
         return time.perf_counter(), self._busy_seconds(), time.process_time()
 
     def _busy_seconds(self) -> float:
@@ -41,7 +41,7 @@ class Others:
 
 
 def _processors() -> frozenset[int]:
-    """Of all threads together: each may be bound to a processor of its own, and the time of this process is theirs."""
+    """Processors of all threads of this process; each thread may be bound to a processor of its own."""
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
     found = set(os.sched_getaffinity(0))
@@ -52,6 +52,6 @@ def _processors() -> frozenset[int]:
     for thread in threads:
         try:
             found |= os.sched_getaffinity(int(thread))
-        except ProcessLookupError:  # it has ended
+        except ProcessLookupError:  # the thread has ended
             continue
     return frozenset(found)

@@ -1,6 +1,6 @@
-"""The region that gauges take their operands from: far larger than any cache, so that every operand comes from memory.
+"""Operand pool of the measurements: far larger than any cache, so that every operand is read from memory.
 
-Layers alternate in a pass, so no weight is ever in a cache when it is needed; gauges go round the pool likewise.
+A pass alternates layers, so no weight is in a cache when it is needed; measurements cycle through the pool likewise.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from moelight.core.units import MiB, align_up
 
-SHARE_OF_FREE = 4  # the pool takes at most one part in so many
-LEAST_TURNS = 3  # an operand comes back after as many others at the earliest
+SHARE_OF_FREE = 4  # the pool takes at most this fraction of free memory: 1 / SHARE_OF_FREE
+LEAST_TURNS = 3  # least number of operand groups that the pool must hold
 _SEED_NUMBERS = 4 * MiB
 _ALIGNMENT = 64
 
 
 class Pool:
-    """``numbers`` [N] of ``dtype`` on ``device``, all of them written."""
+    """``numbers`` [N] of ``dtype`` on ``device``, all initialized."""
 
     def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        """About ``size`` bytes.
+        """Allocate about ``size`` bytes.
 
         Raises:
-            RuntimeError: the device has no such memory left.
+            RuntimeError: the device has too little free memory.
         """
         count = max(_ALIGNMENT, size // dtype.itemsize // _ALIGNMENT * _ALIGNMENT)
         self.numbers = torch.empty(count, dtype=dtype, device=device)
@@ -40,27 +40,27 @@ class Pool:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the numbers."""
         return self.numbers.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers."""
+        """Dtype of the numbers."""
         return self.numbers.dtype
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.numbers.nbytes
 
     def holds(self, *shapes: tuple[int, ...]) -> bool:
-        """Whether there is room for several such groups of tensors."""
+        """True if the pool holds at least `LEAST_TURNS` groups of tensors of ``shapes``."""
         return LEAST_TURNS * sum(map(prod, shapes)) <= self.numbers.numel()
 
     def groups(self, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """Groups of neighbouring tensors of ``shapes``, one after another through the pool, round and round.
+        """Yield groups of neighbouring tensors of ``shapes``, in turn through the pool, without end.
 
-        Each group begins where the last one taken from the pool ended, whoever took it.
+        Each group begins where the last group taken from the pool ended, by any iterator.
         """
         sizes = [prod(shape) for shape in shapes]
         while True:

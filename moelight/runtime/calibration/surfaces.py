@@ -1,6 +1,6 @@
 """Speeds that depend on the size of the work, point by point: products by rows and weights, attention by context.
 
-Knows the kernels that passes run, and the units of `EFFICIENCY`. Refuses to know how many points are worth the time.
+Runs the kernels that passes run, in the units of `EFFICIENCY`. Does not choose the points.
 
 Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -44,7 +44,8 @@ Points = Mapping[Point, Gauge]
 
 
 def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of ``x [R, in]`` times weights ``[out, in]``, for each of ``shapes`` and ``rows``; all from memory."""
+    """flop/s of ``x [R, in]`` times weights ``[out, in]``, for each of ``shapes`` and ``rows``; all operands from
+    memory."""
     return {
         (name, _nbytes(pool, shape), count): _gauge(pool, partial(_linear, pool, shape, count))
         for count in rows
@@ -54,9 +55,10 @@ def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
 
 
 def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of a layer's experts, of each ``(H, I)`` of ``shapes`` (3 x H x I numbers), that meet R rows on average.
+    """flop/s of a layer's experts for each ``(H, I)`` of ``shapes`` (3 x H x I numbers), with R rows per expert on
+    average.
 
-    Everything counts that such a layer does: sorting, gathering, ragged rows, the weighted sum.
+    Includes everything that such a layer does: sorting, gathering, ragged rows, the weighted sum.
     """
     found = {}
     for count in rows:
@@ -71,7 +73,7 @@ def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
 def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
     """bytes/s of keys and values that decoding sequences read, for each context (whole blocks of `BLOCK` tokens).
 
-    The cache is the pool; contexts that it cannot hold once are left out.
+    The cache is the pool; contexts that do not fit into it once are omitted.
     """
     make = decode_work if pool.device.type == "cpu" else _decode_on_device
     fitting = [context for context in contexts if context * KV_NUMBERS <= pool.numbers.numel()]
@@ -84,7 +86,7 @@ def prefill_points(name: str, pool: Pool, prompts: Sequence[int]) -> Points:
 
 
 def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surface, float]:
-    """The surface ``name`` from those ``readings`` that are its points, and the median of their spreads."""
+    """The surface ``name`` from its points among ``readings``, and the median of their spreads."""
     mine = {point: reading for point, reading in readings.items() if point[0] == name}
     sizes = sorted({size for _, size, _ in mine})
     curves = []
@@ -96,13 +98,13 @@ def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surfac
 
 
 def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
-    """One layer after another of as many experts as the pool holds, each with about ``rows``; the flop of one."""
+    """Work of one call: one layer of as many experts as the pool holds, each with about ``rows`` rows; and its flop."""
     experts, tokens = _layer(pool, shape, rows)
     return moe_work(pool, shape, experts, tokens)
 
 
 def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
-    """One layer of ``experts`` after another over ``tokens`` with experts drawn at random; the flop of one."""
+    """Work of one call: one layer of ``experts`` experts over ``tokens`` tokens, routed at random; and its flop."""
     hidden, width = shape
     pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))
     space = _workspace(shape, tokens, pool, TOP_K)
@@ -123,18 +125,19 @@ def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed
 
 
 def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
-    """Experts of a layer that the pool holds several times over, and tokens that give each about ``rows``."""
+    """Experts of a layer that the pool holds several times, and tokens that give each about ``rows`` rows."""
     experts = next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
     return experts, 1 if rows == 1 else max(1, rows * experts // TOP_K)
 
 
 def _mean_rows(experts: int, tokens: int) -> float:
-    """Rows of an expert that ``tokens`` meet."""
+    """Mean rows of an expert with at least one of ``tokens``."""
     return float(tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens)))
 
 
 def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
-    """One batch after another of sequences on the CPU, their blocks in order through the pool; the bytes of one."""
+    """Work of one call: decode one batch of sequences on the CPU, their blocks in order through the pool; and its
+    bytes."""
     blocks_each = -(-context // BLOCK)
     unit = KV_HEADS * BLOCK * HEAD_DIM
     size = pool.numbers.numel() // 2 // unit * unit
@@ -153,7 +156,8 @@ def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
 
 
 def _decode_on_device(pool: Pool, context: int) -> tuple[Work, float]:
-    """Batches of contiguous sequences by torch's fused kernel, the queries that share a head as rows of one."""
+    """Decode batches of contiguous sequences by torch's fused kernel; queries that share a head are rows of one
+    product."""
     batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
     shape = (batch, KV_HEADS, context, HEAD_DIM)
     caches = pool.groups(shape, shape)
@@ -179,7 +183,7 @@ def _prefill(pool: Pool, tokens: int) -> tuple[Work, float]:
 
 
 def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Gauge:
-    """Operands are made when the gauge is read, and freed after."""
+    """Measurement that creates its operands when it runs and frees them after."""
     finish = finisher(pool.device)
 
     def read(seconds: float) -> Measurement:
@@ -190,7 +194,7 @@ def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Gauge:
 
 
 def _page(shape: Shape) -> tuple[Shape, Shape]:
-    """gate_up [2I, H] and down [H, I]."""
+    """Shapes of an expert: gate_up [2I, H] and down [H, I]."""
     hidden, width = shape
     return (2 * width, hidden), (hidden, width)
 

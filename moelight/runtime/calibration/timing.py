@@ -1,7 +1,7 @@
-"""How fast a piece of work goes: repeated for a while, its middle value taken, and all that again some time later.
+"""Speed of a piece of work: the median of repeated samples, measured in several rounds.
 
-Other programs only ever make work slower, and mostly for a while. So every gauge is read in several rounds that lie
-apart, and its fastest round counts; within a round it is the median. Refuses to know what is measured.
+Other programs only make work slower, and mostly for a while. So every measurement is repeated in rounds that are apart
+in time, and its fastest round counts; within a round it is the median. Does not depend on what is measured.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from moelight.runtime.calibration.others import Others
 
 Work = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
-SAMPLE_S = 2e-3  # one sample runs at least as long, so that neither clock nor launch shows in it
+SAMPLE_S = 2e-3  # least duration of a sample, so that clock and launch overhead are negligible
 MOST_SAMPLES = 300
 DISTURBED_CORES = 0.15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Per second: the median of some samples. ``spread`` is the width of their middle half, as a share of it."""
+    """Rate per second: the median of some samples. ``spread`` is the width of their middle half, as a share of the
+    median."""
 
     rate: float
     spread: float
 
 
-# What a gauge is: told how many seconds it may take, it gives one reading.
+# Takes the seconds it may use and returns one measurement.
 Gauge = Callable[[float], Measurement]
 
 
 def reading_of(seconds: Sequence[float], amount: float = 1.0) -> Measurement:
-    """Of samples in which ``amount`` took so many ``seconds`` each; at least one, all above 0."""
+    """Measurement from samples of ``amount`` that took ``seconds`` each; at least one sample, all above 0."""
     low, middle, high = np.percentile(seconds, (25, 50, 75))
     return Measurement(rate=amount / float(middle), spread=float((high - low) / middle))
 
@@ -45,7 +46,7 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
     """``amount`` per second, where one call of ``work`` does that much; sampled for about ``seconds``.
 
     The first call warms up and is not counted, unless it alone took longer than ``seconds``. Short work is called
-    several times a sample. ``finish`` waits for what ``work`` left on a device; it is called once a sample.
+    several times per sample. ``finish`` waits for device work that ``work`` launched; it is called once per sample.
     """
     began = time.perf_counter()
     work()
@@ -63,11 +64,11 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
 def best_of_rounds(
     measurements: Mapping[Key, tuple[Gauge, float]], *, quiet_rounds: int, seconds: float
 ) -> tuple[dict[Key, Measurement], float]:
-    """The fastest reading of each of ``measurements`` (with the seconds it may take), and how many processors other programs
-    kept busy in the quietest round.
+    """Fastest measurement of each of ``measurements`` (each with the seconds it may take), and the processors that
+    other programs kept busy in the quietest round.
 
-    Rounds go on until ``quiet_rounds`` of them were undisturbed, or ``seconds`` are over. A machine so slow that the
-    first round takes twice as long leaves the last gauges out, so order them by importance.
+    Rounds are repeated until ``quiet_rounds`` of them were undisturbed or ``seconds`` have passed. If the first round
+    takes twice as long, its last measurements are omitted, so order them by importance.
     """
     began, found, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
     while quiet < quiet_rounds and (not found or time.perf_counter() - began < seconds):
@@ -84,7 +85,7 @@ def best_of_rounds(
 
 
 def finisher(device: torch.device) -> Work:
-    """What waits until ``device`` has done everything it was given."""
+    """Function that waits until ``device`` has completed all submitted work."""
     if device.type == "cpu":
         return lambda: None
     backend = torch.get_device_module(device)

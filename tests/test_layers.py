@@ -1,18 +1,20 @@
-"""Imports go down only: the table of floors, and every module of the package held against it."""
+"""The layers of the package: imports go down only and never in a circle, names mean one thing, modules earn their file."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "moelight"
 
-FLOORS = {
+LAYERS = {
     0: ("core",),
     1: ("profiles",),
     2: ("hrm",),
@@ -23,23 +25,28 @@ FLOORS = {
     7: ("engine", "batch"),
     8: ("cli", "integrations", "serve"),
 }
-FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-NEIGHBOURS = {
+LAYER_OF = {package: layer for layer, packages in LAYERS.items() for package in packages}
+SIDEWAYS = {
     ("optimizer", "scheduler"),
     ("lang", "experts"),
     ("batch", "engine"),
     ("cli", "serve"),
     ("cli", "integrations"),
 }
-WATERLINE = 3
-ABOVE_WATER = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
-# Rooms without code, and the face of the package, which imports nothing by itself.
-NO_ROOM = {"__init__.py", "__main__.py"}
+TORCH_FREE = 3  # the highest layer that imports none of these
+TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
+# Modules without code, and the package's interface, which imports nothing by itself.
+NO_PACKAGE = {"__init__.py", "__main__.py"}
+MOST_LINES = 60  # of a function
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")
 
 
 def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in NO_ROOM)
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in NO_PACKAGE)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports(path: Path, source: str | None = None) -> Iterator[tuple[int, str]]:
@@ -73,26 +80,26 @@ def typing_only(path: Path, source: str | None = None) -> set[int]:
 
 
 def offences(path: Path, source: str | None = None) -> Iterator[str]:
-    room = path.relative_to(PACKAGE).parts[0]
-    if room not in FLOOR_OF:
-        yield f"{path}: {room} is no room of the table"
+    package = path.relative_to(PACKAGE).parts[0]
+    if package not in LAYER_OF:
+        yield f"{path}: {package} is no package of the table"
         return
-    floor, free = FLOOR_OF[room], typing_only(path, source)
+    layer, free = LAYER_OF[package], typing_only(path, source)
     for line, name in imports(path, source):
-        where = f"{path.relative_to(PACKAGE.parent)}:{line}: {room} (floor {floor}) imports {name}"
+        where = f"{path.relative_to(PACKAGE.parent)}:{line}: {package} (layer {layer}) imports {name}"
         top, _, rest = name.partition(".")
         if top == "moelight":
             other = rest.partition(".")[0]
-            if other in FLOOR_OF and other != room and (room, other) not in NEIGHBOURS and FLOOR_OF[other] >= floor:
-                yield f"{where} (floor {FLOOR_OF[other]})"
-            elif other not in FLOOR_OF and not other.startswith("__"):
-                yield f"{where}: the package's face is for users, import the room"
+            if other in LAYER_OF and other != package and (package, other) not in SIDEWAYS and LAYER_OF[other] >= layer:
+                yield f"{where} (layer {LAYER_OF[other]})"
+            elif other not in LAYER_OF and not other.startswith("__"):
+                yield f"{where}: the package's interface is for users, import the module"
         elif line in free:
             continue
-        elif floor <= WATERLINE and top in ABOVE_WATER:
-            yield f"{where}: below the waterline"
-        elif floor == 0 and top not in sys.stdlib_module_names:
-            yield f"{where}: the ground stands on the standard library alone"
+        elif layer <= TORCH_FREE and top in TENSOR_LIBRARIES:
+            yield f"{where}: layers 0 to {TORCH_FREE} do not import it"
+        elif layer == 0 and top not in sys.stdlib_module_names:
+            yield f"{where}: layer 0 depends on the standard library alone"
 
 
 def test_imports_go_down_only() -> None:
@@ -100,12 +107,56 @@ def test_imports_go_down_only() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_every_room_says_what_it_knows() -> None:
-    rooms = [path for path in sorted(PACKAGE.iterdir()) if path.is_dir() and any(path.glob("*.py"))]
-    for room in rooms:
-        assert (room / "__init__.py").is_file(), f"{room.name} has no __init__.py"
+def test_no_modules_import_each_other() -> None:
+    names = {"moelight." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in modules()}
+    graph = {}
+    for name, path in names.items():
+        free = typing_only(path)
+        wanted = {imported for line, imported in imports(path) if line not in free}
+        graph[name] = {each for each in names if each in wanted or each in {w.rpartition(".")[0] for w in wanted}}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_every_package_and_module_has_a_docstring() -> None:
+    packages = [path for path in sorted(PACKAGE.iterdir()) if path.is_dir() and any(path.glob("*.py"))]
+    for package in packages:
+        assert (package / "__init__.py").is_file(), f"{package.name} has no __init__.py"
     for path in modules():
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path}: no docstring"
+        assert ast.get_docstring(parsed(path)), f"{path}: no docstring"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    defined = defaultdict(list)
+    for path in modules():
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef):
+                defined[node.name.lstrip("_")].append(path.relative_to(PACKAGE).as_posix())
+    assert not {name: places for name, places in defined.items() if len(places) > 1}
+
+
+def test_a_public_function_name_means_one_thing() -> None:
+    """Only a kernel and its implementations on other devices share a name."""
+    defined = defaultdict(list)
+    for path in modules():
+        for node in parsed(path).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                defined[node.name].append(path.relative_to(PACKAGE).as_posix())
+    shared = {name: places for name, places in defined.items() if len(places) > 1}
+    assert not {name: places for name, places in shared.items() if any(not p.startswith("kernels/") for p in places)}
+
+
+def test_no_function_is_longer_than_a_page() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {node.name}": lines
+        for path in modules()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
+    }
+    assert not found
 
 
 @pytest.mark.parametrize(
