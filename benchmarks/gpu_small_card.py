@@ -47,7 +47,7 @@ from moelight.engine.planning import PlanConstraints, plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.memory.locking import page_locked
-from moelight.observe.trace import About, write_trace
+from moelight.observe.trace import TraceHeader, write_trace
 from moelight.optimizer.plan import Plan, policy_as_dict
 from moelight.runtime.allocator import limit_device_memory
 from moelight.runtime.machine import Machine, find_machine
@@ -236,7 +236,7 @@ class Card:
         """The steady passes as a trace, if results are kept."""
         if self.args.results is not None:
             self.args.results.mkdir(parents=True, exist_ok=True)
-            about = About(
+            about = TraceHeader(
                 version=__version__,
                 source="measured",
                 policy=policy_as_dict(plan.policy),

@@ -19,10 +19,10 @@ from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes
 from moelight.hrm.pass_cost import PlacementCounts
-from moelight.hrm.schedule_time import ORDERS
+from moelight.hrm.schedule_time import SCHEDULE_TERMS
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.problem import Problem
-from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 
 
@@ -151,8 +151,8 @@ def every_setting(problem: Problem) -> Iterator[tuple[CostModel, str]]:
                 attention_device=attention,
                 ffn_device=ffn,
             )
-            for order in ORDERS:
-                if misfit(order, discrete=cost_model.discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None:
+            for order in SCHEDULE_TERMS:
+                if misfit(order, discrete=cost_model.discrete, attention=attention, experts=EXPERT_PLACES[ffn]) is None:
                     yield cost_model, order
 
 

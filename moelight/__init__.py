@@ -33,7 +33,7 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES = {
+_MODULES = {
     "Completion": "moelight.core.request",
     "Engine": "moelight.engine.engine",
     "Plan": "moelight.optimizer.plan",
@@ -49,10 +49,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'moelight' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULES])

@@ -72,18 +72,18 @@ class Forced:
             for index, (ids, first) in enumerate(zip(sequences, prompt_lens, strict=True))
         )
 
-        def choose(pieces: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
+        def choose(chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
             tokens = []
-            for piece, row in zip(pieces, logits, strict=True):
-                index = piece.generation.request.index
+            for chunk, row in zip(chunks, logits, strict=True):
+                index = chunk.sequence.request.index
                 kept[index].append(row.clone())
-                place = prompt_lens[index] + piece.earlier
+                place = prompt_lens[index] + chunk.earlier
                 tokens.append(sequences[index][place] if place < len(sequences[index]) else 0)
             return torch.tensor(tokens)
 
         while batcher.busy:
             packed = self._passes.pack(batcher.next_pass())
-            batcher.launched(packed.loads)
+            batcher.launched(packed.plans)
             self._passes.land(self._passes.launch(packed, choose, follows=batcher.busy))
         return [torch.stack(rows) for rows in kept]
 

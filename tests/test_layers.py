@@ -1,4 +1,4 @@
-"""The layers of the package: imports go down only and never in a circle, names mean one thing, modules earn their file."""
+"""The structure of the package: imports go down only and never in a circle, and a name means one thing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moelight.batch.csv_records import CsvRecords, Record
-from moelight.batch.fields import FieldError, RowContext, Samplings, Skip, refused
+from moelight.batch.fields import FieldError, RowContext, SamplingCache, Skip, refused
 from moelight.batch.rows import BadRow, Row
 from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
 from moelight.batch.source import InputSource
@@ -77,7 +77,7 @@ class CsvReader:
     def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
         self._delimiter = "\t" if source.name.lower().endswith(_TAB_BY_SUFFIX) else ","
-        self._samplings = Samplings(reading.defaults)
+        self._samplings = SamplingCache(reading.defaults)
         header = next(iter(CsvRecords(source, self._delimiter)), None)
         if header is None:
             raise InputError(f"{source.name}: no prompts", code="prompts_file")
@@ -117,7 +117,7 @@ class ParquetReader:
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="parquet", token_ids=reading.token_ids, numbered=reading.numbered)
-        self._samplings = Samplings(reading.defaults)
+        self._samplings = SamplingCache(reading.defaults)
         if source.packed:
             raise InputError(f"{source.name}: a gzipped Parquet file; unpack it", code="prompts_file")
         with source.raw() as file:

@@ -40,7 +40,7 @@ class CrashGuard:
         self._counts = {} if forget else _read(path)
         self.struck = frozenset(number for number, count in self._counts.items() if count >= MOST_DEATHS)
         self._page: mmap.mmap | None = None
-        self._place: memoryview | None = None
+        self._slot: memoryview | None = None
         self._tried = False
         self._number = -1
 
@@ -58,22 +58,22 @@ class CrashGuard:
     def __enter__(self) -> None:
         if not self._tried:
             self._map()
-        if self._place is not None:
-            self._place[0] = self._number + 1
+        if self._slot is not None:
+            self._slot[0] = self._number + 1
         faults.reach_row(self._number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._place is not None:
-            self._place[0] = 0
+        if self._slot is not None:
+            self._slot[0] = 0
 
     def close(self, *, done: bool) -> None:
         """Close the file. Remove it if the job is ``done`` or no row has died."""
-        if self._place is not None and self._page is not None:
-            self._place.release()
+        if self._slot is not None and self._page is not None:
+            self._slot.release()
             self._page.close()
-        self._page = self._place = None
+        self._page = self._slot = None
         if done or not self._counts:
             self._path.unlink(missing_ok=True)
 
@@ -83,7 +83,7 @@ class CrashGuard:
             write_whole(self._path, "\0" * _HEAD_BYTES + json.dumps(self._counts))
             with open(open_private(self._path, create=False), "rb+") as file:
                 self._page = mmap.mmap(file.fileno(), _HEAD_BYTES)
-            self._place = memoryview(self._page).cast("q")
+            self._slot = memoryview(self._page).cast("q")
 
 
 def struck_row_error() -> InputError:

@@ -45,20 +45,20 @@ class CsvRecords:
             except StopIteration:
                 return
             except csv.Error as error:
-                found = self._mended(str(error))
+                found = self._recovered(str(error))
                 if found.error or _filled(found.values):
                     yield found
                 continue
             if _filled(values):
                 yield Record(lines.first, values)
 
-    def _mended(self, why: str) -> Record:
+    def _recovered(self, why: str) -> Record:
         """Parse the first line of an unreadable record alone: text behind a closing quote then belongs to the value,
         but no quote may stay open."""
         lines = self._lines
         first, text = lines.first, lines.first_text
         if lines.taken > 1:
-            lines.give_back()
+            lines.unread()
         if text is None:
             return Record(first, [], why)
         alone = _Alone(text)
@@ -127,7 +127,7 @@ class _Lines:
         """Text of the record's first line; None if the line is too long to be held."""
         return self._record[0][1]
 
-    def give_back(self) -> None:
+    def unread(self) -> None:
         """Return the lines behind the record's first to the input."""
         self._lost_before = self._record[-1][0]
         self._again.extendleft(reversed(self._record[1:]))

@@ -49,7 +49,7 @@ class _InjectedFault:
         raise OSError(number, os.strerror(number))
 
 
-def _asked() -> _InjectedFault | None:
+def _from_environment() -> _InjectedFault | None:
     told = os.environ.get("MOELIGHT_FAULT")
     if told is None:
         return None
@@ -57,7 +57,7 @@ def _asked() -> _InjectedFault | None:
     return _InjectedFault(point=point, count=int(count), action=action)
 
 
-_FAULT = _asked()
+_FAULT = _from_environment()
 
 
 def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:

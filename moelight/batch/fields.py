@@ -75,7 +75,7 @@ def unknown_field(name: str, known: Iterable[str]) -> FieldError:
     return FieldError(f"unknown field {name!r}{near}", param=name, code="unknown_field")
 
 
-class Samplings:
+class SamplingCache:
     """Creates SamplingParams over one base; rows with equal fields share one object."""
 
     def __init__(self, base: SamplingParams) -> None:

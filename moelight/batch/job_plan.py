@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moelight.batch.options import JobOptions
 from moelight.batch.trace_header import trace_header
 from moelight.core.policy import Policy
-from moelight.observe.trace import About
+from moelight.observe.trace import TraceHeader
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.workload import Workload
@@ -101,7 +101,7 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
     return PlannedJob(source=source, policy=plan.policy, plan=plan, workload=workload)
 
 
-def predicted(engine: Engine, hw: str, workload: Workload) -> About:
+def predicted(engine: Engine, hw: str, workload: Workload) -> TraceHeader:
     """Return the cost model's prediction for the engine's policy, on the machine that was planned for."""
     from moelight.engine.planning import hardware_for
 

@@ -130,7 +130,7 @@ class Journal:
     def note_scan(self, scan: Mapping[str, Any]) -> None:
         """Store the result of scanning the input."""
         self._ready()
-        self._settle()
+        self._wait_commit()
         self.scan = dict(scan)
         self._record({"kind": "scan", "scan": self.scan})
 
@@ -168,9 +168,9 @@ class Journal:
     def commit(self) -> None:
         """Make every row that was put durable; returns when all are on the disk."""
         self._ready()
-        self._settle()
+        self._wait_commit()
         self._begin()
-        self._settle()
+        self._wait_commit()
 
     def finish(self, total: int) -> None:
         """Complete the files; all rows from 0 to ``total`` - 1 were put.
@@ -284,9 +284,9 @@ class Journal:
         if self.state == "complete" or self._opened.fd < 0:
             raise MoelightError("this output is complete or closed, nothing can be added to it")
         if self._pending is not None and self._pending.done():
-            self._settle()
+            self._wait_commit()
 
-    def _settle(self) -> None:
+    def _wait_commit(self) -> None:
         """Wait for the running commit."""
         if self._pending is None:
             return

@@ -15,7 +15,7 @@ import msgspec
 from moelight.batch.fields import (
     FieldError,
     RowContext,
-    Samplings,
+    SamplingCache,
     Skip,
     line_rows,
     read_custom_id,
@@ -148,7 +148,7 @@ class OpenAIReader:
         self.format = OpenAIFormat(vocabulary=reading.vocabulary)
         self._models = reading.models
         self._vocabulary = reading.vocabulary
-        self._samplings = Samplings(reading.defaults)
+        self._samplings = SamplingCache(reading.defaults)
 
     def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         return line_rows(source, skip, self.read)

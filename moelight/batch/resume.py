@@ -56,7 +56,7 @@ def open_job(
         fd = open_locked(places.journal, shown=outputs.rows)
         try:
             past = None if restart else read_past(fd, shown=places.journal)
-            if past is None or (past.empty and _began_otherwise(past, places, outputs)):
+            if past is None or (past.empty and _layout_differs(past, places, outputs)):
                 return _begin(fd, places, outputs, facts, restart=restart or past is not None)
             return _go_on(fd, past, places, outputs, facts, tuple(informative), allow_changed=allow_changed)
         except BaseException:
@@ -146,7 +146,7 @@ def _refuse_changed(
         )
 
 
-def _began_otherwise(past: RecoveredJob, places: JobPaths, outputs: Outputs) -> bool:
+def _layout_differs(past: RecoveredJob, places: JobPaths, outputs: Outputs) -> bool:
     """True if the layout differs but ``atomic`` does not: a new start then overwrites only this job's files. If
     ``atomic`` differs, an earlier job's files may still exist."""
     now = _layout(outputs, places)

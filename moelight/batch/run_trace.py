@@ -12,7 +12,7 @@ from pathlib import Path
 from moelight.batch.output import whole_file
 from moelight.core.errors import InputError
 from moelight.core.timeline import Timeline
-from moelight.observe.trace import About, TraceWriter
+from moelight.observe.trace import TraceHeader, TraceWriter
 
 
 class RunTrace:
@@ -21,7 +21,7 @@ class RunTrace:
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._writer = TraceWriter(write)
         self._fault: InputError | OSError | None = None
-        self.about: About | None = None
+        self.about: TraceHeader | None = None
 
     def add(self, timeline: Timeline) -> None:
         """Write a pass; does nothing after a failed write."""

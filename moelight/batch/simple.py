@@ -12,7 +12,7 @@ from typing import Any
 from moelight.batch.fields import (
     FieldError,
     RowContext,
-    Samplings,
+    SamplingCache,
     Skip,
     line_rows,
     read_custom_id,
@@ -85,7 +85,7 @@ class SimpleReader:
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = SimpleFormat(token_ids=reading.token_ids, numbered=reading.numbered)
-        self._samplings = Samplings(reading.defaults)
+        self._samplings = SamplingCache(reading.defaults)
 
     def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
         return line_rows(source, skip, self.read)
@@ -121,7 +121,7 @@ class TextReader:
         return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=self._sampling)
 
 
-def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Samplings) -> Row | BadRow:
+def read_values(values: Mapping[str, Any], number: int, line: int, samplings: SamplingCache) -> Row | BadRow:
     """Return the row of the fields ``values``."""
     custom_id: str | None = None
     kind = ""

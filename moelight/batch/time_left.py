@@ -18,7 +18,7 @@ _PASSES, _PROMPT, _GENERATED = range(3)
 _PROMPT_COST = 0.1  # of a generated token's cost, without a plan; many prompt tokens share one transfer of each weight
 _PASS_SHARE = 0.5  # of a generated token's cost: the fixed cost of a pass, until measured
 _PLAN_WEIGHT = 0.001  # the plan weighs as much as measurements of this share of the job
-_HELD = 0.05  # ridge weight: how strongly the three costs keep the prior's proportions
+_RIDGE = 0.05  # ridge weight: how strongly the three costs keep the prior's proportions
 _REMEMBERED = 0.3  # of the job's work: older passes decay, so that a change of policy takes effect
 _SMOOTHED_S = 5.0
 _EVERY_S = 1.0
@@ -38,7 +38,7 @@ class TimeLeft(Progress):
         self._at = JobCounts()
         self._most_running = 1
         self._end_s: float | None = None
-        self._foretold_s = 0.0
+        self._predicted_at_s = 0.0
 
     def started(self, start: JobStart) -> None:
         """Use the plan's prediction until the run has been measured."""
@@ -61,9 +61,9 @@ class TimeLeft(Progress):
         seconds = counts.running_s - before.running_s
         if seconds > 0:
             self._learn(_work(before, counts), seconds)
-        since_s = counts.elapsed_s - self._foretold_s
+        since_s = counts.elapsed_s - self._predicted_at_s
         if self._end_s is None or since_s >= _EVERY_S:
-            self._foretell(counts, since_s)
+            self._predict(counts, since_s)
 
     def _learn(self, work: Sequence[float], seconds: float) -> None:
         """Add a stretch of the run, weighted by its work; a weight by seconds would count slow stretches too little."""
@@ -76,7 +76,7 @@ class TimeLeft(Progress):
             for column in range(3):
                 self._normal[row][column] = self._normal[row][column] * kept + work[row] * work[column] / weight
 
-    def _foretell(self, counts: JobCounts, since_s: float) -> None:
+    def _predict(self, counts: JobCounts, since_s: float) -> None:
         if counts.running_s < _LEAST_S or not (counts.generation_tokens or counts.prompt_tokens):
             return
         costs = self._costs()
@@ -87,7 +87,7 @@ class TimeLeft(Progress):
         if self._end_s is not None:
             kept = math.exp(-since_s / min(_SMOOTHED_S, counts.running_s / 10))
             end_s = kept * self._end_s + (1 - kept) * end_s
-        self._end_s, self._foretold_s = end_s, counts.elapsed_s
+        self._end_s, self._predicted_at_s = end_s, counts.elapsed_s
         self.remaining_s = max(0.0, end_s - counts.elapsed_s)
 
     def _prior(self) -> tuple[float, float, float]:
@@ -132,7 +132,7 @@ class TimeLeft(Progress):
         if self._planned_s:
             weight = _PLAN_WEIGHT * self._planned_s
             scale = (seen + weight) / (squares + weight)
-        held = _HELD * squares + 1e-12
+        held = _RIDGE * squares + 1e-12
         for i in range(3):
             matrix[i][i] += held
             right[i] += held * scale

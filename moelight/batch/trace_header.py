@@ -6,15 +6,15 @@ from __future__ import annotations
 from moelight import __version__
 from moelight.core.schedule import Lane
 from moelight.observe.number_format import rate_or_count
-from moelight.observe.trace import About, LaneForecast
+from moelight.observe.trace import LaneForecast, TraceHeader
 from moelight.optimizer.plan import policy_as_dict
 from moelight.optimizer.simulation import SimulationSetup
 
 
-def trace_header(stage: SimulationSetup, schedule: str, *, source: str) -> About:
+def trace_header(stage: SimulationSetup, schedule: str, *, source: str) -> TraceHeader:
     """Return the header of a trace whose passes are ``measured`` or ``simulated`` with ``schedule``."""
     estimate, work, crossed = stage.estimate_of(schedule), stage.workload, stage.lane_bytes(schedule)
-    return About(
+    return TraceHeader(
         version=__version__,
         source=source,
         policy={**policy_as_dict(stage.policy), "schedule": schedule},

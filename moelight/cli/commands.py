@@ -14,54 +14,54 @@ import typer.main
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandEntry:
-    """Location of a command: ``attribute`` of ``moelight.cli.<module>``; ``says`` is the first sentence of its help."""
+    """A command: ``attribute`` of ``moelight.cli.<module>``; ``summary`` is the first sentence of its help."""
 
     module: str
     attribute: str
-    says: str
+    summary: str
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 COMMANDS = {
-    "generate": CommandEntry(module="generate", attribute="generate", says="Answer every row of PROMPTS."),
+    "generate": CommandEntry(module="generate", attribute="generate", summary="Answer every row of PROMPTS."),
     "serve-batch": CommandEntry(
         module="serve_batch",
         attribute="serve_batch",
-        says="Serve OpenAI's Files and Batches on this machine, or watch a folder.",
+        summary="Serve OpenAI's Files and Batches on this machine, or watch a folder.",
     ),
     "optimize": CommandEntry(
         module="optimize",
         attribute="optimize_command",
-        says="Find the fastest policy that fits the memory, and say why.",
+        summary="Find the fastest policy that fits the memory, and say why.",
     ),
     "simulate": CommandEntry(
-        module="simulate", attribute="simulate_command", says="Run a policy's passes on a virtual clock."
+        module="simulate", attribute="simulate_command", summary="Run a policy's passes on a virtual clock."
     ),
     "roofline": CommandEntry(
-        module="roofline", attribute="roofline", says="Show roofs, turning points, and what binds a policy."
+        module="roofline", attribute="roofline", summary="Show roofs, turning points, and what binds a policy."
     ),
     "report": CommandEntry(
         module="report",
         attribute="report",
-        says="Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.",
+        summary="Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.",
     ),
     "inspect": CommandEntry(
-        module="inspect", attribute="inspect", says="Count a model's parameters and bytes, from its config alone."
+        module="inspect", attribute="inspect", summary="Count a model's parameters and bytes, from its config alone."
     ),
     "profile": CommandEntry(
         module="profile",
         attribute="profile",
-        says="Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
+        summary="Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
     ),
     "doctor": CommandEntry(
         module="doctor",
         attribute="doctor",
-        says="Say what torch, the processors, the memory and the kernels are on this machine.",
+        summary="Say what torch, the processors, the memory and the kernels are on this machine.",
     ),
     "lm-eval": CommandEntry(
         module="lm_eval",
         attribute="lm_eval",
-        says="Evaluate a model with lm-evaluation-harness, whose own options follow.",
+        summary="Evaluate a model with lm-evaluation-harness, whose own options follow.",
         # Unknown options, and everything after the first word, belong to the harness.
         settings={
             "context_settings": {
@@ -72,7 +72,7 @@ COMMANDS = {
         },
     ),
     "policy": CommandEntry(
-        module="policy", attribute="policy", says="Check, format and explain policies of which experts stay."
+        module="policy", attribute="policy", summary="Check, format and explain policies of which experts stay."
     ),
 }
 
@@ -125,4 +125,4 @@ class Commands(typer.core.TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 (typer's signature)
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.says) for name, entry in COMMANDS.items()])
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])

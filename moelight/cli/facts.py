@@ -21,10 +21,10 @@ from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.serving import serving
 from moelight.runtime import measure
-from moelight.runtime.topology import Plug, plug_of
+from moelight.runtime.topology import PciSlot, pci_slot_of
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
-MENDING = (
+INSTALL_HINT = (
     "install a C++20 compiler (g++ 11 or clang 14 will do), "
     "then install moelight again: pip install --force-reinstall --no-deps ."
 )
@@ -33,7 +33,7 @@ MENDING = (
 def facts(model: Path | None = None) -> dict[str, Any]:
     """Return all facts of ``moelight doctor``, ready for JSON. Sizes in bytes. ``model``: a directory of weights."""
     torch = _torch()
-    plugs = [Plug(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
+    plugs = [PciSlot(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
     return {
         "moelight": __version__,
         "python": platform.python_version(),
@@ -72,7 +72,7 @@ def print_facts(found: dict[str, Any]) -> None:
     console.print(kernels)
     if not found["extension"]["available"]:
         console.print(f"The native kernels are missing ({found['extension']['reason']}). Everything runs on torch's.")
-        console.print(f"To have them: {MENDING}", soft_wrap=True)
+        console.print(f"To have them: {INSTALL_HINT}", soft_wrap=True)
 
 
 def _about(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -140,7 +140,9 @@ def _torch() -> dict[str, Any]:
                     "id": f"{accelerator.type}:{index}",
                     "name": properties.name,
                     "total_bytes": properties.total_memory,
-                    "plug": None if (plug := plug_of(torch.device(accelerator.type, index))) is None else asdict(plug),
+                    "plug": None
+                    if (plug := pci_slot_of(torch.device(accelerator.type, index))) is None
+                    else asdict(plug),
                 }
             )
     return found

@@ -50,7 +50,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     """Run the job, show its progress and return the exit code of the program."""
     table = TableOfRows() if as_table else None
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
-    with watching(quiet=rows_on_screen) as (eta, view):
+    with progress_view(quiet=rows_on_screen) as (eta, view):
         watchers = [each for each in (view, table) if each is not None]
         try:
             result = job.run_job(options, progress=ProgressGroup(watchers), eta=eta)
@@ -76,7 +76,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
 
 def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
     """Read and plan the job, print the forecast and return the exit code of the program."""
-    with watching(quiet=as_json) as (_, view):
+    with progress_view(quiet=as_json) as (_, view):
         forecast = job.forecast_job(options, progress=view)
     if as_json:
         print(json.dumps(forecast.as_dict()))
@@ -109,7 +109,7 @@ def _command() -> str:
 
 
 @contextlib.contextmanager
-def watching(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines | None]]:
+def progress_view(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines | None]]:
     """Yield the estimate of the time left and the view that shows it on stderr.
 
     The view is a `Bar` on a terminal, `LogLines` elsewhere, and None if ``quiet``. Both must receive the job's events,
@@ -160,7 +160,7 @@ class _View(Progress, ABC):
         self._eta = eta
         self._counts = JobCounts()
         self._binding: Binding | None = None
-        self._told_plan = ""
+        self._start_plan = ""
         self._read = ""
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
@@ -170,7 +170,7 @@ class _View(Progress, ABC):
 
     def started(self, start: JobStart) -> None:
         """Print the start line."""
-        self._told_plan = start.plan
+        self._start_plan = start.plan
         self._counts = JobCounts(
             total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
         )
@@ -178,7 +178,7 @@ class _View(Progress, ABC):
 
     def planned(self, why: str) -> None:
         """Print the plan, unless the start line contained it."""
-        if why != self._told_plan:
+        if why != self._start_plan:
             self.say(why)
 
     def adapted(self, why: str) -> None:

@@ -17,13 +17,13 @@ from moelight.kernels import native
 from moelight.runtime import measure
 from moelight.runtime.cores import LINK_BYTES_PER_S, Demands, share_cores
 from moelight.runtime.numa import place_memory, why_not_placed
-from moelight.runtime.topology import SYS, Plug, Topology, read_topology
+from moelight.runtime.topology import SYS, PciSlot, Topology, read_topology
 
 _PROBE_BYTES = 1 << 20
 _FREE = 0.9  # share of the free memory that a plan uses by default
 
 
-def machine_facts(torch_threads: int | None, plugs: list[Plug], model: Path | None) -> dict[str, Any]:
+def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path | None) -> dict[str, Any]:
     """Return cores, threads, NUMA, huge pages, direct reads and pinned memory, ready for JSON.
 
     Args:

@@ -43,12 +43,12 @@ class PassAdaptation:
         self._answers: OutputProcessor | None = None
         self._before = Admitted()
 
-    def begin(self, answers: OutputProcessor, busy_s: Mapping[Lane, float]) -> None:
-        """Start a run whose sequences ``answers`` processes; the lanes have been busy for ``busy_s`` so far."""
-        self._answers, self._before, self._busy_s = answers, replace(self._batcher.admitted), dict(busy_s)
+    def begin(self, output_processor: OutputProcessor, busy_s: Mapping[Lane, float]) -> None:
+        """Start a run of the sequences of ``output_processor``; the lanes have been busy for ``busy_s`` so far."""
+        self._answers, self._before, self._busy_s = output_processor, replace(self._batcher.admitted), dict(busy_s)
 
-    def after(self, loads: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[Lane, float]) -> None:
-        """Record that a pass of ``loads`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
+    def after(self, plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[Lane, float]) -> None:
+        """Record that a pass of ``plans`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
         before, self._busy_s = self._busy_s, dict(busy_s)
         self._passed += 1
         self._all_s += seconds
@@ -57,7 +57,7 @@ class PassAdaptation:
             return
         began_s = time.perf_counter()
         lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
-        self._adapter.observe(passed(loads, seconds, lanes))
+        self._adapter.observe(passed(plans, seconds, lanes))
         if running := len(self._batcher.running):  # zero if a whole batch finishes at once
             self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / running
         watched_s = time.perf_counter()
@@ -75,11 +75,11 @@ class PassAdaptation:
     def _lengths(self) -> tuple[float, float]:
         """Average tokens of a prompt and of an answer over the sequences admitted in this run. The maximum answer
         length is scaled by the ratio seen in finished sequences."""
-        now, before, answers = self._batcher.admitted, self._before, self._answers
+        now, before, output_processor = self._batcher.admitted, self._before, self._answers
         count = max(1, now.sequences - before.sequences)
         answer = (now.answer_tokens - before.answer_tokens) / count
-        if answers is not None and answers.ended_tokens:
-            answer *= answers.ended_tokens / answers.ended_most
+        if output_processor is not None and output_processor.ended_tokens:
+            answer *= output_processor.ended_tokens / output_processor.ended_most
         return (now.prompt_tokens - before.prompt_tokens) / count, answer
 
     def _look(self, prompt_len: float, gen_len: float) -> None:
@@ -119,16 +119,16 @@ def adapting_for(
     return PassAdaptation(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
 
 
-def passed(loads: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:
-    """The pass of ``loads`` in the adapter's form."""
+def passed(plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:
+    """The pass of ``plans`` in the adapter's form."""
     starts, prompts, prompt_tokens = [], 0, 0
-    for load in loads:
-        for piece in load.pieces:
-            if piece.decodes:
-                starts.append(piece.start)
+    for load in plans:
+        for chunk in load.chunks:
+            if chunk.decodes:
+                starts.append(chunk.start)
             else:
                 prompts += 1
-                prompt_tokens += piece.count
+                prompt_tokens += chunk.count
     return Passed(
         decode_tokens=len(starts),
         context=sum(starts) / len(starts) if starts else 0.0,

@@ -20,7 +20,7 @@ from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.memory.kv import BlockPool
 
 # Share of a prompt; applies where the rest of the prompt attends on a slower processor than the whole would.
-LEAST_SHARE = 0.5
+MIN_PREFIX_SHARE = 0.5
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -68,24 +68,24 @@ class SequenceChunk:
     """The tokens of one sequence in one micro-batch: ``count`` tokens from position ``start``. Valid while the sequence
     is running."""
 
-    generation: RunningSequence
+    sequence: RunningSequence
     start: int
     count: int
 
     @property
     def decodes(self) -> bool:
         """True if the chunk is a generated token."""
-        return self.start >= len(self.generation.request.token_ids)
+        return self.start >= len(self.sequence.request.token_ids)
 
     @property
     def completes(self) -> bool:
         """True if every token is in the cache after this chunk, so that the next token can be chosen."""
-        return self.start + self.count >= self.generation.prompt_tokens
+        return self.start + self.count >= self.sequence.prompt_tokens
 
     @property
     def scored(self) -> range:
         """Prompt positions to score whose preceding token is in this chunk."""
-        request = self.generation.request
+        request = self.sequence.request
         if request.sampling.prompt_logprobs is None:
             return range(0)
         first, last = max(request.scored_from, self.start + 1), min(self.start + self.count, len(request.token_ids) - 1)
@@ -94,25 +94,25 @@ class SequenceChunk:
     @property
     def earlier(self) -> int:
         """Number of tokens chosen before the one that follows a completing chunk."""
-        return self.start + self.count - len(self.generation.request.token_ids)
+        return self.start + self.count - len(self.sequence.request.token_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
         """Prompt tokens of the chunk; empty for a decoding chunk, whose token is in the token pool."""
-        return self.generation.request.token_ids[self.start : self.start + self.count]
+        return self.sequence.request.token_ids[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPlan:
     """The chunks of one micro-batch, generated tokens first. ``prefill_only``: no chunk reads the cache."""
 
-    pieces: tuple[SequenceChunk, ...]
+    chunks: tuple[SequenceChunk, ...]
     prefill_only: bool
 
     @property
     def tokens(self) -> int:
         """Rows of the micro-batch."""
-        return sum(piece.count for piece in self.pieces)
+        return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,15 +158,15 @@ class Batcher:
         self.admitted = Admitted()
         self._running: dict[RunningSequence, None] = {}
         # With attention on the CPU beside a GPU, a prompt's first chunk attends on the GPU, later ones on the CPU.
-        least = LEAST_SHARE if discrete and policy.attention_device == "cpu" else 0.0
+        least = MIN_PREFIX_SHARE if discrete and policy.attention_device == "cpu" else 0.0
         self._prefix_cache = PrefixCache(
             pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least
         )
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
-    def add(self, generations: Iterable[RunningSequence]) -> None:
+    def add(self, sequences: Iterable[RunningSequence]) -> None:
         """Append sequences to the queue; they are admitted in order and read only when there is capacity."""
-        self._source = chain(self._source, generations)
+        self._source = chain(self._source, sequences)
 
     @property
     def busy(self) -> bool:
@@ -214,19 +214,19 @@ class Batcher:
         prompts: list[SequenceChunk] = []
         if static:
             self._admit_batch()
-        prefills = static and any(not generation.chosen for generation in self._running)
+        prefills = static and any(not sequence.chosen for sequence in self._running)
         going = [
-            generation
-            for generation in self._running
-            if not ((prefills and generation.chosen) or self._prefix_cache.waiting(generation))
+            sequence
+            for sequence in self._running
+            if not ((prefills and sequence.chosen) or self._prefix_cache.waiting(sequence))
         ]
         # Decoding sequences first: an earlier one that waited for another's prompt may have many tokens to compute.
-        decoding = [_piece(generation, generation.waiting_tokens) for generation in going if generation.chosen]
+        decoding = [_piece(sequence, sequence.waiting_tokens) for sequence in going if sequence.chosen]
         room -= len(decoding)
-        for generation in going:
-            if not generation.chosen:
-                count = min(generation.waiting_tokens, room)
-                prompts.append(_piece(generation, count))
+        for sequence in going:
+            if not sequence.chosen:
+                count = min(sequence.waiting_tokens, room)
+                prompts.append(_piece(sequence, count))
                 room -= count
         while not static and room > 0 and (admitted := self._admit()) is not None:
             if self._prefix_cache.waiting(admitted):
@@ -234,34 +234,34 @@ class Batcher:
             count = min(admitted.waiting_tokens, room)
             prompts.append(_piece(admitted, count))
             room -= count
-        whole, rest = self._cut([piece for piece in prompts if piece.count])
-        loads = [self._load([piece]) for piece in whole]
+        whole, rest = self._cut([chunk for chunk in prompts if chunk.count])
+        plans = [self._load([chunk]) for chunk in whole]
         if not self._discrete:
-            return loads + self._pack(decoding + rest)
-        prefill_only = [piece for piece in rest if piece.start == 0]
-        cached = decoding + [piece for piece in rest if piece.start]
-        return loads + self._pack(prefill_only) + self._pack(cached, in_buffer=True)
+            return plans + self._pack(decoding + rest)
+        prefill_only = [chunk for chunk in rest if chunk.start == 0]
+        cached = decoding + [chunk for chunk in rest if chunk.start]
+        return plans + self._pack(prefill_only) + self._pack(cached, in_buffer=True)
 
-    def launched(self, loads: Sequence[MicroBatchPlan]) -> None:
-        """Record that ``loads`` were launched. Blocks and token slots of sequences that finish with them are free for
+    def launched(self, plans: Sequence[MicroBatchPlan]) -> None:
+        """Record that ``plans`` were launched. Blocks and token slots of sequences that finish with them are free for
         the next pass: lanes run in order, so nothing is overwritten before it is read."""
-        for load in loads:
-            for piece in load.pieces:
-                generation = piece.generation
-                generation.computed += piece.count
-                if not piece.decodes:
-                    self._prefix_cache.computed(generation, before=piece.start)
-                if piece.completes:
-                    generation.chosen += generation.max_tokens > 0
-                    if generation.chosen == generation.max_tokens:
-                        self.retire(generation)
+        for plan in plans:
+            for chunk in plan.chunks:
+                sequence = chunk.sequence
+                sequence.computed += chunk.count
+                if not chunk.decodes:
+                    self._prefix_cache.computed(sequence, before=chunk.start)
+                if chunk.completes:
+                    sequence.chosen += sequence.max_tokens > 0
+                    if sequence.chosen == sequence.max_tokens:
+                        self.retire(sequence)
 
-    def retire(self, generation: RunningSequence) -> None:
+    def retire(self, sequence: RunningSequence) -> None:
         """Free the blocks and the token slot of a sequence; no effect if they are free already."""
-        if generation in self._running:
-            del self._running[generation]
-            self._pool.release(generation.blocks)
-            self._places.append(generation.place)
+        if sequence in self._running:
+            del self._running[sequence]
+            self._pool.release(sequence.blocks)
+            self._places.append(sequence.place)
 
     def clear(self, *, failed: bool = False) -> None:
         """Drop all unfinished sequences and the source. ``failed``: launched passes may not have been computed, so the
@@ -270,8 +270,8 @@ class Batcher:
         self._prefix_cache.clear()
         if failed:
             self._pool.forget_all()
-        for generation in list(self._running):
-            self.retire(generation)
+        for sequence in list(self._running):
+            self.retire(sequence)
 
     def _admit_batch(self) -> None:
         """Admit the next N sequences, or as many as the cache holds, once the previous batch has finished."""
@@ -306,23 +306,23 @@ class Batcher:
         """Split chunks larger than a micro-batch: returns the full-size chunks, in order, and the remainders, which
         follow them."""
         whole, rest, most = [], [], self.policy.micro_batch_tokens
-        for piece in prompts:
-            start, left = piece.start, piece.count
+        for chunk in prompts:
+            start, left = chunk.start, chunk.count
             while left > most:
-                whole.append(SequenceChunk(generation=piece.generation, start=start, count=most))
+                whole.append(SequenceChunk(sequence=chunk.sequence, start=start, count=most))
                 start, left = start + most, left - most
-            rest.append(SequenceChunk(generation=piece.generation, start=start, count=left))
+            rest.append(SequenceChunk(sequence=chunk.sequence, start=start, count=left))
         return whole, rest
 
-    def _pack(self, pieces: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
+    def _pack(self, chunks: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
         """Partition chunks into micro-batches. ``in_buffer``: with attention on the device, the contexts of a
         micro-batch must fit its buffer."""
         parts = partition(
-            pieces,
+            chunks,
             max_items=self.policy.micro_batch_size,
             max_tokens=self.policy.micro_batch_tokens,
             max_seen=self._buffer_tokens if in_buffer else None,
-            seen=lambda piece: self._buffered(piece.start, piece.count),
+            seen=lambda chunk: self._buffered(chunk.start, chunk.count),
         )
         return [self._load(part) for part in parts]
 
@@ -330,10 +330,10 @@ class Batcher:
         """Buffer slots for ``count`` tokens after ``start`` earlier ones."""
         return count + (start if self._window is None else min(start, self._window - 1))
 
-    def _load(self, pieces: list[SequenceChunk]) -> MicroBatchPlan:
-        prefill_only = self._discrete and all(piece.start == 0 for piece in pieces)
+    def _load(self, chunks: list[SequenceChunk]) -> MicroBatchPlan:
+        prefill_only = self._discrete and all(chunk.start == 0 for chunk in chunks)
         return MicroBatchPlan(
-            pieces=tuple(sorted(pieces, key=lambda piece: not piece.decodes)), prefill_only=prefill_only
+            chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.decodes)), prefill_only=prefill_only
         )
 
 
@@ -344,12 +344,12 @@ def places(policy: Policy, blocks: int) -> int:
 
 
 def partition(
-    pieces: Sequence[SequenceChunk],
+    chunks: Sequence[SequenceChunk],
     *,
     max_items: int,
     max_tokens: int,
     max_seen: int | None = None,
-    seen: Callable[[SequenceChunk], int] = lambda piece: piece.start + piece.count,
+    seen: Callable[[SequenceChunk], int] = lambda chunk: chunk.start + chunk.count,
 ) -> list[list[SequenceChunk]]:
     """Algorithm 2 (appendix A.2), corrected: longest first, each into the lightest partition that has capacity.
 
@@ -357,37 +357,37 @@ def partition(
     one, so each chunk is in exactly one. Equal token counts are balanced by context length. With ``max_seen``, the
     ``seen`` tokens of a partition are bounded too; a chunk above the bound is alone.
     """
-    tokens = sum(piece.count for piece in pieces)
-    least = max(-(-len(pieces) // max_items), -(-tokens // max_tokens))
+    tokens = sum(chunk.count for chunk in chunks)
+    least = max(-(-len(chunks) // max_items), -(-tokens // max_tokens))
     if max_seen is not None:
-        least = max(least, min(len(pieces), -(-sum(map(seen, pieces)) // max_seen)))
-    ordered = sorted(pieces, key=lambda piece: (-piece.count, -piece.start))
+        least = max(least, min(len(chunks), -(-sum(map(seen, chunks)) // max_seen)))
+    ordered = sorted(chunks, key=lambda chunk: (-chunk.count, -chunk.start))
     if least <= 1:
         return [ordered] if ordered else []
     parts: list[list[SequenceChunk]] = [[] for _ in range(least)]
     everything_seen = [0] * least
     lightest = [(0, 0, at) for at in range(least)]  # a heap of (tokens, context, place in ``parts``)
-    for piece in ordered:
-        too_full, mine = [], 0 if max_seen is None else seen(piece)
+    for chunk in ordered:
+        too_full, mine = [], 0 if max_seen is None else seen(chunk)
         while lightest:
-            load = heapq.heappop(lightest)
-            at = load[2]
-            room = len(parts[at]) < max_items and load[0] + piece.count <= max_tokens
+            plan = heapq.heappop(lightest)
+            at = plan[2]
+            room = len(parts[at]) < max_items and plan[0] + chunk.count <= max_tokens
             if room and (max_seen is None or not parts[at] or everything_seen[at] + mine <= max_seen):
                 break
-            too_full.append(load)
+            too_full.append(plan)
         else:
-            load = (0, 0, len(parts))
+            plan = (0, 0, len(parts))
             parts.append([])
             everything_seen.append(0)
-        at = load[2]
-        parts[at].append(piece)
+        at = plan[2]
+        parts[at].append(chunk)
         everything_seen[at] += mine
-        heapq.heappush(lightest, (load[0] + piece.count, load[1] + piece.start, at))
+        heapq.heappush(lightest, (plan[0] + chunk.count, plan[1] + chunk.start, at))
         for full in too_full:
             heapq.heappush(lightest, full)
     return [part for part in parts if part]
 
 
-def _piece(generation: RunningSequence, count: int) -> SequenceChunk:
-    return SequenceChunk(generation=generation, start=generation.computed, count=count)
+def _piece(sequence: RunningSequence, count: int) -> SequenceChunk:
+    return SequenceChunk(sequence=sequence, start=sequence.computed, count=count)

@@ -112,11 +112,11 @@ class Constraint:
         found = np.frombuffer(mask, dtype=np.uint32)
         allowed = np.zeros(self._words, dtype=np.uint32)
         allowed[: len(found)] = found[: self._words]
-        self._drop_strangers(allowed)
+        self._drop_invalid_special(allowed)
         self.stuck = not allowed.any()
         return None if self.stuck else allowed
 
-    def _drop_strangers(self, allowed: np.ndarray) -> None:
+    def _drop_invalid_special(self, allowed: np.ndarray) -> None:
         """Clear special tokens that do not match: where no token does, llguidance's mask contains one."""
         for token in bits_of(allowed & self._special):
             if not self._matcher.validate_tokens([token]):

@@ -32,19 +32,19 @@ class TokenBytes:
         """The bytes of a token; empty for an id without a token."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode()
-        piece = self._inner.id_to_token(token_id)
-        if piece is None:
+        chunk = self._inner.id_to_token(token_id)
+        if chunk is None:
             return b""
         for step in self._steps:
             match step["type"]:
                 case "ByteLevel":
-                    return b"".join(_BYTE_OF.get(character) or character.encode() for character in piece)
+                    return b"".join(_BYTE_OF.get(character) or character.encode() for character in chunk)
                 case "ByteFallback":
-                    if byte := _BYTE.fullmatch(piece):
+                    if byte := _BYTE.fullmatch(chunk):
                         return bytes.fromhex(byte[1])
                 case _:
-                    piece = _spaced(piece, step)
-        return str(piece).encode()
+                    chunk = _spaced(chunk, step)
+        return str(chunk).encode()
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -114,19 +114,19 @@ def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [step for each in spec["decoders"] for step in _steps(each)] if spec["type"] == "Sequence" else [spec]
 
 
-def _spaced(piece: str, step: Mapping[str, Any]) -> str:
-    """``piece`` with its spaces as the decoder ``step`` writes them in the middle of a text."""
+def _spaced(chunk: str, step: Mapping[str, Any]) -> str:
+    """``chunk`` with its spaces as the decoder ``step`` writes them in the middle of a text."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-            return piece.replace(old, new)
+            return chunk.replace(old, new)
         case {"type": "Metaspace", "replacement": str(mark)}:
-            return piece.replace(mark, " ")
+            return chunk.replace(mark, " ")
         case {"type": "WordPiece", "prefix": str(mark)}:
-            return piece[len(mark) :] if piece.startswith(mark) else " " + piece
+            return chunk[len(mark) :] if chunk.startswith(mark) else " " + chunk
         case {"type": "BPEDecoder", "suffix": str(mark)}:
-            return piece.replace(mark, " ")
+            return chunk.replace(mark, " ")
         case _:
-            return piece
+            return chunk
 
 
 def _byte_alphabet() -> dict[str, bytes]:

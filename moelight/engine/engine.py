@@ -239,21 +239,21 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        answers = OutputProcessor(requests, self.tokenizer, self._constraints, self.profile.max_positions)
-        self._batcher.add(answers.generations)
+        output_processor = OutputProcessor(requests, self.tokenizer, self._constraints, self.profile.max_positions)
+        self._batcher.add(output_processor.sequences)
         if self._adapting is not None:
-            self._adapting.begin(answers, self._totals.busy_s)
+            self._adapting.begin(output_processor, self._totals.busy_s)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         idle, idle_before = Idle(began_s), self._python_s
         self._totals.begin(began_s)
         try:
-            with closing(self._collect_all(answers)) as landed:
+            with closing(self._collect_all(output_processor)) as landed:
                 for finished in landed:
                     if self.timeline is not None:
                         idle.add(self.timeline)
                     self._wall_s = wall_before + time.perf_counter() - began_s
                     self._python_s = idle_before + idle.seconds
-                    self.progress_tokens = tokens_before + answers.tokens
+                    self.progress_tokens = tokens_before + output_processor.tokens
                     if on_pass is not None:
                         on_pass()
                     yield from finished
@@ -270,7 +270,7 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _collect_all(self, answers: OutputProcessor) -> Generator[list[Completion]]:
+    def _collect_all(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
         """Run pass after pass; yield the completions that each one finishes.
 
         The next pass is packed right after a launch, assuming that every sequence continues; with thread or stream
@@ -280,24 +280,29 @@ class Engine:
         sequence finished early.
         """
         passes, batcher, collected_s = self._loaded, self._batcher, time.perf_counter()
-        in_flight = self._launch(answers, self._pack_next())
+        in_flight = self._launch(output_processor, self._pack_next())
         try:
             while in_flight is not None:
                 packed = self._pack_next()
-                early = not answers.needs_history
-                collecting, in_flight = in_flight, self._launch(answers, packed) if self._ahead and early else None
+                early = not output_processor.needs_history
+                collecting, in_flight = (
+                    in_flight,
+                    self._launch(output_processor, packed) if self._ahead and early else None,
+                )
                 self.timeline, tokens = passes.land(collecting)
                 self._num_passes += 1
                 self._totals.add(self.timeline)
-                if early and not self._ahead and not answers.may_end(tokens):
-                    in_flight = self._launch(answers, packed)
+                if early and not self._ahead and not output_processor.may_end(tokens):
+                    in_flight = self._launch(output_processor, packed)
                 running = len(batcher.running)
-                finished = answers.collect(batcher, collecting.loads, tokens)
+                finished = output_processor.collect(batcher, collecting.plans, tokens)
                 before_s, collected_s = collected_s, time.perf_counter()
                 if self._adapting is not None:
-                    self._adapting.after(collecting.loads, collected_s - before_s, self._totals.busy_s)
+                    self._adapting.after(collecting.plans, collected_s - before_s, self._totals.busy_s)
                 if in_flight is None:
-                    in_flight = self._launch(answers, packed if len(batcher.running) == running else self._pack_next())
+                    in_flight = self._launch(
+                        output_processor, packed if len(batcher.running) == running else self._pack_next()
+                    )
                 yield finished
         finally:
             if in_flight is not None:
@@ -306,11 +311,11 @@ class Engine:
     def _pack_next(self) -> Packed | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
 
-    def _launch(self, answers: OutputProcessor, packed: Packed | None) -> Launched | None:
+    def _launch(self, output_processor: OutputProcessor, packed: Packed | None) -> Launched | None:
         if packed is None:
             return None
-        self._batcher.launched(packed.loads)
-        return self._loaded.launch(packed, answers.choose, answers.score, follows=self._batcher.busy)
+        self._batcher.launched(packed.plans)
+        return self._loaded.launch(packed, output_processor.choose, output_processor.score, follows=self._batcher.busy)
 
     @property
     def stats(self) -> RunStats:

@@ -30,7 +30,7 @@ from moelight.models.moe import Routed
 from moelight.profiles.model import ModelProfile
 
 
-class ExpertChoices:
+class ExpertRuntime:
     """Expert residency in one engine, and the observers of routing decisions."""
 
     def __init__(
@@ -76,7 +76,7 @@ class ExpertChoices:
             self.trace.write(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
 
 
-def with_room(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
+def with_capacity(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
     """``policy`` with as many resident experts as ``experts`` has cache slots. Experts that lose residency are placed
     on disk where there is no GPU, else in host memory.
 
@@ -98,7 +98,7 @@ def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> 
 
 def choices_for(
     options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
-) -> ExpertChoices | None:
+) -> ExpertRuntime | None:
     """The residency of experts under the resolved ``policy``; None if all experts are resident and no option observes
     them.
 
@@ -129,7 +129,7 @@ def choices_for(
         """Seconds that an expert takes on the CPU for each of these numbers of tokens."""
         return np.asarray(cost_model.expert_s(speeds.cpu, tokens.astype(float)))
 
-    return ExpertChoices(
+    return ExpertRuntime(
         residency,
         miss_s=miss_s if policy.discrete else None,
         fetch_s=cost_model.page_bytes() / speeds.h2d if policy.discrete else 0.0,

@@ -30,7 +30,7 @@ from moelight.engine.sampling import (
     score,
     there,
 )
-from moelight.engine.sequence_state import UNCHANGED, Kept, SequenceEnd, SequenceState, wants_state
+from moelight.engine.sequence_state import UNCHANGED, Kept, SequenceEnd, SequenceState, needs_state
 from moelight.engine.tokenizer import Tokenizer
 
 NO_LOGITS = (
@@ -62,7 +62,7 @@ class OutputProcessor:
         self._historians = self._watching = 0
         self._warned = False
         self.tokens = self.ended_tokens = self.ended_most = 0
-        self.generations: Iterator[RunningSequence] = (made for request in requests for made in self._open(request))
+        self.sequences: Iterator[RunningSequence] = (made for request in requests for made in self._open(request))
 
     def _open(self, request: Request) -> Iterator[RunningSequence]:
         """Yield the ``n`` sequences of a request."""
@@ -70,17 +70,17 @@ class OutputProcessor:
         seed = secrets.randbits(64) if how.seed is None else how.seed
         self._ending.update(how.stop_token_ids)
         for sample in range(how.n):
-            generation = RunningSequence(
+            sequence = RunningSequence(
                 request=request,
                 seed=sample_seed(seed, sample),
                 max_tokens=most_tokens(request, self._max_positions),
                 sample=sample,
             )
-            if wants_state(how):
-                self._states[generation] = state = SequenceState(request, self._tokenizer, self._constraints)
+            if needs_state(how):
+                self._states[sequence] = state = SequenceState(request, self._tokenizer, self._constraints)
                 self._historians += state.needs_history
                 self._watching += state.matcher is not None
-            yield generation
+            yield sequence
 
     @property
     def needs_history(self) -> bool:
@@ -88,16 +88,16 @@ class OutputProcessor:
         tokens."""
         return self._historians > 0
 
-    def choose(self, pieces: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
+    def choose(self, chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
         """The next token of each completing chunk, int64 [S], from logits float32 [S, V]. `NOT_FINITE` for a row whose
         logits are not finite, whatever its parameters."""
         likeliest = logits.argmax(dim=-1)
-        return self._chosen(pieces, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
+        return self._chosen(chunks, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
 
-    def _chosen(self, pieces: Sequence[SequenceChunk], logits: Tensor, likeliest: Tensor) -> Tensor:
-        owners = [piece.generation for piece in pieces]
+    def _chosen(self, chunks: Sequence[SequenceChunk], logits: Tensor, likeliest: Tensor) -> Tensor:
+        owners = [chunk.sequence for chunk in chunks]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
-        places = [piece.earlier for piece in pieces]
+        places = [chunk.earlier for chunk in chunks]
         states = [self._states.get(owner) for owner in owners] if self._states else ()
         special = [row for row, state in enumerate(states) if state is not None and state.chooses]
         if not special:
@@ -122,16 +122,16 @@ class OutputProcessor:
             _score(raw, chosen, wanted)
         return tokens
 
-    def score(self, pieces: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
+    def score(self, chunks: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
         """Keep the scores of ``targets`` int64 [R], prompt tokens, under ``logits`` float32 [R, V]. The rows are the
-        scored positions of ``pieces`` from number ``first`` on."""
-        every = ((piece.generation, position) for piece in pieces for position in piece.scored)
+        scored positions of ``chunks`` from number ``first`` on."""
+        every = ((chunk.sequence, position) for chunk in chunks for position in chunk.scored)
         wanted = []
-        for row, (generation, position) in enumerate(islice(every, first, first + len(logits))):
-            state = self._states.get(generation)
+        for row, (sequence, position) in enumerate(islice(every, first, first + len(logits))):
+            state = self._states.get(sequence)
             if state is not None:
                 state.positions.append(position)
-                wanted.append((row, generation.request.sampling.prompt_logprobs or 0, state.prompt))
+                wanted.append((row, sequence.request.sampling.prompt_logprobs or 0, state.prompt))
         _score(logits, targets, wanted)
 
     def may_end(self, tokens: Sequence[Sequence[int]]) -> bool:
@@ -139,33 +139,33 @@ class OutputProcessor:
         return self._watching > 0 or any(not self._ending.isdisjoint(new) for new in tokens)
 
     def collect(
-        self, batcher: Batcher, loads: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]]
+        self, batcher: Batcher, plans: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]]
     ) -> list[Completion]:
         """Append each new token to its sequence; return the completions of the sequences that finish."""
         finished = []
-        for load, new in zip(loads, tokens, strict=True):
+        for load, new in zip(plans, tokens, strict=True):
             arriving = iter(new)
-            for piece in load.pieces:
-                if not piece.completes:
+            for chunk in load.chunks:
+                if not chunk.completes:
                     continue
-                generation = piece.generation
-                token = next(arriving) if generation.max_tokens else None
-                if generation.finished:
+                sequence = chunk.sequence
+                token = next(arriving) if sequence.max_tokens else None
+                if sequence.finished:
                     continue  # the sequence finished after this pass had been launched
-                if (end := self._ends(generation, token)) is not None:
-                    generation.finished = True
-                    batcher.retire(generation)
-                    self.ended_tokens += len(generation.generated)
-                    self.ended_most += generation.max_tokens
-                    finished.append(self._completion(generation, end))
-                    self._forget(generation)
+                if (end := self._ends(sequence, token)) is not None:
+                    sequence.finished = True
+                    batcher.retire(sequence)
+                    self.ended_tokens += len(sequence.generated)
+                    self.ended_most += sequence.max_tokens
+                    finished.append(self._completion(sequence, end))
+                    self._forget(sequence)
         return finished
 
-    def _ends(self, generation: RunningSequence, token: int | None) -> SequenceEnd | None:
+    def _ends(self, sequence: RunningSequence, token: int | None) -> SequenceEnd | None:
         """The end of the sequence if ``token`` finishes it, else None; ``token`` is None where nothing is to be
         generated."""
-        how, state = generation.request.sampling, self._states.get(generation) if self._states else None
-        first = not generation.generated
+        how, state = sequence.request.sampling, self._states.get(sequence) if self._states else None
+        first = not sequence.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
             return self._not_finite()
         if token is None:
@@ -179,11 +179,11 @@ class OutputProcessor:
                 return stuck
         if end is not None:
             return end
-        generation.generated.append(token)
+        sequence.generated.append(token)
         self.tokens += 1
         if state is not None and (found := state.ends(token)) is not None:
             return found
-        return SequenceEnd("length") if len(generation.generated) >= generation.max_tokens else None
+        return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
     def _not_finite(self) -> SequenceEnd:
         """The end of a sequence whose logits are not finite; the first one of a run is logged."""
@@ -197,27 +197,27 @@ class OutputProcessor:
             return SequenceEnd("stop", closing=token)
         return SequenceEnd("stop", closing=token, stop=token) if token in how.stop_token_ids else None
 
-    def _completion(self, generation: RunningSequence, end: SequenceEnd) -> Completion:
-        request, state = generation.request, self._states.get(generation)
-        how, ids = request.sampling, generation.generated
-        text, stop = self._text(generation, end), end.stop
+    def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
+        request, state = sequence.request, self._states.get(sequence)
+        how, ids = request.sampling, sequence.generated
+        text, stop = self._text(sequence, end), end.stop
         if end.by_text:
             begin = 0
             if how.min_tokens:
-                before = self._decoded(generation, ids[: how.min_tokens])
+                before = self._decoded(sequence, ids[: how.min_tokens])
                 begin = len(before) - max(map(len, how.stop)) + 1
             text, stop = cut_at_stop(text, how.stop, begin=begin, include=how.include_stop_str_in_output)
         logprobs = None if state is None or state.top is None else tuple(state.logprobs)
         return Completion(
             index=request.index,
-            sample=generation.sample,
+            sample=sequence.sample,
             text=text,
             token_ids=tuple(ids),
             finish_reason=end.reason,
             stop_reason=stop,
             error_code=end.code,
             prompt_tokens=len(request.token_ids),
-            cached_tokens=generation.cached,
+            cached_tokens=sequence.cached,
             logprobs=logprobs,
             cumulative_logprob=None
             if logprobs is None
@@ -225,20 +225,20 @@ class OutputProcessor:
             prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
         )
 
-    def _text(self, generation: RunningSequence, end: SequenceEnd) -> str:
-        ids = generation.generated
-        if end.closing is not None and generation.request.sampling.include_stop_str_in_output:
+    def _text(self, sequence: RunningSequence, end: SequenceEnd) -> str:
+        ids = sequence.generated
+        if end.closing is not None and sequence.request.sampling.include_stop_str_in_output:
             ids = [*ids, end.closing]
-        return self._decoded(generation, ids)
+        return self._decoded(sequence, ids)
 
-    def _decoded(self, generation: RunningSequence, token_ids: Sequence[int]) -> str:
-        tokenizer, request = self._tokenizer, generation.request
+    def _decoded(self, sequence: RunningSequence, token_ids: Sequence[int]) -> str:
+        tokenizer, request = self._tokenizer, sequence.request
         return tokenizer.decode_after(
             tokenizer.context(request.token_ids), token_ids, skip_special_tokens=request.sampling.skip_special_tokens
         )
 
-    def _forget(self, generation: RunningSequence) -> None:
-        state = self._states.pop(generation, None)
+    def _forget(self, sequence: RunningSequence) -> None:
+        state = self._states.pop(sequence, None)
         if state is not None:
             self._historians -= state.needs_history
             self._watching -= state.matcher is not None

@@ -22,7 +22,7 @@ from moelight.core.schedule import Lane, Page, Schedule, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
 from moelight.engine.checkpoint import OpenCheckpoint
-from moelight.engine.experts import ExpertChoices
+from moelight.engine.experts import ExpertRuntime
 from moelight.hrm import costs
 from moelight.hrm.footprint import (
     KV_BUFFERS,
@@ -64,7 +64,7 @@ _SCHEDULES_KEPT = 256
 class Packed:
     """A pass ready to launch: its micro-batch plans, packed."""
 
-    loads: Sequence[MicroBatchPlan]
+    plans: Sequence[MicroBatchPlan]
     micro_batches: Sequence[MicroBatch]
     shapes: tuple[MicroBatchShape, ...]
 
@@ -77,9 +77,9 @@ class Launched:
     in_flight: PassInFlight
 
     @property
-    def loads(self) -> Sequence[MicroBatchPlan]:
+    def plans(self) -> Sequence[MicroBatchPlan]:
         """The micro-batch plans of the pass."""
-        return self.packed.loads
+        return self.packed.plans
 
 
 class PassRunner:
@@ -87,7 +87,7 @@ class PassRunner:
     collected."""
 
     def __init__(
-        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertChoices | None = None
+        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None = None
     ) -> None:
         """``experts``: decides which experts are resident; None: the policy's placement does."""
         profile = source.profile
@@ -203,12 +203,12 @@ class PassRunner:
         self._allocation.check(policy)
         self._policy = policy
 
-    def pack(self, loads: Sequence[MicroBatchPlan]) -> Packed:
-        """Pack ``loads`` into micro-batches, before or while an earlier pass runs; generated tokens are read when the
+    def pack(self, plans: Sequence[MicroBatchPlan]) -> Packed:
+        """Pack ``plans`` into micro-batches, before or while an earlier pass runs; generated tokens are read when the
         pass runs."""
-        micro_batches = self._pack(loads)
-        shapes = tuple(self._shape(load, mb) for load, mb in zip(loads, micro_batches, strict=True))
-        return Packed(loads=loads, micro_batches=micro_batches, shapes=shapes)
+        micro_batches = self._pack(plans)
+        shapes = tuple(self._shape(load, mb) for load, mb in zip(plans, micro_batches, strict=True))
+        return Packed(plans=plans, micro_batches=micro_batches, shapes=shapes)
 
     def launch(self, packed: Packed, choose: Choose, score: Score | None = None, *, follows: bool) -> Launched:
         """Launch a pass, possibly behind one in flight.
@@ -217,7 +217,7 @@ class PassRunner:
         ``score(pieces, first, logits, targets)`` scores prompt tokens of a micro-batch from its scored row ``first``
         on. ``follows``: another pass will follow, so its first pages may be prefetched.
         """
-        small = self._small(sum(load.tokens for load in packed.loads))
+        small = self._small(sum(load.tokens for load in packed.plans))
         if small is None:
             if self._pager is not None and not self._streaming:
                 self._executor.wait()  # until the resident pages are known
@@ -234,14 +234,14 @@ class PassRunner:
             predict_experts=ahead and require(small).residency.predicts_experts,
         )
         completing = [
-            [piece for piece in load.pieces if piece.completes and piece.generation.max_tokens] for load in packed.loads
+            [chunk for chunk in load.chunks if chunk.completes and chunk.sequence.max_tokens] for load in packed.plans
         ]
 
         def sample(j: int, first: int, logits: Tensor) -> Tensor:
             return choose(completing[j][first : first + len(logits)], logits)
 
         def note(j: int, first: int, logits: Tensor, targets: Tensor) -> None:
-            require(score)(packed.loads[j].pieces, first, logits, targets)
+            require(score)(packed.plans[j].chunks, first, logits, targets)
 
         schedule = self._schedule(shape)
         pass_pages = PassPages(
@@ -325,13 +325,13 @@ class PassRunner:
         )
         if mb.context is None:
             return shape
-        continues = any(piece.start > piece.generation.computed for piece in load.pieces)
+        continues = any(chunk.start > chunk.sequence.computed for chunk in load.chunks)
         return replace(shape, context=mb.context.tokens, device_context=mb.context.there, continues=continues)
 
-    def _pack(self, loads: Sequence[MicroBatchPlan]) -> list[MicroBatch]:
+    def _pack(self, plans: Sequence[MicroBatchPlan]) -> list[MicroBatch]:
         packed, row, sampled = [], 0, next(self._sampled)
-        for load in loads:
-            chunks = [_chunk(piece) for piece in load.pieces]
+        for load in plans:
+            chunks = [_chunk(chunk) for chunk in load.chunks]
             mb = pack(
                 chunks,
                 block_size=self._policy.kv_block_size,
@@ -371,25 +371,25 @@ class PassRunner:
         return self._schedules[shape]
 
 
-def _chunk(piece: SequenceChunk) -> Chunk:
-    generation = piece.generation
-    plain = generation.request.sampling.prompt_logprobs is None
+def _chunk(chunk: SequenceChunk) -> Chunk:
+    sequence = chunk.sequence
+    plain = sequence.request.sampling.prompt_logprobs is None
     return Chunk(
-        token_ids=piece.token_ids,
-        start=piece.start,
-        blocks=generation.blocks,
-        place=generation.place,
-        samples=piece.completes and generation.max_tokens > 0,
-        decodes=piece.decodes,
-        targets=None if plain else _targets(piece),
+        token_ids=chunk.token_ids,
+        start=chunk.start,
+        blocks=sequence.blocks,
+        place=sequence.place,
+        samples=chunk.completes and sequence.max_tokens > 0,
+        decodes=chunk.decodes,
+        targets=None if plain else _targets(chunk),
     )
 
 
-def _targets(piece: SequenceChunk) -> Targets | None:
-    scored, token_ids = piece.scored, piece.generation.request.token_ids
+def _targets(chunk: SequenceChunk) -> Targets | None:
+    scored, token_ids = chunk.scored, chunk.sequence.request.token_ids
     if not scored:
         return None
-    return Targets(row=scored.start - 1 - piece.start, token_ids=token_ids[scored.start : scored.stop])
+    return Targets(row=scored.start - 1 - chunk.start, token_ids=token_ids[scored.start : scored.stop])
 
 
 def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) -> PageReader:

@@ -10,14 +10,14 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.checkpoint import OpenCheckpoint
-from moelight.engine.experts import resident_share, with_room
+from moelight.engine.experts import resident_share, with_capacity
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
-from moelight.hrm.schedule_time import ROUTED_ORDERS, routed_only
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
@@ -188,7 +188,7 @@ def choose_residents(
 ) -> tuple[Policy, str]:
     """``policy`` with the expert capacity of ``options`` and ``residents`` resolved, and the reason."""
     if options.policy is not None:
-        policy = with_room(policy, options.policy, model, dtype)
+        policy = with_capacity(policy, options.policy, model, dtype)
     if not options.learn:
         policy = replace(policy, residents="static")
     return resolve_residents(policy, model, dtype, memory_limits(plan), wanted=options.policy is not None)
@@ -209,11 +209,11 @@ def resolve_residents(
     placement = place(model, policy)
     if not placement.streamed or not placement.resident:
         return static("every expert is resident" if placement.resident else "no expert stays resident")
-    if policy.schedule not in ROUTED_ORDERS:
+    if policy.schedule not in ON_DEMAND_SCHEDULES:
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
     before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
-    wanted = wanted or policy.residents == "learned" or small_passes(model, policy)
+    wanted = wanted or policy.residents == "learned" or decodes_on_demand(model, policy)
     fitting = _fit_ring(learned, model, dtype, before)
     if fitting is None or (fitting != learned and not wanted):
         return static("the ring beside the experts holds less than a layer")
@@ -224,7 +224,7 @@ def resolve_residents(
     return fitting, "small passes exchange experts that are resident for those that are asked for"
 
 
-def small_passes(model: ModelProfile, policy: Policy) -> bool:
+def decodes_on_demand(model: ModelProfile, policy: Policy) -> bool:
     """True if passes in which all sequences decode are on-demand passes."""
     return bool(routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens))
 

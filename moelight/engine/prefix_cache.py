@@ -37,21 +37,21 @@ class PrefixCache:
         self._enabled, self._least_share = enabled, least_share
         self._promised: dict[int, RunningSequence] = {}
 
-    def find(self, generation: RunningSequence) -> list[int]:
+    def find(self, sequence: RunningSequence) -> list[int]:
         """Return, in order, the blocks of the longest known prefix of a prompt, promised blocks included if the wait is
         worthwhile. The prefix leaves at least one token uncomputed, and every token whose logits are scored."""
         if not self._enabled:
             return []
-        request = generation.request
-        if not generation.keys:
-            generation.keys = keys_of(request.token_ids[: generation.prompt_tokens], self._size)
-        most = generation.prompt_tokens - 1
+        request = sequence.request
+        if not sequence.keys:
+            sequence.keys = keys_of(request.token_ids[: sequence.prompt_tokens], self._size)
+        most = sequence.prompt_tokens - 1
         if request.sampling.prompt_logprobs is not None:
             most = min(most, request.scored_from - 1)
         blocks: list[int] = []
         known = 0
         waits: dict[RunningSequence, int] = {}
-        for key in islice(generation.keys, most // self._size):
+        for key in islice(sequence.keys, most // self._size):
             block = self._pool.find(key)
             if block is None:
                 break
@@ -66,23 +66,23 @@ class PrefixCache:
             del blocks[known:]
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
-    def admit(self, generation: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
-        """Assign ``shared``, the blocks returned by `find`, and ``own`` to ``generation``, which promises the new
+    def admit(self, sequence: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
+        """Assign ``shared``, the blocks returned by `find`, and ``own`` to ``sequence``, which promises the new
         blocks it will compute."""
-        generation.blocks = [*shared, *own]
-        generation.cached = generation.computed = len(shared) * self._size
-        for key, block in zip(islice(generation.keys, len(shared), None), own, strict=False):
+        sequence.blocks = [*shared, *own]
+        sequence.cached = sequence.computed = len(shared) * self._size
+        for key, block in zip(islice(sequence.keys, len(shared), None), own, strict=False):
             if self._pool.name(block, key):
-                self._promised[block] = generation
+                self._promised[block] = sequence
 
-    def waiting(self, generation: RunningSequence) -> bool:
+    def waiting(self, sequence: RunningSequence) -> bool:
         """True if the sequence shares blocks that no launched pass computes yet."""
-        return bool(self._promised and self._awaited(generation))
+        return bool(self._promised and self._awaited(sequence))
 
-    def computed(self, generation: RunningSequence, before: int) -> None:
-        """Record that a launched pass raises the cached tokens of ``generation`` from ``before`` to
+    def computed(self, sequence: RunningSequence, before: int) -> None:
+        """Record that a launched pass raises the cached tokens of ``sequence`` from ``before`` to
         ``generation.computed``."""
-        for block in generation.blocks[before // self._size : generation.computed // self._size]:
+        for block in sequence.blocks[before // self._size : sequence.computed // self._size]:
             self._promised.pop(block, None)
 
     def clear(self) -> None:
@@ -91,16 +91,16 @@ class PrefixCache:
             self._pool.forget(block)
         self._promised.clear()
 
-    def _awaited(self, generation: RunningSequence) -> set[RunningSequence]:
-        """The sequences whose promised blocks ``generation`` waits for."""
-        if generation.computed != generation.cached:  # the sequence has begun
+    def _awaited(self, sequence: RunningSequence) -> set[RunningSequence]:
+        """The sequences whose promised blocks ``sequence`` waits for."""
+        if sequence.computed != sequence.cached:  # the sequence has begun
             return set()
-        shared = islice(generation.blocks, generation.cached // self._size)
+        shared = islice(sequence.blocks, sequence.cached // self._size)
         return {self._promised[block] for block in shared if block in self._promised}
 
-    def _waits(self, generation: RunningSequence) -> int:
-        """Number of passes that must be launched one after another before ``generation`` can begin."""
-        return max((1 + self._waits(owner) for owner in self._awaited(generation)), default=0)
+    def _waits(self, sequence: RunningSequence) -> int:
+        """Number of passes that must be launched one after another before ``sequence`` can begin."""
+        return max((1 + self._waits(owner) for owner in self._awaited(sequence)), default=0)
 
 
 def keys_of(token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:

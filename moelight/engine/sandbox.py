@@ -311,9 +311,9 @@ def _concat(parts: list[Any]) -> str:
 
 
 def _sliced(value: Any, start: object, stop: object, step: object) -> Any:
-    piece = value[start:stop:step]
-    meter().charge(STEP + extent(piece))
-    return piece
+    chunk = value[start:stop:step]
+    meter().charge(STEP + extent(chunk))
+    return chunk
 
 
 def _checked(value: Any) -> Any:

@@ -34,7 +34,7 @@ class SequenceEnd:
     code: str | None = None
 
 
-def wants_state(how: SamplingParams) -> bool:
+def needs_state(how: SamplingParams) -> bool:
     """True if a sequence needs a `SequenceState`."""
     return bool(how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None)
 

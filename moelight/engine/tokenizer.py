@@ -76,7 +76,7 @@ class Tokenizer:
         else:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
         eos_token_ids = _read_eos_token_ids(directory)
-        damage = _DamageIn(directory / TOKENIZER)
+        damage = _TokenizerErrors(directory / TOKENIZER)
         with panics_as(damage.error, quiet=True), damage:
             inner = _read_tokenizer(directory)
             _add_tokens(inner, config, named)
@@ -194,7 +194,7 @@ class Tokenizer:
             count *= _LETTERS
 
 
-class _DamageIn:
+class _TokenizerErrors:
     """Turns the bare `Exception` or `ValueError` that the tokenizers library raises into a `CheckpointError`."""
 
     def __init__(self, path: Path) -> None:
@@ -229,17 +229,17 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
 def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     """Convert a SentencePiece tokenizer with transformers, if that is installed."""
-    pieces = next((name for name in _PIECES if (directory / name).exists()), None)
-    if pieces is None:
+    chunks = next((name for name in _PIECES if (directory / name).exists()), None)
+    if chunks is None:
         raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
-    only = f"{directory}: only {pieces} is there, a SentencePiece tokenizer; "
+    only = f"{directory}: only {chunks} is there, a SentencePiece tokenizer; "
     missing = [name for name in ("transformers", "sentencepiece") if importlib.util.find_spec(name) is None]
     if missing:
         raise CheckpointError(
             f"{only}to convert it takes {' and '.join(missing)} (pip install {' '.join(missing)}), or a {TOKENIZER} "
             "beside it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
         )
-    proto = _read_pieces(directory / pieces)
+    proto = _read_pieces(directory / chunks)
     for name in _READ_BY_TRANSFORMERS:
         _read_object(directory / name)
     import transformers

@@ -33,7 +33,7 @@ class Belady(Ranked):
         for batch in range(len(setting.future) - 1, -1, -1):
             for key in set(setting.future[batch]):
                 self._uses.setdefault(key, []).append(batch)
-        self._welcome: set[int] = set()  # missing keys of the batch that are admitted
+        self._admitted: set[int] = set()  # missing keys of the batch that are admitted
 
     def begin(self) -> None:
         self._batch += 1
@@ -49,7 +49,7 @@ class Belady(Ranked):
         free = self.capacity - len(self)
         leaving = nsmallest(len(missing) - free, self.rank.values())
         ends = [None] * max(0, free) + leaving
-        self._welcome = {entry[2] for entry, end in zip(missing, ends, strict=False) if end is None or end < entry}
+        self._admitted = {entry[2] for entry, end in zip(missing, ends, strict=False) if end is None or end < entry}
 
     def hold(self, keys: Container[int]) -> None:
         pass
@@ -64,7 +64,7 @@ class Belady(Ranked):
         pass
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if key not in self._welcome:
+        if key not in self._admitted:
             return False
         if len(self) >= self.capacity:
             self.drop()

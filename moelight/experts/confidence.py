@@ -59,7 +59,7 @@ class PrefetchConfidence:
             self._record.flush(_places(ids), np.isin(ids, chosen))
 
 
-class PrefetchDecision:
+class RouterConfidence:
     """Confidence of predictions of a layer's own router, evaluated one layer early, by the margin of each token's
     choice.
 

@@ -141,7 +141,7 @@ class HistoryPredictor(NoPredictor):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransitionPredictor:
+class Transitions:
     """Learned state of an `AffinityPredictor`: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
 
     matrix: Matrix
@@ -164,9 +164,9 @@ class AffinityPredictor(NoPredictor):
         self.times = np.zeros((num_layers, num_experts), dtype=np.int64)
         self.threshold = threshold
         self._least = 1.0 - decay
-        self._last: _ChosenPredictor | None = None
+        self._last: _LastBatch | None = None
 
-    def learned(self, transitions: TransitionPredictor) -> None:
+    def learned(self, transitions: Transitions) -> None:
         """Continue from ``transitions`` of a saved profile.
 
         Raises:
@@ -188,9 +188,7 @@ class AffinityPredictor(NoPredictor):
             rate = np.maximum(self._least, 1.0 / seen).astype(np.float32)
             self.matrix[last.layer][last.ids] = last.rows + rate[:, None] * (now - last.rows)
         rows = self.matrix[layer].take(ids, axis=0)
-        self._last = _ChosenPredictor(
-            layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows
-        )
+        self._last = _LastBatch(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
 
     def predict(self, layer: int, budget: int) -> Ints:
         """Return experts that follow at least one expert of the layer before with at least the threshold probability,
@@ -202,7 +200,7 @@ class AffinityPredictor(NoPredictor):
         scores[last.rows.max(axis=0) < self.threshold] = 0.0
         return likeliest(scores, budget)
 
-    def _before(self, layer: int) -> _ChosenPredictor | None:
+    def _before(self, layer: int) -> _LastBatch | None:
         """Return the batch of the layer before ``layer`` if it was the last batch and chose an expert."""
         last = self._last
         return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
@@ -213,7 +211,7 @@ class AffinityPredictor(NoPredictor):
         self._last = None
 
 
-class _ChosenPredictor(NamedTuple):
+class _LastBatch(NamedTuple):
     """One batch: the ``mass`` of its ``ids``, and the transition row of each id, ``rows`` [n, E]."""
 
     layer: int

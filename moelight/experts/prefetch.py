@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moelight.experts.policy import PrefetchRules
-from moelight.experts.predict import AffinityPredictor, Floats, Ints, Predictor, TransitionPredictor, make_predictor
+from moelight.experts.predict import AffinityPredictor, Floats, Ints, Predictor, Transitions, make_predictor
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -35,7 +35,7 @@ class Quality:
         self.stall_removed_s = 0.0
         self._pending = np.zeros((num_layers, num_experts), dtype=np.bool_)
 
-    def guessed(self, layer: int, ids: Ints) -> None:
+    def predicted(self, layer: int, ids: Ints) -> None:
         """Record the prediction of ``ids`` of ``layer``."""
         row = self._pending[layer]
         self.issued += len(ids) - int(np.count_nonzero(row[ids]))
@@ -84,7 +84,7 @@ class Prefetcher:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.qualities: dict[str, Quality] = {}
         self._predictors: dict[str, Predictor] = {}
-        self._known: TransitionPredictor | None = None
+        self._known: Transitions | None = None
         self.use(rules.strategy)
 
     def use(self, strategy: str) -> None:
@@ -102,7 +102,7 @@ class Prefetcher:
                 found.learned(self._known)
         self.rules = rules
 
-    def know(self, transitions: TransitionPredictor) -> None:
+    def know(self, transitions: Transitions) -> None:
         """Set the transitions with which ``affinity`` starts, now or at its first use.
 
         Raises:
@@ -163,7 +163,7 @@ class Prefetcher:
             missing = np.ones(len(ids), np.bool_) if resident is None else ~resident[target, ids]
             last = int(np.searchsorted(missing.cumsum(), left)) + 1
             ids, missing = ids[:last], missing[:last]
-            self.quality.guessed(target, ids)
+            self.quality.predicted(target, ids)
             wanted = ids[missing]
             left -= len(wanted)
             if wanted.size:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import Floats, Ints, TransitionPredictor, likeliest
+from moelight.experts.predict import Floats, Ints, Transitions, likeliest
 
 Facts = Mapping[str, str | int | float | bool | None]
 _OLD = 256.0  # half-lives after which counts are rescaled to current units, far below float64 overflow
@@ -67,7 +67,7 @@ class ActivationProfile:
         self.model = dict(model)
         self.num_layers, self.num_experts, self.half_life = num_layers, num_experts, half_life
         self.accesses = 0
-        self.transitions: TransitionPredictor | None = None
+        self.transitions: Transitions | None = None
         # Counts in units of the time at which the age was 0: a token counts 2^age units now.
         self._counts = np.zeros((num_layers, num_experts))
         self._age = 0.0
@@ -170,12 +170,12 @@ def differing(here: Facts, there: Facts) -> str:
     return f" ({shown})" if shown else ""
 
 
-def _merged(transitions: Sequence[TransitionPredictor]) -> TransitionPredictor | None:
+def _merged(transitions: Sequence[Transitions]) -> Transitions | None:
     if not transitions:
         return None
     times = np.sum([each.times for each in transitions], axis=0)
     weighted = np.sum([each.matrix * each.times[:, :, None] for each in transitions], axis=0)
-    return TransitionPredictor(matrix=(weighted / np.maximum(times, 1)[:, :, None]).astype(np.float32), times=times)
+    return Transitions(matrix=(weighted / np.maximum(times, 1)[:, :, None]).astype(np.float32), times=times)
 
 
 def _shares(counts: Floats) -> Floats:

@@ -16,7 +16,7 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.paths import write_whole
 from moelight.core.small_files import parse_json, read_error_text, read_text
 from moelight.core.units import MiB
-from moelight.experts.predict import Floats, TransitionPredictor
+from moelight.experts.predict import Floats, Transitions
 from moelight.experts.profile import ActivationProfile, Facts, differing, fingerprint_of
 
 FORMAT = "moelight expert profile 1"
@@ -83,14 +83,14 @@ def load_profile(
     return profile
 
 
-def _transitions(path: Path, found: Any, layers: int, experts: int) -> TransitionPredictor:
+def _transitions(path: Path, found: Any, layers: int, experts: int) -> Transitions:
     if not isinstance(found, dict) or set(found) != {"times", "per_10000"}:
         _refuse(path, "affinity", f"must have the keys 'times' and 'per_10000' and no other; {_ANEW}")
     times = _numbers(path, "affinity.times", found["times"], (layers, experts))
     shares = _numbers(path, "affinity.per_10000", found["per_10000"], (layers, experts, experts))
     if shares.max(initial=0) > _UNIT:
         _refuse(path, "affinity.per_10000", f"holds {shares.max():g}, above {_UNIT}; {_ANEW}")
-    return TransitionPredictor(matrix=(shares / _UNIT).astype(np.float32), times=times.astype(np.int64))
+    return Transitions(matrix=(shares / _UNIT).astype(np.float32), times=times.astype(np.int64))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class Replay:
         if cache is not None:
             self._residency.cache = cache
         self._pages, self._tokens, self._confidence = 0, 0.0, PrefetchConfidence()
-        self._guessed: IntArray = np.zeros(0, np.int64)  # predicted keys of the next layer
+        self._predicted: IntArray = np.zeros(0, np.int64)  # predicted keys of the next layer
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
         if self._may_compute and self._mode == "cpu_fallback":
@@ -246,7 +246,7 @@ class Replay:
 
     def _serve(self, found: Access, computed_s: float) -> None:
         missing = found.misses + found.layer * self.shape.num_experts
-        self._pages += len(missing) - (int(np.isin(missing, self._guessed).sum()) if self._guessed.size else 0)
+        self._pages += len(missing) - (int(np.isin(missing, self._predicted).sum()) if self._predicted.size else 0)
         if self._clock is not None:
             self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
@@ -255,15 +255,15 @@ class Replay:
         predictor = self._residency.cache.predictor
         if not predictor.is_on:
             return
-        self._guessed = self._guessed[:0]
+        self._predicted = self._predicted[:0]
         if coming == len(self.shape.layers):
             return
         for target, wanted in predictor.ahead(coming - 1, self._residency.cache.slot_table >= 0):
             if target == coming:
-                self._guessed = self._confidence.likely(target, wanted) + target * self.shape.num_experts
-        self._pages += len(self._guessed)
+                self._predicted = self._confidence.likely(target, wanted) + target * self.shape.num_experts
+        self._pages += len(self._predicted)
         if self._clock is not None:
-            self._clock.prediction(self._guessed.tolist())
+            self._clock.prediction(self._predicted.tolist())
 
     def outcome(self) -> Outcome:
         """Return the outcome of all rows so far."""

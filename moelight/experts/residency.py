@@ -17,7 +17,7 @@ from moelight.experts.cache import ExpertCache
 from moelight.experts.controls import Controls
 from moelight.experts.placement import MissPlacement, place_misses
 from moelight.experts.policy import ExpertPolicy
-from moelight.experts.predict import Floats, Ints, TransitionPredictor
+from moelight.experts.predict import Floats, Ints, Transitions
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, judge_slots
 from moelight.experts.stats import expert_stats
@@ -145,12 +145,10 @@ class Residency:
         return list(self.adapting.log) if self.adapting is not None else []
 
     @property
-    def transitions(self) -> TransitionPredictor | None:
+    def transitions(self) -> Transitions | None:
         """A copy of the learned affinities; None without an affinity predictor."""
         learned = self.cache.predictor.affinity
-        return (
-            None if learned is None else TransitionPredictor(matrix=learned.matrix.copy(), times=learned.times.copy())
-        )
+        return None if learned is None else Transitions(matrix=learned.matrix.copy(), times=learned.times.copy())
 
     def profile(self) -> ActivationProfile | None:
         """Return the counts with the learned affinities, ready to be saved."""

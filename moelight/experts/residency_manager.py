@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
 from moelight.experts.access import Access, IntArray
-from moelight.experts.confidence import PrefetchConfidence, PrefetchDecision
+from moelight.experts.confidence import PrefetchConfidence, RouterConfidence
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
@@ -83,7 +83,7 @@ class ResidencyManager:
             batch=batch,
             most_slots=len(resident),
         )
-        self._confidence, self._decision = PrefetchConfidence(), PrefetchDecision(model.num_experts)
+        self._confidence, self._decision = PrefetchConfidence(), RouterConfidence(model.num_experts)
         self._missing: dict[int, float] = {}  # by the bit length of the number of tokens
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0

@@ -43,17 +43,19 @@ class MachineCosts:
             raise ConfigError(f"the model {model.name} has no experts")
         speeds, self.discrete = speeds_of(hardware), hardware.tier("device") is not None
         near = "gpu" if self.discrete else "cpu"
-        self._acts = cost_model_of(model, Policy(model=model.name, attention_device=near, ffn_device=near), speeds)
+        self._cost_model = cost_model_of(
+            model, Policy(model=model.name, attention_device=near, ffn_device=near), speeds
+        )
         self.model, self.layers = model, tuple(np.flatnonzero(model.moe_layers).tolist())
-        self.page_bytes, self.top_k = self._acts.page_bytes(), model.router.top_k
-        self.fetch_s = _fetch_s(self._acts, hardware)
+        self.page_bytes, self.top_k = self._cost_model.page_bytes(), model.router.top_k
+        self.fetch_s = _fetch_s(self._cost_model, hardware)
         self._table_s, self._cpu = np.zeros(1), np.zeros(1)
         self.lead_s = lru_cache(maxsize=1 << 14)(self._lead_s)
 
     def _lead_s(self, row: int, tokens: float) -> float:
         """Return the seconds for ``tokens`` between the experts of one MoE layer and the routing of the next, MoE layer
         number ``row``: attention and router, layers without experts, and the head between two passes."""
-        cost_model, layer = self._acts, self.layers[row]
+        cost_model, layer = self._cost_model, self.layers[row]
         first = 0 if row == 0 else self.layers[row - 1] + 1
         passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
         seconds = float(cost_model.head_s(tokens)) if row == 0 else 0.0
@@ -73,25 +75,25 @@ class MachineCosts:
 
     def crossing_s(self, tokens: float) -> float:
         """Return the seconds to transfer the hidden states of ``tokens`` from a GPU to the CPU and back."""
-        size = tokens * costs.residual_bytes(self.model, self._acts.dtype, 1)
-        return float(self._acts.down_s(size) + self._acts.up_s(size))
+        size = tokens * costs.residual_bytes(self.model, self._cost_model.dtype, 1)
+        return float(self._cost_model.down_s(size) + self._cost_model.up_s(size))
 
     def resident_s(self, counts: IntArray) -> FloatArray:
         """Return the seconds of resident experts, [n], for ``counts`` tokens [n] each."""
         if counts.size and int(counts.max()) >= len(self._table_s):
-            self._table_s = self._table(self._acts.expert_unit, int(counts.max()))
+            self._table_s = self._table(self._cost_model.expert_unit, int(counts.max()))
         return self._table_s[counts]
 
     def cpu_s(self, counts: IntArray) -> FloatArray:
         """Return the seconds of experts that the CPU computes in host memory, [n], for ``counts`` tokens [n] each."""
         if counts.size and int(counts.max()) >= len(self._cpu):
-            self._cpu = self._table(self._acts.speeds.cpu, int(counts.max()))
+            self._cpu = self._table(self._cost_model.speeds.cpu, int(counts.max()))
         return self._cpu[counts]
 
     def _table(self, unit: Unit, most: int) -> FloatArray:
         """Return the seconds of one expert by its number of tokens, [> most]."""
         rows = np.arange(2 * most + 1, dtype=np.float64)
-        found: FloatArray = np.where(rows > 0, self._acts.expert_s(unit, rows), 0.0)
+        found: FloatArray = np.where(rows > 0, self._cost_model.expert_s(unit, rows), 0.0)
         return found
 
 

@@ -23,7 +23,7 @@ SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 PREDICTORS = ("previous", "frequency", "history", "affinity")
 BUDGETS = (2, 4, 8)
 # Shares of the trace that the rounds replay. 1,600 rows take some seconds in all.
-FIRST, SECOND, GUESSING = 1 / 8, 1 / 2, 1 / 4
+FIRST, SECOND, PREDICTING = 1 / 8, 1 / 2, 1 / 4
 LEAST_PASSES = 8  # least length of a round: caches are cold before
 MOST_ROWS = 20_000  # a longer trace is cut; the last round then takes a second for each candidate
 
@@ -109,7 +109,7 @@ class _TuneSearch:
             kinds.setdefault(policy.cache.eviction, []).append(policy)
         left = self._fastest([self._fastest(kind, FIRST, 1)[0] for kind in kinds.values()], SECOND, 2)
         if count < self._shape.num_experts:
-            left += self._fastest(list(self._guessing(left[0])), GUESSING, 1)
+            left += self._fastest(list(self._predicting(left[0])), PREDICTING, 1)
         if before is not None:
             left.append(self._with_room(before, count))
         ran = [(policy, self._run(policy, 1.0)) for policy in left]
@@ -161,7 +161,7 @@ class _TuneSearch:
                     if count == self._shape.num_experts:  # nothing is ever evicted
                         break
 
-    def _guessing(self, policy: ExpertPolicy) -> Iterator[ExpertPolicy]:
+    def _predicting(self, policy: ExpertPolicy) -> Iterator[ExpertPolicy]:
         for strategy in PREDICTORS:
             for budget in BUDGETS:
                 prefetch = PrefetchRules(strategy=strategy, budget=min(budget, self._shape.num_experts))

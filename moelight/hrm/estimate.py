@@ -17,7 +17,7 @@ from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
-from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, riding_tokens
+from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, prefill_tokens
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.pass_cost import PassCost, PlacementCounts, pass_cost
 from moelight.hrm.placement import Placement, place
@@ -136,7 +136,7 @@ def _batches_of(workload: Workload, sizes: Sizes, running: Any) -> Any:
 def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
     """The kinds of passes that serve ``workload`` under a policy, or under many candidates."""
     of = static_passes_of if sizes.admission == "static" else passes_of
-    return of(workload, running_of(model, workload, sizes), riding_tokens(sizes))
+    return of(workload, running_of(model, workload, sizes), prefill_tokens(sizes))
 
 
 def job_s(cost_model: CostModel, workload: Workload, order: str, sizes: Sizes, placed: PlacementCounts) -> Any:

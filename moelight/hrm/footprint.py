@@ -194,10 +194,10 @@ def pinned_slots(placement: Placement) -> int:
 
 def pass_tokens(sizes: Sizes) -> Any:
     """The most tokens of one pass: every sequence decoding, plus prefill tokens."""
-    return sizes.batch_size + riding_tokens(sizes)
+    return sizes.batch_size + prefill_tokens(sizes)
 
 
-def riding_tokens(sizes: Sizes) -> Any:
+def prefill_tokens(sizes: Sizes) -> Any:
     """The most prefill tokens that join a pass in which every sequence decodes."""
     return sizes.prompt_micro_batches * sizes.micro_batch_tokens
 
@@ -276,7 +276,7 @@ def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     projection = (costs.attention_width(model) + spec.cache_width) * hidden
     cost_model = np.maximum(np.maximum(attention, experts), head)
     largest = max(2 * width * hidden, projection) * item
-    return _carried_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest)
+    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest)
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
@@ -296,7 +296,7 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
     return np.minimum(slab, 2 * largest) + largest
 
 
-def _carried_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+def in_flight_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     """Bytes that micro-batches hold between phases.
 
     Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all where

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moelight.core.dtypes import DType, dtype_named
 from moelight.hrm import costs
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import TensorList, dense_tensors
+from moelight.profiles.tensor_list import StackedTensor, dense_tensors
 
 ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
     "embedding and head",
@@ -72,7 +72,7 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
     )
 
 
-def _kind(tensor: TensorList) -> str:
+def _kind(tensor: StackedTensor) -> str:
     if tensor.layer < 0:
         return ENDS
     family = tensor.name.partition("_")[0]

@@ -140,7 +140,7 @@ def _on_the_cpu(
     """
     cpu, layers, speeds = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds
     each = 0.0 if whole else _experts_s(cost_model, cpu, batches.tokens, 1.0)
-    act = _acts_s(cost_model, batches.tokens) + each
+    act = phases_s(cost_model, batches.tokens) + each
     resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
     before = sum(
         layers * cost_model.before_s(elements, batches.tokens) for elements, _, layers in cost_model.layer_kinds()
@@ -187,8 +187,8 @@ def _beside_a_gpu(
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
     on_cpu = _computed_share(cost_model, placed)
     per_batch = 0.0 if whole else 1.0 - on_cpu
-    act = _acts_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
-    prompt_act = _acts_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
+    act = phases_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
+    prompt_act = phases_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
     prompt_act = prompt_act + _where(
         prompts, layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
     )
@@ -304,7 +304,7 @@ class _CpuExperts:
         return cls(cpu_s=cpu_s, cross_s=cross_s, one_s=ones[0][0], one_cross_s=ones[0][1], bytes=size)
 
 
-def _acts_s(cost_model: CostModel, tokens: Any) -> Any:
+def phases_s(cost_model: CostModel, tokens: Any) -> Any:
     """Seconds of both phases of one micro-batch of ``tokens`` in all layers, experts excluded."""
     total = 0.0
     for elements, moe, layers in cost_model.layer_kinds():

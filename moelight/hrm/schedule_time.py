@@ -18,7 +18,7 @@ from moelight.profiles.model import ModelProfile
 
 _COMPUTE = ("device", "cpu", "d2h", "dram")
 _WORK = ("device", "cpu", "d2h", "h2d")
-ROUTED_ORDERS = ("cgopipe", "fastdecode", "serial", "module")  # schedules that have an on-demand pass
+ON_DEMAND_SCHEDULES = ("cgopipe", "fastdecode", "serial", "module")  # schedules that have an on-demand pass
 # The least expected share of streamed pages without routed tokens from which on only the other pages are transferred,
 # after the routers. The cost is the overlap of the links with compute. With so few tokens, compute runs at memory
 # speed, ten to twenty times as fast as any link that binds, and reads no more bytes than the pages that cross and the
@@ -40,7 +40,7 @@ def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any, 
     least = ROUTED_ONLY_SHARE if least is None else least
     missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
     small = (missed >= least) & (np.asarray(tokens) <= most_tokens)
-    return small & (order in ROUTED_ORDERS)
+    return small & (order in ON_DEMAND_SCHEDULES)
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
@@ -128,7 +128,7 @@ def _links(cost: PassCost) -> list[Any]:
     return [*up, *(cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in ("stage", "disk") if lane in cost.lanes)]
 
 
-ORDERS: Mapping[str, Callable[[PassCost], list[Any]]] = {
+SCHEDULE_TERMS: Mapping[str, Callable[[PassCost], list[Any]]] = {
     "cgopipe": cgopipe,
     "fastdecode": fastdecode,
     "flexgen-c": flexgen_c,
@@ -141,4 +141,4 @@ ORDERS: Mapping[str, Callable[[PassCost], list[Any]]] = {
 
 def pass_s(order: str, cost: PassCost) -> Any:
     """Seconds of the pass under the schedule ``order``."""
-    return reduce(np.maximum, ORDERS[order](cost))
+    return reduce(np.maximum, SCHEDULE_TERMS[order](cost))

@@ -106,7 +106,7 @@ class _Table:
     def __init__(
         self, cost_model: CostModel, placement: Placement, loads: Sequence[MicroBatchLoad], host_kv: float
     ) -> None:
-        self._acts, self._loads, self._host_kv = cost_model, loads, host_kv
+        self._cost_model, self._loads, self._host_kv = cost_model, loads, host_kv
         self._elements = costs.layer_elements(cost_model.model)
         on_cpu = Counter(page.layer for page in placement.computed)
         self._streamed = Counter(page.layer for page in placement.streamed)
@@ -120,20 +120,20 @@ class _Table:
 
     def resident_share(self, task: Task) -> float:
         """The share of a layer's experts that are not streamed."""
-        return 1.0 - self._streamed.get(task.layer, 0) / self._acts.model.experts.num_experts
+        return 1.0 - self._streamed.get(task.layer, 0) / self._cost_model.model.experts.num_experts
 
     def tokens(self, task: Task) -> float:
         return self.load(task).tokens
 
     def residual_bytes(self, task: Task) -> float:
-        return self.tokens(task) * costs.residual_bytes(self._acts.model, self._acts.dtype, 1)
+        return self.tokens(task) * costs.residual_bytes(self._cost_model.model, self._cost_model.dtype, 1)
 
     def elements(self, task: Task) -> costs.LayerElements:
         return self._elements[task.layer]
 
     def attention(self, task: Task) -> TaskCost:
         """The cost of attention: decoding rows read the cache; prompts attend over themselves on the compute unit."""
-        cost_model, load = self._acts, self.load(task)
+        cost_model, load = self._cost_model, self.load(task)
         unit = cost_model.speeds.cpu if task.lane is Lane.CPU else cost_model.expert_unit
         seconds = read = 0.0
         if load.decode_tokens:
@@ -145,16 +145,18 @@ class _Table:
 
     def stored(self, task: Task) -> TaskCost:
         """The cost of writing new keys and values into the cache in host memory."""
-        size = 2.0 * self._host_kv * self.tokens(task) * costs.kv_bytes(self._acts.model, self._acts.dtype, 1)
-        return TaskCost(seconds=float(self._acts.speeds.cpu.touch_s(size)), dram_bytes=size)
+        size = (
+            2.0 * self._host_kv * self.tokens(task) * costs.kv_bytes(self._cost_model.model, self._cost_model.dtype, 1)
+        )
+        return TaskCost(seconds=float(self._cost_model.speeds.cpu.touch_s(size)), dram_bytes=size)
 
     def after_s(self, task: Task) -> float:
-        moe = self._acts.model.moe_layers[task.layer]
-        return float(self._acts.after_s(self.elements(task), self.tokens(task), moe=moe))
+        moe = self._cost_model.model.moe_layers[task.layer]
+        return float(self._cost_model.after_s(self.elements(task), self.tokens(task), moe=moe))
 
     def experts_s(self, task: Task) -> float:
         """Seconds of the experts on the compute unit."""
-        cost_model = self._acts
+        cost_model = self._cost_model
         if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
         return float(
@@ -163,7 +165,7 @@ class _Table:
 
     def cpu_experts(self, task: Task) -> TaskCost:
         """The cost of experts that the CPU computes beside a GPU."""
-        cost_model = self._acts
+        cost_model = self._cost_model
         share = 1.0 if cost_model.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
         cpu = cost_model.speeds.cpu
         met = share * float(costs.distinct_experts(cost_model.model, self.tokens(task)))

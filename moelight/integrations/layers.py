@@ -71,7 +71,7 @@ class MoeLayer:
     router: nn.Module | None
     num_experts: int
     pieces: tuple[TensorSlice, ...]
-    parameters: list[Held] = field(default_factory=list)
+    parameters: list[ExpertParameter] = field(default_factory=list)
 
     @property
     def page_bytes(self) -> int:
@@ -85,7 +85,7 @@ class MoeLayer:
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Held:
+class ExpertParameter:
     """A parameter of experts: entry ``key`` of the module ``owner``. ``expert`` None: the parameter holds all experts
     along its first axis."""
 
@@ -139,7 +139,8 @@ def _fused(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer 
         pieces=pieces,
     )
     layer.parameters = [
-        Held(owner=child, key=piece.name, parameter=own[piece.name], piece=piece, expert=None) for piece in pieces
+        ExpertParameter(owner=child, key=piece.name, parameter=own[piece.name], piece=piece, expert=None)
+        for piece in pieces
     ]
     return layer
 
@@ -167,7 +168,9 @@ def _listed(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer
             owner = module.get_submodule(path)
             parameter = owner._parameters[last]
             assert parameter is not None  # named_parameters() has just returned it
-            layer.parameters.append(Held(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert))
+            layer.parameters.append(
+                ExpertParameter(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert)
+            )
     return layer
 
 

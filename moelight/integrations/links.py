@@ -68,7 +68,7 @@ class HostLink:
 
     def start(self, home: OffloadStore, layer: int, expert: int, into: Into) -> SlotTransfer:
         in_flight = SlotTransfer()
-        ticket = self._lane.submit(lambda: _Landing(home.start(layer, expert, into), in_flight), ())
+        ticket = self._lane.submit(lambda: _MarkArrived(home.start(layer, expert, into), in_flight), ())
         in_flight.sent(ticket, lambda sent: sent.wait())
         return in_flight
 
@@ -76,7 +76,7 @@ class HostLink:
         self._lane.close()
 
 
-class _Landing:
+class _MarkArrived:
     """Marks a transfer as arrived in the lane's own thread."""
 
     def __init__(self, arriving: PendingBytes | None, in_flight: SlotTransfer) -> None:

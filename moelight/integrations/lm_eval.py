@@ -89,7 +89,7 @@ class MoELightLM(TemplateLM):
             raise ConfigError("enable_thinking=True needs think_end_token: what follows it is the answer")
         self._name = pretrained if isinstance(pretrained, str) else pretrained.policy.model
         self.engine: Engine | None = None if isinstance(pretrained, str) else pretrained
-        self._lent = not isinstance(pretrained, str)
+        self._borrowed = not isinstance(pretrained, str)
         self._scores = False  # True if the engine was planned for scoring
         source = open_checkpoint(self._name)
         self.profile = source.profile
@@ -127,7 +127,7 @@ class MoELightLM(TemplateLM):
 
     def close(self) -> None:
         """Free the model, unless the caller owns the engine."""
-        if self.engine is not None and not self._lent:
+        if self.engine is not None and not self._borrowed:
             self.engine.close()
             self.engine = None
 
@@ -314,12 +314,12 @@ class MoELightLM(TemplateLM):
         from moelight.engine.engine import Engine
 
         scores = requests[0].sampling is _SCORING
-        if self.engine is not None and (self._lent or self._scores == scores):
+        if self.engine is not None and (self._borrowed or self._scores == scores):
             try:
                 for request in requests:
                     self.engine.check(request)
             except InputError as error:
-                if self._lent or error.code != "kv_capacity_exceeded":
+                if self._borrowed or error.code != "kv_capacity_exceeded":
                     raise
             else:
                 return self.engine

@@ -16,7 +16,7 @@ from moelight.integrations.links import PageLink
 from moelight.integrations.page_stores import OffloadStore
 
 
-def put_away(home: OffloadStore, number: int, layer: MoeLayer) -> None:
+def offload_layer(home: OffloadStore, number: int, layer: MoeLayer) -> None:
     """Copy the experts of layer ``number`` to ``home`` and free their memory."""
     home.keep(number, layer)
     for held in layer.parameters:
@@ -34,7 +34,7 @@ def trim() -> None:
         give(0)
 
 
-def bring_back(home: OffloadStore, link: PageLink, number: int, layer: MoeLayer) -> None:
+def restore_layer(home: OffloadStore, link: PageLink, number: int, layer: MoeLayer) -> None:
     """Restore the bytes of the parameters of layer ``number`` and put them back into the model.
 
     Raises:

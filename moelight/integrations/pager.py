@@ -60,7 +60,7 @@ class ExpertPager:
         self._resident = slots.shape[0] - STAGED
         self._tags: list[tuple[int, int] | None] = [None] * slots.shape[0]
         self._flights: dict[int, SlotTransfer] = {}
-        self._guessed: set[int] = set()
+        self._prefetched: set[int] = set()
         self._ahead: list[tuple[int, Ids, list[SlotTransfer]]] = []
 
     def turn(self, layer: int) -> Turn:
@@ -99,7 +99,7 @@ class ExpertPager:
             before.wait()  # the old page is obsolete, but two transfers must not write to one slot
         in_flight = self.link.start(self.home, layer, expert, [(0, self.slots[slot])])
         self._tags[slot], self._flights[slot] = (layer, expert), in_flight
-        self._guessed.discard(slot)
+        self._prefetched.discard(slot)
         self.moved.transfers += 1
         self.moved.bytes += self.slots.shape[1]
         return in_flight
@@ -180,8 +180,8 @@ class Turn:
         self._leases.append(here)
         for expert, slot in zip(access.hits.tolist(), access.hit_slots.tolist(), strict=True):
             self._slots[expert] = slot
-            if slot in pager._guessed:
-                pager._guessed.discard(slot)
+            if slot in pager._prefetched:
+                pager._prefetched.discard(slot)
                 pager.moved.useful += 1
         for expert, slot in zip(access.misses.tolist(), access.slots.tolist(), strict=True):
             if slot >= 0:
@@ -207,7 +207,7 @@ class Turn:
             return
         for layer, found in pager.residency.ahead(self.layer):
             pager._fetch_ahead(layer, found.ids, found.slots)
-            pager._guessed.update(found.slots.tolist())
+            pager._prefetched.update(found.slots.tolist())
             pager.moved.issued += len(found.ids)
 
     def _all_resident(self) -> bool:

@@ -21,7 +21,7 @@ from moelight.core.units import align_up, format_bytes
 from moelight.experts.policy import ExpertPolicy
 from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.links import HostLink, PageLink, StreamLink
-from moelight.integrations.offload import bring_back, put_away, trim
+from moelight.integrations.offload import offload_layer, restore_layer, trim
 from moelight.integrations.page_stores import DiskStore, HostStore, OffloadStore
 from moelight.integrations.paged_modules import PagedExpertList, PagedExperts, PagedFusedExperts
 from moelight.integrations.pager import STAGED, ExpertPager
@@ -120,7 +120,7 @@ class Attachment:
         try:
             served = [self._server(number) for number in range(len(layers))]
             for number, layer in enumerate(layers):
-                put_away(self._home, number, layer)
+                offload_layer(self._home, number, layer)
                 self._away.append(number)
             self._home.kept()
             trim()
@@ -157,7 +157,7 @@ class Attachment:
             link = _link(self._device)  # a new link, since an error closes a link permanently
             try:
                 for number in self._away:
-                    bring_back(self._home, link, number, self._layers[number])
+                    restore_layer(self._home, link, number, self._layers[number])
             finally:
                 link.close()
                 self._home.close()

@@ -68,10 +68,10 @@ def cpu_prefill_attention(
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "cache": cache}
         result = reference.prefill_attention(q, k, v, cu_seqlens, scale, **options, k_scale=k_scale, v_scale=v_scale)
         return result if out is None else out.copy_(result)
-    prompts = _lend(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    prompts = _export(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    context = _lend(**dict(zip(names, cache or (), strict=False))) or [None] * 4
-    scales = [None] * 2 if k_scale is None or v_scale is None else _lend(k_scale=k_scale, v_scale=v_scale)
+    context = _export(**dict(zip(names, cache or (), strict=False))) or [None] * 4
+    scales = [None] * 2 if k_scale is None or v_scale is None else _export(k_scale=k_scale, v_scale=v_scale)
     sink = None if sinks is None else as_dlpack("sinks", sinks)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -81,7 +81,7 @@ def cpu_prefill_attention(
     return out
 
 
-def _lend(**tensors: Tensor) -> list[object]:
+def _export(**tensors: Tensor) -> list[object]:
     return [as_dlpack(name, tensor) for name, tensor in tensors.items()]
 
 

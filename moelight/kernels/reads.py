@@ -29,7 +29,7 @@ MAX_DEPTH = 64
 MAX_CHUNK_BYTES = 64 * MiB
 CHUNK_STEP = 4096
 # Interval at which a wait checks for an interrupt by the user.
-_GLANCE_S = 0.1
+_POLL_S = 0.1
 
 Fault = tuple[int, str, str]  # errno, what at which byte, file: the arguments of OSError
 
@@ -74,8 +74,8 @@ class ReadTicket:
             RuntimeError: called by a callback of the reader, or in a fork, where it would block forever.
         """
         left = float("inf") if timeout is None else timeout
-        while not self._request.wait(min(left, _GLANCE_S)):
-            left -= _GLANCE_S
+        while not self._request.wait(min(left, _POLL_S)):
+            left -= _POLL_S
             if left <= 0:
                 raise TimeoutError(f"not read within {timeout} s")
         self._told = True
@@ -126,7 +126,7 @@ class FileReader(AbstractContextManager["FileReader"]):
             raise ValueError(f"chunk_bytes: must be a multiple of {CHUNK_STEP}, is {chunk_bytes}")
         extension = native.extension()
         opened = PreadReader if extension is None else extension.open_reader
-        self._lend: Callable[[str, Tensor], object] = _numpy if extension is None else as_dlpack
+        self._export: Callable[[str, Tensor], object] = _numpy if extension is None else as_dlpack
         self._reader: Any = opened([os.fsencode(path) for path in self._index], depth, chunk_bytes, bool(direct))
         self._closed = False
         _OPEN.add(self)
@@ -149,7 +149,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         ticket._request = self._reader.submit(
             [self._index[part.file] for part in found],
             [part.offset for part in found],
-            [self._lend("dest", part.dest) for part in found],
+            [self._export("dest", part.dest) for part in found],
             tell,
         )
         with self._turn:

@@ -52,7 +52,7 @@ def cpu_route(
     """
     _, _, threads = checks.check_scalars(1.0, None, threads)
     extension = native.extension()
-    lent = _lend("logits", logits)
+    lent = _export("logits", logits)
     if extension is None:
         _floats("logits", logits)
     tokens, experts = logits.shape
@@ -75,7 +75,7 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or id.
     """
     extension = native.extension()
-    lent_ids = _lend("ids", ids)
+    lent_ids = _export("ids", ids)
     if extension is None:
         checks._layout("ids", ids, 2, torch.int32)
     _whole("experts", experts, 0, MOST_EXPERTS)
@@ -115,7 +115,7 @@ def cpu_gather_rows(
         out = _output(out, x, token_of_row.shape[0])
         _range("token_of_row", token_of_row, 0, x.shape[0])
         return out.copy_(reference.gather_rows(x, token_of_row))
-    rows, tokens = _lend("x", x), as_dlpack("token_of_row", token_of_row)
+    rows, tokens = _export("x", x), as_dlpack("token_of_row", token_of_row)
     if out is None:
         out = torch.empty(token_of_row.numel(), x.shape[1], dtype=x.dtype)
     extension.gather_rows(rows, tokens, as_dlpack("out", out), threads)
@@ -158,14 +158,14 @@ def cpu_scatter_sum(
         out = _output(out, rows, position.shape[0])
         _range("position", position, -(1 << 31), rows.shape[0])
         return reference.scatter_sum(rows, position, weights, out, residual=residual)
-    lent, places = _lend("rows", rows), _lend("position", position)
+    lent, places = _export("rows", rows), _export("position", position)
     if out is None:
         out = torch.empty(position.shape[0], rows.shape[1], dtype=rows.dtype)
     extension.scatter_sum(lent, places, as_dlpack("weights", weights), as_dlpack("out", out), bool(residual), threads)
     return out
 
 
-def _lend(name: str, tensor: Tensor) -> object:
+def _export(name: str, tensor: Tensor) -> object:
     """A matrix exported to the extension, which checks everything but the number of dimensions."""
     lent = as_dlpack(name, tensor)
     if tensor.ndim != 2:

@@ -50,39 +50,32 @@ class CheckedText:
 
 def read(text: str) -> CheckedText:
     """The policies of ``text``, and all errors and warnings in the order of the text."""
-    tree, complaints = parse(text)
-    whole = not complaints
-    policies = _file(tree, complaints, whole)
-    findings = located(complaints, text)
+    tree, found = parse(text)
+    policies = _file(tree, found, whole=not found)
+    findings = located(found, text)
     errors = tuple(finding for finding in findings if not finding.warning)
     warnings = tuple(finding for finding in findings if finding.warning)
     return CheckedText(text=text, policies=() if errors else tuple(policies), errors=errors, warnings=warnings)
 
 
-def _file(tree: PolicyText, complaints: list[LanguageError], whole: bool) -> list[ExpertPolicy]:
+def _file(tree: PolicyText, errors: list[LanguageError], *, whole: bool) -> list[ExpertPolicy]:
     version = tree.version
     if version is not None:
         if not isinstance(version.value, int | float):
-            complaints.append(
-                LanguageError(code="type", message="version takes a number such as 0.7", span=version.span)
-            )
+            errors.append(LanguageError(code="type", message="version takes a number such as 0.7", span=version.span))
         elif version.value > VERSION:
             message = f"version {version.value:g} is newer than {VERSION}, the newest that is known here"
-            complaints.append(LanguageError(code="version", message=message, span=version.span))
+            errors.append(LanguageError(code="version", message=message, span=version.span))
     if not tree.policies and whole:
-        complaints.append(
-            LanguageError(code="empty", message=f"there is no policy here; write {_EXAMPLE}", span=(0, 0))
-        )
+        errors.append(LanguageError(code="empty", message=f"there is no policy here; write {_EXAMPLE}", span=(0, 0)))
     names: set[str] = set()
     policies = []
     for node in tree.policies:
         if node.name.text in names:
             message = f"a policy {node.name.text!r} was there before; by its name only the first is found"
-            complaints.append(
-                LanguageError(code="duplicate_policy", message=message, span=node.name.span, warning=True)
-            )
+            errors.append(LanguageError(code="duplicate_policy", message=message, span=node.name.span, warning=True))
         names.add(node.name.text)
-        policies.append(_PolicyReading(complaints=complaints, whole=whole).policy(node))
+        policies.append(_PolicyReading(errors=errors, whole=whole).policy(node))
     return policies
 
 
@@ -90,7 +83,7 @@ def _file(tree: PolicyText, complaints: list[LanguageError], whole: bool) -> lis
 class _PolicyReading:
     """The state of the conversion of one policy from tree to object. ``whole``: no part of the text was unreadable."""
 
-    complaints: list[LanguageError]
+    errors: list[LanguageError]
     whole: bool
     values: dict[Place, Any] = field(default_factory=dict)
     spans: dict[Place, Span] = field(default_factory=dict)
@@ -105,37 +98,37 @@ class _PolicyReading:
         for block in node.blocks:
             excused |= self._block(block)
         if "cache" not in self.blocks and not excused:
-            self._complain("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
+            self._error("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
         # Rules implied by conditional values precede explicit rules, in the order of the keys.
         order = [key.swap for keys in KEYS.values() for key in keys.values()]
         implied = sorted(self.seconds.values(), key=lambda found: order.index(found[0].action.name))
         rules = [*implied, *self.rules]
         sections = [name for name in self.blocks if name in KEYS]
         policy = lower(node.name.text, self.values, blocks=sections, adapt=[rule for rule, _ in rules])
-        self._judge(policy, rules, node.name.span)
+        self._check_rules(policy, rules, node.name.span)
         return policy
 
-    def _complain(self, code: str, message: str, span: Span, *, warning: bool = False) -> None:
-        self.complaints.append(LanguageError(code=code, message=message, span=span, warning=warning))
+    def _error(self, code: str, message: str, span: Span, *, warning: bool = False) -> None:
+        self.errors.append(LanguageError(code=code, message=message, span=span, warning=warning))
 
     def _block(self, block: Block) -> bool:
         """Read the block; return True if it excuses a missing block ``cache``, being perhaps a misspelt one."""
         name = block.name.text
         if block.foreign or name in FOREIGN_BLOCKS:
-            self._complain("unsupported", f"block {name} of version 1.15 is not supported", block.name.span)
+            self._error("unsupported", f"block {name} of version 1.15 is not supported", block.name.span)
             return True
         if name not in BLOCKS:
             guess = did_you_mean(name.lower(), BLOCKS)
             known = f"known: {', '.join(BLOCKS)}"
-            self._complain("unknown_block", f"there is no block {name!r}{guess}; {known}", block.name.span)
+            self._error("unknown_block", f"there is no block {name!r}{guess}; {known}", block.name.span)
             return "'cache'" in guess
         if name in self.blocks:
-            self._complain("duplicate_block", f"block {name} is there twice; put its keys into one", block.name.span)
+            self._error("duplicate_block", f"block {name} is there twice; put its keys into one", block.name.span)
             return False
         self.blocks[name] = block.name.span
         if not block.items and self.whole:
             what = "a rule such as when hit_rate < 0.4 { eviction = lfu }" if name == "adapt" else "at least one key"
-            self._complain("empty_block", f"block {name} is empty; write {what} or leave it out", block.name.span)
+            self._error("empty_block", f"block {name} is empty; write {what} or leave it out", block.name.span)
         excused = not self.whole or not block.items
         for item in block.items:
             if isinstance(item, Rule):
@@ -143,14 +136,14 @@ class _PolicyReading:
             else:
                 excused |= self._entry(item, name)
         if name == "cache" and not excused and not {*self.values, *self.spoiled} & {("cache", "capacity")}:
-            self._complain("missing_key", "cache has no capacity; write how many experts stay", block.name.span)
+            self._error("missing_key", "cache has no capacity; write how many experts stay", block.name.span)
         return False
 
     def _rule(self, rule: Rule, block: str) -> None:
         if block != "adapt":
-            self._complain("adapt", f"a rule stands in the block adapt, not in {block}", rule.condition.metric.span)
+            self._error("adapt", f"a rule stands in the block adapt, not in {block}", rule.condition.metric.span)
             return
-        found = read_rule(rule, self.complaints, whole=self.whole)
+        found = read_rule(rule, self.errors, whole=self.whole)
         if found is not None:
             self.rules.append(found)
 
@@ -163,30 +156,30 @@ class _PolicyReading:
         place = _SHARED if name == "predictor" else (block, name)
         if place in self.written:
             if self.written[place].text != name:
-                self._complain("both_spellings", "strategy and predictor are one key; write one of them", span)
+                self._error("both_spellings", "strategy and predictor are one key; write one of them", span)
             else:
-                self._complain("duplicate_key", f"{name} is there twice", span)
+                self._error("duplicate_key", f"{name} is there twice", span)
             return False
         self.written[place] = entry.key
         try:
             self._value(entry, keys[name], place)
         except WrongValueError as error:
             self.spoiled.add(place)
-            self._complain(error.code, str(error), error.span)
+            self._error(error.code, str(error), error.span)
         return False
 
     def _unknown_key(self, name: str, block: str, span: Span) -> bool:
         if block == "adapt":
-            self._complain("unknown_key", "adapt holds rules: when METRIC < NUMBER for N accesses { ACTION }", span)
+            self._error("unknown_key", "adapt holds rules: when METRIC < NUMBER for N accesses { ACTION }", span)
             return False
         if name in UNSUPPORTED:
-            self._complain("unsupported", f"{name} is not supported: {UNSUPPORTED[name]}", span)
+            self._error("unsupported", f"{name} is not supported: {UNSUPPORTED[name]}", span)
             return False
         keys = KEYS[block]
         guess = did_you_mean(name.lower(), keys)
         other = next((where for where, found in KEYS.items() if name in found), None)
         hint = guess or (f"; it belongs to {other}" if other else f"; known: {', '.join(keys)}")
-        self._complain("unknown_key", f"{block} has no key {name!r}{hint}", span)
+        self._error("unknown_key", f"{block} has no key {name!r}{hint}", span)
         return "'capacity'" in guess
 
     def _value(self, entry: Assignment, key: Key, place: Place) -> None:
@@ -198,7 +191,7 @@ class _PolicyReading:
             if key.kind == "names" and isinstance(found, tuple) and UNMEASURED in found:
                 self.values[place] = tuple(word for word in found if word != UNMEASURED) or METRICS[:1]
                 message = f"{UNMEASURED} is left out: seconds are in the stats of a run, not in the monitor"
-                self._complain("pointless", message, given.span, warning=True)
+                self._error("pointless", message, given.span, warning=True)
             return
         if not key.swap:
             raise WrongValueError(
@@ -209,9 +202,9 @@ class _PolicyReading:
             self.spans[place] = given.first.span
         except WrongValueError as error:
             self.spoiled.add(place)
-            self._complain(error.code, str(error), error.span)
+            self._error(error.code, str(error), error.span)
         second: Any = typed_value(name, key, given.second)
-        condition = read_condition(given.condition, self.complaints)
+        condition = read_condition(given.condition, self.errors)
         if condition is not None:
             metric, operator, threshold = condition
             action = Action(kind="set", name=key.swap, value=second)
@@ -221,22 +214,22 @@ class _PolicyReading:
     # -----------------------------------------------------------------------------------------------------------------
     # Rules and advice
 
-    def _judge(self, policy: ExpertPolicy, rules: list[tuple[AdaptRule, Span]], name: Span) -> None:
+    def _check_rules(self, policy: ExpertPolicy, rules: list[tuple[AdaptRule, Span]], name: Span) -> None:
         broken = broken_rules(policy)
         for found in broken:
             if not self.spoiled.intersection(found.places):
-                self._complain(found.code, found.message, self._span(found, name))
+                self._error(found.code, found.message, self._span(found, name))
         unread = list(lint.unread_keys(policy))
         for rule, span in rules:
             self._judge_rule(policy, rule, span, broken)
             for found in unread:
                 if not rule.conditional and _changes(rule.action, found.places[0]):
-                    self._complain(found.code, found.message, span, warning=True)
+                    self._error(found.code, found.message, span, warning=True)
         written = self.written.keys()
         for found in (*unread, *lint.pointless(policy)):
             if found.places[0] in written and found.places[0] not in self.spoiled:
                 span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
-                self._complain(found.code, found.message, span, warning=True)
+                self._error(found.code, found.message, span, warning=True)
 
     def _judge_rule(self, policy: ExpertPolicy, rule: AdaptRule, span: Span, before: list[BrokenRule]) -> None:
         after = swapped(policy, rule.action)
@@ -248,10 +241,10 @@ class _PolicyReading:
                 known = False
             if not known and not self._excused(found, rule.action):
                 wrong = True
-                self._complain(found.code, f"after this change {found.message}", span)
+                self._error(found.code, f"after this change {found.message}", span)
         if not wrong:
             for words in filter(None, (lint.never_or_always(rule), lint.pointless_rule(policy, rule))):
-                self._complain("pointless", words, span, warning=True)
+                self._error("pointless", words, span, warning=True)
 
     def _excused(self, found: BrokenRule, action: Action) -> bool:
         return any(place in self.spoiled and not _changes(action, place) for place in found.places)

@@ -40,15 +40,15 @@ class Diagnostic:
         return {"code": self.code, "line": self.line, "column": self.column, "message": self.message}
 
 
-def located(complaints: list[LanguageError], text: str) -> list[Diagnostic]:
+def located(errors: list[LanguageError], text: str) -> list[Diagnostic]:
     """The errors and warnings with their positions, in the order of the text."""
-    if not complaints:
+    if not errors:
         return []
     starts = [0]
     while (found := text.find("\n", starts[-1])) >= 0:
         starts.append(found + 1)
     findings = []
-    for complaint in complaints:
+    for complaint in errors:
         start, end = complaint.span or (0, 0)
         start = min(start, len(text))
         line = bisect_right(starts, start)

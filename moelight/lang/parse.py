@@ -62,23 +62,23 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
     if len(text) > MOST_CHARACTERS:
         message = f"the file has {len(text):,} characters; a policy file has at most {MOST_CHARACTERS:,}"
         return PolicyText(None, ()), [LanguageError(code="too_long", message=message, span=(0, 0))]
-    complaints: list[LanguageError] = []
+    errors: list[LanguageError] = []
     left = text
     last: RecoveredText | None = None
     for _ in range(2 * _MOST_SYNTAX_ERRORS):
         try:
-            return _run(left), complaints
+            return _run(left), errors
         except UnexpectedInput as error:
             at = _place(error, left)
             if last is None or not last.covers(at):
-                complaints.append(_complaint(error, left, at))
-            if len(complaints) >= _MOST_SYNTAX_ERRORS:
+                errors.append(_complaint(error, left, at))
+            if len(errors) >= _MOST_SYNTAX_ERRORS:
                 break
             last = recover(left, at)
             if last is None or last.text == left:
                 break
             left = last.text
-    return PolicyText(None, ()), complaints
+    return PolicyText(None, ()), errors
 
 
 def _run(text: str) -> PolicyText:

@@ -43,7 +43,7 @@ class Decoder:
         x = rms_norm(hidden, mine.input_norm, self.model.norm_eps)
         qkv = linear(x, mine.qkv, mine.qkv_bias)
         if spec.qk_norm == "none" and qkv.device.type == "cpu":
-            return self._turned_in_place(qkv, rope)
+            return self._rotate_in_place(qkv, rope)
         q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._norm_qk(mine, q, k)
@@ -54,7 +54,7 @@ class Decoder:
             q, k = self._norm_qk(mine, q, k)
         return rotate(q, *rope), rotate(k, *rope), v.contiguous()
 
-    def _turned_in_place(self, qkv: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotate_in_place(self, qkv: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as views of ``qkv``, clipped and rotated in place; for models without norms of q and k."""
         spec = self.model.attention
         if spec.clip_qkv is not None:

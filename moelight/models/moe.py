@@ -161,12 +161,12 @@ class SplitMoE:
     ) -> None:
         self._whole = routed, experts, space
         native_here = routed.x.device.type == "cpu" and native.available()
-        self._halves = _PartialMoE(routed, experts, late, space.rows[first_row:]) if native_here else None
+        self._partial = _PartialMoE(routed, experts, late, space.rows[first_row:]) if native_here else None
 
     def end(self, *, into: Tensor) -> None:
         """Compute the remaining experts and add all results to ``into`` [T, H]."""
-        if self._halves is not None:
-            self._halves.end(into)
+        if self._partial is not None:
+            self._partial.end(into)
         else:
             moe_forward(*self._whole, into=into)
 

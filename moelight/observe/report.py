@@ -17,7 +17,7 @@ from typing import Any
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
 from moelight.observe.bubbles import Bubble, Bubbles
-from moelight.observe.trace import About
+from moelight.observe.trace import TraceHeader
 from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, Recording
 
 
@@ -94,7 +94,7 @@ class Report:
     idle time of the binding lane by cause, longest first, on the clock of the trace.
     """
 
-    about: About | None
+    about: TraceHeader | None
     lanes: tuple[LaneReport, ...]
     passes: tuple[PassFigures, ...]
     pass_s: float
@@ -256,7 +256,7 @@ def _timelines(recording: Recording) -> Iterator[Timeline]:
         yield Timeline(spans=tuple(map(span, mine)))
 
 
-def _lane(n: int, passes: Sequence[PassFigures], tasks: int, about: About | None, wall_s: float) -> LaneReport:
+def _lane(n: int, passes: Sequence[PassFigures], tasks: int, about: TraceHeader | None, wall_s: float) -> LaneReport:
     name = str(tuple(Lane)[n])
     busy_s = median(figures.busy_us[n] for figures in passes) / 1e6
     total_s = sum(figures.busy_us[n] for figures in passes) / 1e6

@@ -28,7 +28,7 @@ class LaneForecast:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class About:
+class TraceHeader:
     """Header of a trace: the run and its prediction, for comparison with the bars.
 
     Attributes:
@@ -82,7 +82,7 @@ class TraceWriter:
             self._add(timeline)
         self._passes += 1
 
-    def finish(self, about: About | None = None) -> None:
+    def finish(self, about: TraceHeader | None = None) -> None:
         """Complete the JSON document, with ``about`` as its header if given."""
         self._write(b"\n]")
         if about is not None:
@@ -102,7 +102,7 @@ class TraceWriter:
         self._write("".join(f",\n{event}" for event in events).encode())
 
 
-def write_trace(path: Path, timelines: Iterable[Timeline], about: About | None = None) -> None:
+def write_trace(path: Path, timelines: Iterable[Timeline], about: TraceHeader | None = None) -> None:
     """Write a whole trace to ``path``: every span of ``timelines``, one per pass, on one clock.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.small_files import open_regular, read_error_text
-from moelight.observe.trace import About, LaneForecast
+from moelight.observe.trace import LaneForecast, TraceHeader
 
 _CHUNK = 1 << 20
 _LONGEST_VALUE = 8 << 20
@@ -30,7 +30,7 @@ _KINDS = {str(kind): number for number, kind in enumerate(TaskKind)}
 FOR_NOTHING, NOT_RECORDED = -1, -2
 
 
-class Bars:
+class TaskColumns:
     """All tasks of a trace as columns, 51 bytes a task.
 
     ``lanes`` and ``kinds`` hold positions in `Lane` and `TaskKind`. ``waited_for`` holds the position of the kind of
@@ -51,7 +51,7 @@ class Bars:
 class Recording:
     """One trace: its bars, and its header ``about`` (None if the trace has none)."""
 
-    def __init__(self, bars: Bars, about: About | None) -> None:
+    def __init__(self, bars: TaskColumns, about: TraceHeader | None) -> None:
         self.bars = bars
         self.about = about
 
@@ -131,7 +131,7 @@ class _Text:
 
 
 def _read(text: _Text) -> Recording:
-    bars, about = Bars(), None
+    bars, about = TaskColumns(), None
     seen: set[str] = set()
     text.skip("{")
     while text.next_mark() != "}":
@@ -168,7 +168,7 @@ def _events(text: _Text) -> Iterator[Any]:
     text.skip("]")
 
 
-def _add(bars: Bars, event: Any, number: int) -> None:
+def _add(bars: TaskColumns, event: Any, number: int) -> None:
     if not isinstance(event, dict):
         raise _TraceError(f"event {number} is not an object")
     if event.get("ph") == "M":
@@ -197,7 +197,7 @@ def _add(bars: Bars, event: Any, number: int) -> None:
     bars.until_us.append(until_us)
 
 
-def _about(data: Any) -> About | None:
+def _about(data: Any) -> TraceHeader | None:
     """Return the header of the trace; None if another program wrote ``data``."""
     if not isinstance(data, dict) or not isinstance(data.get("moelight"), str):
         return None
@@ -214,7 +214,7 @@ def _about(data: Any) -> About | None:
     for lane, rate in _object(data, "roofs").items():
         _word(lane, _LANES, "otherData: roofs")
         roofs[lane] = _number(rate, f"otherData: roofs.{lane}", most=1e18)
-    return About(
+    return TraceHeader(
         version=data["moelight"],
         source=str(data.get("source", "measured")),
         policy=_plain(data, "policy"),

@@ -15,7 +15,7 @@ import numpy as np
 from moelight.core.adaptation import Adaptation
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
-from moelight.hrm.footprint import riding_tokens
+from moelight.hrm.footprint import prefill_tokens
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import steady_passes
 from moelight.optimizer.allocation import FIELDS, Allocation, PolicyCandidates, Values, values_of, with_values
@@ -204,7 +204,7 @@ class Adapter:
         """Seconds per generated token under each of ``rows``, in the steady state."""
         found, work = PolicyCandidates.made(self.policy, rows), rest.workload()
         running = np.minimum(found.batch_size, max(1, rest.most_running))
-        riding = riding_tokens(found) + found.batch_size - running
+        riding = prefill_tokens(found) + found.batch_size - running
         passes = steady_passes(work, running, riding, spread=self._with_prompts * work.gen_len)
         seconds = 0.0
         for index, kind in enumerate(KINDS):

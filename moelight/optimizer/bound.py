@@ -27,9 +27,9 @@ from moelight.hrm import costs
 from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
 from moelight.hrm.machine_model import at_best
 from moelight.hrm.pass_cost import NO_DISK_BYTES_PER_S, PassCost, PlacementCounts, pass_cost
-from moelight.hrm.schedule_time import ROUTED_ORDERS, pass_s
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, pass_s
 from moelight.hrm.workload_model import bounding_passes, bounding_static_passes
-from moelight.optimizer.placement import FreeMemory, RequestedPlacement, fill, room_of
+from moelight.optimizer.placement import FreeMemory, RequestedPlacement, fill, free_memory
 from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, Variant, kv_tokens, make_candidates, variants
 
 GAP = 0.01
@@ -282,14 +282,14 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
     kinds, more = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
     rows = np.flatnonzero(np.any(kinds.count > 0, axis=1) | (np.arange(len(kinds.count)) <= ALL_DECODE))
     kinds = kinds.kind(rows)
-    room = _most_room(problem, smallest, boxes, many)
+    free = _most_room(problem, smallest, boxes, many)
     filled = fill(
         problem,
         smallest,
         RequestedPlacement(computed=boxes.c1, device_kv=boxes.k0),
         off_host=boxes.k1,
         in_host=boxes.c0,
-        room=room,
+        free=free,
     )
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in rows])
 
@@ -303,7 +303,7 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
             prompt_tokens=(many if fewest else few).astype(float),
             whole=setting.order in WHOLE_EXPERTS,
             look_ahead=problem.count("look_ahead") or MOST_LOOK_AHEAD,
-            routed_only=setting.order in ROUTED_ORDERS or "schedule" not in problem.fixed,
+            routed_only=setting.order in ON_DEMAND_SCHEDULES or "schedule" not in problem.fixed,
             apart=0.0,
         )
 
@@ -327,10 +327,10 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
             RequestedPlacement(computed=boxes.c1, device_kv=0 * boxes.k0),
             off_host=boxes.k1,
             in_host=boxes.c0,
-            room=room,
+            free=free,
         )
         links = [cost(replace(bare.placed, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
-        best = _pages_or_cache(setting, best, bare.placed, room, boxes, links)
+        best = _pages_or_cache(setting, best, bare.placed, free, boxes, links)
     each = pass_s(setting.order, best)
     seconds = np.sum(kinds.count * each, axis=0) + more * np.min(each[: ALL_DECODE + 1], axis=0)
     return np.where(filled.feasible, seconds, np.inf)
@@ -351,20 +351,20 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
     """The free memory of the smallest candidate of each box, plus the memory that another candidate saves where use
     does not grow with size: buffers for a share of the cache that falls with N, and the gathered context, which is not
     needed where T exceeds the context."""
-    room, model, cost_model = room_of(problem, smallest), problem.model, smallest.setting.cost_model
+    free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.setting.cost_model
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
     gathered = transient_bytes(model, smallest, cost_model.dtype) - transient_bytes(model, none, cost_model.dtype)
     spared = np.where(context <= most_tokens, gathered, 0)
     if not smallest.discrete:
-        return replace(room, host=room.host + spared)
+        return replace(free, host=free.host + spared)
     if smallest.attention_device == "gpu":
         sizes = (smallest.micro_batch_size, smallest.micro_batch_tokens, smallest.prompt_micro_batches)
         largest = make_candidates(problem, smallest.setting, boxes.n1.astype(np.int64), *sizes)
         buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
         tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
         spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, cost_model.kv_dtype)
-    return replace(room, device=room.device + spared)
+    return replace(free, device=free.device + spared)
 
 
 def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
@@ -390,13 +390,13 @@ def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: Place
 
 
 def _pages_or_cache(
-    setting: Variant, cost: PassCost, bare: PlacementCounts, room: FreeMemory, boxes: _Boxes, links: list[PassCost]
+    setting: Variant, cost: PassCost, bare: PlacementCounts, free: FreeMemory, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
     """``cost`` with a host-to-device link that transfers one more page for every slot of device memory that the cache
     takes, less one page in total. ``links`` are passes without slots taken, at the least and the most cache on the
     device; link time is linear in between."""
     page_s = links[0].share * setting.cost_model.page_bytes() / setting.cost_model.speeds.h2d
-    taken = room.kv_blocks * room.kv_block_bytes / room.slot_bytes
+    taken = free.kv_blocks * free.kv_block_bytes / free.slot_bytes
     least = np.minimum(
         *(link.lanes["h2d"] + (k * taken - 1.0) * page_s for link, k in zip(links, (boxes.k0, boxes.k1), strict=True))
     )

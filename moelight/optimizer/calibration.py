@@ -80,7 +80,7 @@ class Pricing:
 
     def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
         """``policy`` is resolved; ``dtype`` is that of computation, weights and cache."""
-        self._acts, self._order = cost_model_of(model, policy, speeds, dtype), policy.schedule
+        self._cost_model, self._order = cost_model_of(model, policy, speeds, dtype), policy.schedule
         self._placed = placement_counts(place(model, policy), policy)
         self._made: dict[str, tuple[Belief, CostModel]] = {}
 
@@ -108,7 +108,7 @@ class Pricing:
 
     def lanes(self, policy: Policy, ran: Sequence[Passed]) -> dict[str, float]:
         """Planned busy seconds of each lane for the passes that ``ran``."""
-        return _busy_s(self._acts, self._cost(policy, passes_that_ran(ran), self._acts))
+        return _busy_s(self._cost_model, self._cost(policy, passes_that_ran(ran), self._cost_model))
 
     def _believed(self, kind: str, belief: Belief) -> CostModel:
         kept = self._made.get(kind)
@@ -117,7 +117,7 @@ class Pricing:
         return kept[1]
 
     def _slowed(self, by: Mapping[str, float]) -> CostModel:
-        return replace(self._acts, speeds=slowed(self._acts.speeds, by))
+        return replace(self._cost_model, speeds=slowed(self._cost_model.speeds, by))
 
     def _cost(self, sizes: Sizes, passes: Passes, cost_model: CostModel) -> PassCost:
         """The cost of passes packed as the batcher packs them: full micro-batches of the sequences present."""

@@ -38,7 +38,7 @@ class PlacedCandidates:
         return PlacedCandidates(cells=self.cells.at(index), wanted=self.wanted.at(index))
 
 
-def first_look(problem: Problem, setting: Variant) -> PlacedCandidates:
+def first_sample(problem: Problem, setting: Variant) -> PlacedCandidates:
     """A sample of a variant: N, micro-batches, prompt tokens and placement shares, each over its whole range; and a
     coarse grid of N with the least of everything else, which takes the least memory."""
     draw, requests = np.random.default_rng(1), problem.workload.num_requests

@@ -24,7 +24,7 @@ from moelight.core.policy import (
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES
-from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 
 Fixed = str | int | float
@@ -223,7 +223,7 @@ def _check_schedule(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
         for key, known in zip(devices, (PROCESSORS, FFN_DEVICES), strict=True)
     )
     reasons = [
-        misfit(schedule, discrete=has_gpu, attention=attention, experts=EXPERT_HOMES[ffn])
+        misfit(schedule, discrete=has_gpu, attention=attention, experts=EXPERT_PLACES[ffn])
         for attention in attentions
         for ffn in ffns
     ]

@@ -8,8 +8,8 @@ import numpy as np
 
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
-from moelight.optimizer.candidates import PlacedCandidates, first_look
-from moelight.optimizer.placement import fill, room_of
+from moelight.optimizer.candidates import PlacedCandidates, first_sample
+from moelight.optimizer.placement import fill, free_memory
 from moelight.optimizer.problem import Problem, variants
 from moelight.optimizer.search import search
 
@@ -20,7 +20,7 @@ _PLENTY = 1 << 60
 def infeasible_error(problem: Problem) -> BudgetError:
     """The error that names the memory missing for the candidate nearest to fitting: of one tier, or, where no single
     tier suffices, of both host and device."""
-    looks = [_smallest(first_look(problem, setting)) for setting in variants(problem)]
+    looks = [_smallest(first_sample(problem, setting)) for setting in variants(problem)]
     for tier in _TIERS:
         if (needed := _least(problem, looks, tier)) is not None:
             return _too_small(problem, tier, needed)
@@ -84,8 +84,8 @@ def _without_a_fix(problem: Problem) -> str:
 
 def _on_disk(problem: Problem) -> BudgetError:
     """The error for a disk too small for the expert pages, where more memory does not help."""
-    room = [room_of(problem, first_look(problem, setting).cells) for setting in variants(problem)]
-    needed = room[0].pages * room[0].page_bytes
+    free = [free_memory(problem, first_sample(problem, setting).cells) for setting in variants(problem)]
+    needed = free[0].pages * free[0].page_bytes
     given = problem.capacity_bytes.get("disk", 0)
     return BudgetError(
         f"--disk {format_bytes(given)} is too small for {problem.model.name}: its experts take "

@@ -15,8 +15,8 @@ import numpy as np
 
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
 from moelight.hrm.pass_cost import PlacementCounts
-from moelight.hrm.schedule_time import ORDERS
-from moelight.optimizer.placement import FreeMemory, fixed_device_kv, room_of
+from moelight.hrm.schedule_time import SCHEDULE_TERMS
+from moelight.optimizer.placement import FreeMemory, fixed_device_kv, free_memory
 from moelight.optimizer.problem import Candidates, Problem
 
 _TOLERANCE = 2e-6  # of a slot: by how much the solver may exceed a limit
@@ -90,17 +90,17 @@ class _IntegerProgram:
 
 def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
     """The best placement of one candidate (a `Candidates` of scalars); None if none fits."""
-    room, terms = room_of(problem, cell), _terms(problem, cell)
+    free, terms = free_memory(problem, cell), _terms(problem, cell)
     integer_program = _IntegerProgram(seconds=len(terms))
-    _memory(cell, room, integer_program)
-    _fixed(problem, cell, room, integer_program)
+    _memory(cell, free, integer_program)
+    _fixed(problem, cell, free, integer_program)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
-    blocks = max(int(room.kv_blocks), 1)
+    blocks = max(int(free.kv_blocks), 1)
     for kind, (count, slopes, base) in enumerate(terms):
         for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
             per = dict(zip(("from_host", "from_disk", "computed", "device_blocks"), slope, strict=True))
             integer_program.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
-    integer_program.most_of = {"device_blocks": int(room.kv_blocks), "reads": 1}
+    integer_program.most_of = {"device_blocks": int(free.kv_blocks), "reads": 1}
     found = integer_program.solved()
     if found is None:
         return None
@@ -115,20 +115,20 @@ def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
     )
 
 
-def _memory(cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram) -> None:
+def _memory(cell: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
-    block, pinned_pages = room.kv_block_bytes / room.slot_bytes, cell.setting.cost_model.pinned_pages
-    device, host = float(room.device) / room.slot_bytes, float(room.host) / room.slot_bytes
-    kv = int(room.kv_blocks) * block
+    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, cell.setting.cost_model.pinned_pages
+    device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
+    kv = int(free.kv_blocks) * block
     integer_program.add(
-        {"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=room.pages, most=room.pages
+        {"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=free.pages, most=free.pages
     )
-    integer_program.add({"per_layer": room.layers, "from_host": -1, "from_disk": -1}, least=0)
-    integer_program.add({"from_disk": 1, "reads": -room.pages}, most=0)
+    integer_program.add({"per_layer": free.layers, "from_host": -1, "from_disk": -1}, least=0)
+    integer_program.add({"from_disk": 1, "reads": -free.pages}, most=0)
     if not pinned_pages:
         integer_program.add({"pinned": 1, "per_layer": -1}, least=0)
-    integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * room.pages}, least=-2 * room.pages)
-    integer_program.add({"from_disk": 1}, most=room.disk // room.page_bytes)
+    integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * free.pages}, least=-2 * free.pages)
+    integer_program.add({"from_disk": 1}, most=free.disk // free.page_bytes)
     if cell.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
         integer_program.add({"device_blocks": 1}, most=0)
         block = 0.0
@@ -138,7 +138,7 @@ def _memory(cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram
     if cell.ffn_device == "cpu":
         integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
         if cell.residents == "learned" and not cell.discrete:  # the ring holds a layer
-            integer_program.add({"resident": 1, "reads": room.pages // room.layers, "device_blocks": -block}, most=host)
+            integer_program.add({"resident": 1, "reads": free.pages // free.layers, "device_blocks": -block}, most=host)
         integer_program.add({"from_host": 1, "computed": 1}, most=0)
         if cell.discrete:
             integer_program.add({"device_blocks": block}, most=device)
@@ -149,7 +149,7 @@ def _memory(cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram
         integer_program.add({"computed": 1}, most=0)
 
 
-def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, integer_program: _IntegerProgram) -> None:
+def _fixed(problem: Problem, cell: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: fixed shares are met to the page and to the block."""
     near_device = cell.ffn_device != "cpu"
     counts: Mapping[str, Mapping[str, float]] = {
@@ -161,10 +161,10 @@ def _fixed(problem: Problem, cell: Candidates, room: FreeMemory, integer_program
     for key, coefficients in counts.items():
         share = problem.share(key)
         if share is not None:
-            integer_program.add(coefficients, least=round(share * room.pages), most=round(share * room.pages))
+            integer_program.add(coefficients, least=round(share * free.pages), most=round(share * free.pages))
     device_kv = fixed_device_kv(problem, cell)
     if device_kv is not None:
-        wanted = round(device_kv * int(room.kv_blocks))
+        wanted = round(device_kv * int(free.kv_blocks))
         integer_program.add({"device_blocks": 1}, least=wanted, most=wanted)
 
 
@@ -178,7 +178,7 @@ def _terms(problem: Problem, cell: Candidates) -> list[tuple[float, Any, Any]]:
 
         def at(**placed: float) -> Any:
             cost = cost_of(cost_model, problem.workload, kind, PlacementCounts(**placed), cell, order, streams=True)  # noqa: B023
-            return np.array([float(term) for term in ORDERS[order](cost)])
+            return np.array([float(term) for term in SCHEDULE_TERMS[order](cost)])
 
         base = at()
         slopes = np.stack([at(**{name: 1.0}) - base for name in _AFFINE_IN], axis=1)

@@ -65,7 +65,7 @@ class ResolvedPlacement:
     feasible: Any
 
 
-def room_of(problem: Problem, cells: Candidates) -> FreeMemory:
+def free_memory(problem: Problem, cells: Candidates) -> FreeMemory:
     """The free memory of each tier, for each candidate."""
     cost_model = cells.setting.cost_model
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
@@ -93,91 +93,91 @@ def fill(
     *,
     off_host: Any = None,
     in_host: Any = None,
-    room: FreeMemory | None = None,
+    free: FreeMemory | None = None,
 ) -> ResolvedPlacement:
     """Resolve the requested placement; free choices fill the tiers from the fastest on.
 
     For bounds only: ``off_host`` is the share of the cache that host memory need not hold and ``in_host`` the number of
-    pages for the CPU that host memory must hold, where they differ from the request; ``room`` is the memory to fill.
+    pages for the CPU that host memory must hold, where they differ from the request; ``free`` is the memory to fill.
     """
     computed, device_kv = wanted.computed, wanted.device_kv
-    room = room_of(problem, cells) if room is None else room
+    free = free_memory(problem, cells) if free is None else free
     held = computed if in_host is None else in_host
-    cache = _cache_blocks(cells, room, held, device_kv)
+    cache = _cache_blocks(cells, free, held, device_kv)
     if cells.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
-        held = computed = np.maximum(computed, _least_computed(room, room.device - cache * room.kv_block_bytes))
-    device, pages = room.device - cache * room.kv_block_bytes, room.pages - computed
+        held = computed = np.maximum(computed, _least_computed(free, free.device - cache * free.kv_block_bytes))
+    device, pages = free.device - cache * free.kv_block_bytes, free.pages - computed
     if cells.ffn_device == "cpu":
-        spared = cache if off_host is None else np.ceil(room.kv_blocks * off_host)
-        slots = np.floor((room.host - (room.kv_blocks - spared) * room.kv_block_bytes) / room.slot_bytes)
-        resident, ring, fits = _resident(pages, room, slots, problem.share("weights.host"), _on_disk(problem, room))
+        spared = cache if off_host is None else np.ceil(free.kv_blocks * off_host)
+        slots = np.floor((free.host - (free.kv_blocks - spared) * free.kv_block_bytes) / free.slot_bytes)
+        resident, ring, fits = _resident(pages, free, slots, problem.share("weights.host"), _on_disk(problem, free))
         if cells.residents == "learned" and not cells.discrete:
-            resident, fits = _beside_a_layer(problem, room, pages, slots, resident, ring, fits)
+            resident, fits = _beside_a_layer(problem, free, pages, slots, resident, ring, fits)
         from_host, on_device = np.zeros_like(resident), cache
         fits &= device >= 0
     else:
-        slots = np.floor(device / room.slot_bytes)
-        elsewhere = _on_disk(problem, room) + np.maximum(_on_host(problem, room) - computed, 0)
-        resident, ring, fits = _resident(pages, room, slots, problem.share("weights.device"), elsewhere)
-        resident, ring = _at_most(wanted.resident, pages, room, resident, ring)
+        slots = np.floor(device / free.slot_bytes)
+        elsewhere = _on_disk(problem, free) + np.maximum(_on_host(problem, free) - computed, 0)
+        resident, ring, fits = _resident(pages, free, slots, problem.share("weights.device"), elsewhere)
+        resident, ring = _at_most(wanted.resident, pages, free, resident, ring)
         fits &= resident + ring <= slots
-        left = np.clip(np.floor((device - (resident + ring) * room.slot_bytes) / room.kv_block_bytes), 0, np.inf)
-        more = np.minimum(left, room.kv_blocks - cache) if cells.attention_device == "gpu" else 0
+        left = np.clip(np.floor((device - (resident + ring) * free.slot_bytes) / free.kv_block_bytes), 0, np.inf)
+        more = np.minimum(left, free.kv_blocks - cache) if cells.attention_device == "gpu" else 0
         on_device = cache + np.where(np.isnan(device_kv), more, 0)
-        spared = on_device if off_host is None else np.ceil(room.kv_blocks * off_host)
-        on_host = np.floor((room.host - (room.kv_blocks - spared) * room.kv_block_bytes) / room.slot_bytes) - held
+        spared = on_device if off_host is None else np.ceil(free.kv_blocks * off_host)
+        on_host = np.floor((free.host - (free.kv_blocks - spared) * free.kv_block_bytes) / free.slot_bytes) - held
         staged = 0 * ring if cells.setting.cost_model.pinned_pages else ring / 2
         pinned = (staged, ring)
-        from_host = _from_host(problem, room, pages - resident, on_host, pinned, computed, held, wanted.spilled)
+        from_host = _from_host(problem, free, pages - resident, on_host, pinned, computed, held, wanted.spilled)
         fits &= from_host >= 0
     from_disk = pages - resident - from_host
-    fits &= from_disk * room.page_bytes <= room.disk
-    device_kv = on_device / np.maximum(room.kv_blocks, 1)
+    fits &= from_disk * free.page_bytes <= free.disk
+    device_kv = on_device / np.maximum(free.kv_blocks, 1)
     placed = PlacementCounts(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
     return ResolvedPlacement(placed=placed, resident=resident, feasible=fits)
 
 
-def _least_computed(room: FreeMemory, device: Any) -> Any:
+def _least_computed(free: FreeMemory, device: Any) -> Any:
     """The least number of pages that the CPU computes: all others must be resident, or stream through two slots for
     each streamed page of a layer."""
-    slots = np.floor(np.maximum(device, 0) / room.slot_bytes)
-    return np.maximum(room.pages - np.maximum(slots, room.layers * np.floor(slots / 2)), 0)
+    slots = np.floor(np.maximum(device, 0) / free.slot_bytes)
+    return np.maximum(free.pages - np.maximum(slots, free.layers * np.floor(slots / 2)), 0)
 
 
 def _beside_a_layer(
-    problem: Problem, room: FreeMemory, pages: Any, slots: Any, resident: Any, ring: Any, fits: Any
+    problem: Problem, free: FreeMemory, pages: Any, slots: Any, resident: Any, ring: Any, fits: Any
 ) -> tuple[Any, Any]:
     """Reduce resident pages where the ring must hold a whole layer, since any page of the layer may be offloaded."""
     layer = problem.model.experts.num_experts
     short = (resident < pages) & (ring < layer)
     fewer = np.where(short, np.minimum(resident, slots - layer), resident)
-    streamed = 2 * np.ceil((pages - fewer) / room.layers)
+    streamed = 2 * np.ceil((pages - fewer) / free.layers)
     return fewer, fits & (fewer >= 0) & (~short | (fewer + np.maximum(streamed, layer) <= slots))
 
 
-def _at_most(most: Any, pages: Any, room: FreeMemory, resident: Any, ring: Any) -> tuple[Any, Any]:
+def _at_most(most: Any, pages: Any, free: FreeMemory, resident: Any, ring: Any) -> tuple[Any, Any]:
     """Limit resident pages to ``most``; the others stream through the ring."""
     fewer = resident > most
     kept = np.where(fewer, most, resident)
-    return kept, np.where(fewer, 2 * np.ceil((pages - kept) / room.layers), ring)
+    return kept, np.where(fewer, 2 * np.ceil((pages - kept) / free.layers), ring)
 
 
-def _cache_blocks(cells: Candidates, room: FreeMemory, held: Any, device_kv: Any) -> Any:
+def _cache_blocks(cells: Candidates, free: FreeMemory, held: Any, device_kv: Any) -> Any:
     """Cache blocks placed in device memory before any page: the requested share, or, if the share is free, all that fit
     where device memory holds no pages, and otherwise only those that host memory cannot hold."""
     if cells.attention_device == "cpu":
-        return np.zeros_like(room.kv_blocks)
+        return np.zeros_like(free.kv_blocks)
     if cells.ffn_device == "cpu":
-        least = np.floor(room.device / room.kv_block_bytes)
+        least = np.floor(free.device / free.kv_block_bytes)
     else:
-        least = room.kv_blocks - np.floor((room.host - held * room.slot_bytes) / room.kv_block_bytes)
-    least = np.clip(least, 0, room.kv_blocks)
-    return np.where(np.isnan(device_kv), least, np.round(room.kv_blocks * np.nan_to_num(device_kv)))
+        least = free.kv_blocks - np.floor((free.host - held * free.slot_bytes) / free.kv_block_bytes)
+    least = np.clip(least, 0, free.kv_blocks)
+    return np.where(np.isnan(device_kv), least, np.round(free.kv_blocks * np.nan_to_num(device_kv)))
 
 
 def _from_host(
     problem: Problem,
-    room: FreeMemory,
+    free: FreeMemory,
     streamed: Any,
     slots: Any,
     pinned: tuple[Any, Any],
@@ -189,9 +189,9 @@ def _from_host(
     ring has more slots where some pages are streamed from disk."""
     shallow, deep = pinned
     on_host = slots - shallow
-    reads = _needs_disk(problem, room, streamed, on_host, held)
+    reads = _needs_disk(problem, free, streamed, on_host, held)
     on_host = np.where(reads, slots - deep, on_host)
-    found = np.where(on_host >= 0, _host_pages(problem, room, streamed, on_host, computed, held), -1)
+    found = np.where(on_host >= 0, _host_pages(problem, free, streamed, on_host, computed, held), -1)
     if _spread_is_fixed(problem):
         return found
     moved = np.clip(np.minimum(spilled, streamed) - (streamed - found), 0, np.maximum(found, 0))
@@ -204,52 +204,52 @@ def _spread_is_fixed(problem: Problem) -> bool:
     return any(problem.share(key) is not None for key in ("weights.host", "weights.disk"))
 
 
-def _on_disk(problem: Problem, room: FreeMemory) -> int:
+def _on_disk(problem: Problem, free: FreeMemory) -> int:
     """Pages that a fixed share keeps on disk."""
-    return round((problem.share("weights.disk") or 0.0) * room.pages)
+    return round((problem.share("weights.disk") or 0.0) * free.pages)
 
 
-def _on_host(problem: Problem, room: FreeMemory) -> int:
+def _on_host(problem: Problem, free: FreeMemory) -> int:
     """Pages that a fixed share keeps in host memory."""
-    return round((problem.share("weights.host") or 0.0) * room.pages)
+    return round((problem.share("weights.host") or 0.0) * free.pages)
 
 
-def _resident(pages: Any, room: FreeMemory, slots: Any, share: float | None, elsewhere: Any) -> tuple[Any, Any, Any]:
+def _resident(pages: Any, free: FreeMemory, slots: Any, share: float | None, elsewhere: Any) -> tuple[Any, Any, Any]:
     """The most resident ``pages`` within ``slots`` beside the ring of the others, the ring's slots, and whether both
     fit: r + 2 ceil((pages - r) / layers) <= slots. Fixed shares of other tiers exclude ``elsewhere`` pages; a fixed
     ``share`` of this tier leaves no choice."""
     if share is not None:
-        wanted = np.round(share * room.pages)
+        wanted = np.round(share * free.pages)
         resident = np.minimum(wanted, pages) + 0 * slots
-        ring = 2 * np.ceil((pages - resident) / room.layers)
+        ring = 2 * np.ceil((pages - resident) / free.layers)
         return resident, ring, (resident + ring <= slots) & (wanted <= pages - elsewhere)
-    if room.layers > 2:
-        per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (room.layers - 2))))
+    if free.layers > 2:
+        per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (free.layers - 2))))
     else:
-        per_layer = np.where(slots >= pages, 0, np.ceil(pages / room.layers))
+        per_layer = np.where(slots >= pages, 0, np.ceil(pages / free.layers))
     resident = np.minimum(pages - elsewhere, slots - 2 * per_layer)
-    ring = 2 * np.maximum(per_layer, np.ceil((pages - np.maximum(resident, 0)) / room.layers))
+    ring = 2 * np.maximum(per_layer, np.ceil((pages - np.maximum(resident, 0)) / free.layers))
     return np.maximum(resident, 0), ring, (resident >= 0) & (resident + ring <= slots)
 
 
-def _needs_disk(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any, held: Any) -> Any:
+def _needs_disk(problem: Problem, free: FreeMemory, streamed: Any, on_host: Any, held: Any) -> Any:
     """True if some pages are streamed from disk, for lack of host memory or by fixed shares: pinned memory is then two
     layers deep."""
     host = problem.share("weights.host")
-    kept_off = False if host is None else streamed > _on_host(problem, room) - held
+    kept_off = False if host is None else streamed > _on_host(problem, free) - held
     return (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
 
 
-def _host_pages(problem: Problem, room: FreeMemory, streamed: Any, on_host: Any, computed: Any, held: Any) -> Any:
+def _host_pages(problem: Problem, free: FreeMemory, streamed: Any, on_host: Any, computed: Any, held: Any) -> Any:
     """Pages streamed from host memory, the most for any number of CPU pages between ``held`` and ``computed``; -1 where
     a fixed share is infeasible."""
     host, disk = problem.share("weights.host"), problem.share("weights.disk")
     most = np.minimum(streamed, np.maximum(on_host, 0))
     if host is not None:
-        least, wanted = (np.maximum(np.round(host * room.pages) - pages, 0) for pages in (computed, held))
-        return np.where((np.round(host * room.pages) >= held) & (least <= most), np.minimum(wanted, most), -1)
+        least, wanted = (np.maximum(np.round(host * free.pages) - pages, 0) for pages in (computed, held))
+        return np.where((np.round(host * free.pages) >= held) & (least <= most), np.minimum(wanted, most), -1)
     if disk is not None:
-        wanted = streamed - np.round(disk * room.pages)
+        wanted = streamed - np.round(disk * free.pages)
         return np.where((wanted >= held - computed) & (wanted <= most), np.maximum(wanted, 0), -1)
     return most
 

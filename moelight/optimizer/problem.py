@@ -20,7 +20,7 @@ from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
-from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 
 Fixed = str | int | float
@@ -29,7 +29,7 @@ Fixed = str | int | float
 # (tests/hrm/test_estimate.py), but its on-demand passes wait for the routers; of the schedules without that wait,
 # flexgen and flexgen-c are the fastest. serial overlaps nothing, which pays where reading and computing slow each other
 # by more than overlapping saves.
-SEARCHED_ORDERS = ("cgopipe", "module", "flexgen", "flexgen-c", "serial")
+SEARCHED_SCHEDULES = ("cgopipe", "module", "flexgen", "flexgen-c", "serial")
 LEAST_TOKENS = 16  # of a prompt micro-batch: fewer save a few kilobytes
 KV_BLOCK_SIZE = KV_BLOCK_SIZES[0]  # smaller blocks lose less of the cache to blocks that are not full
 _DEVICE_KEYS = (
@@ -66,7 +66,7 @@ class Problem:
     dtype: DType
     weight_dtypes: tuple[str, ...] = ("auto",)
     kv_dtypes: tuple[str, ...] = ("auto",)
-    orders: tuple[str, ...] = SEARCHED_ORDERS
+    orders: tuple[str, ...] = SEARCHED_SCHEDULES
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     integer_program: bool = True
 
@@ -221,7 +221,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
             continue
         if (gpu and not problem.has_gpu) or _contradicts(problem, attention, ffn):
             continue
-        if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_HOMES[ffn]) is not None:
+        if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
             continue
         found += 1
         cost_model = CostModel(

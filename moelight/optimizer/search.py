@@ -24,7 +24,7 @@ from moelight.optimizer.candidates import (
     around,
     as_of,
     cache_is_open,
-    first_look,
+    first_sample,
     scattered,
 )
 from moelight.optimizer.milp import SolvedPlacement, solve
@@ -50,7 +50,7 @@ GAINED = 1e-4  # relative gain below which no further round is run
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
 # Variants that are rarely the fastest: first tried with sizes that were good for the usual ones.
-STAND_INS = ("flexgen", "flexgen-c", "serial", "static", "learned")
+RARE = ("flexgen", "flexgen-c", "serial", "static", "learned")
 POOLED_AFTER = (2, 5)  # rounds
 # candidates of each variant; random neighbours; the time of a variant over the best at which it is dropped
 POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05
@@ -88,8 +88,8 @@ def search(problem: Problem) -> Found | None:
     if problem.sequences[0] > problem.sequences[1]:
         return None
     every = list(variants(problem))
-    usual = [setting for setting in every if not _stands_in(setting)] or every
-    looks = [keep_best(problem, None, first_look(problem, setting)) for setting in usual]
+    usual = [setting for setting in every if not _is_rare(setting)] or every
+    looks = [keep_best(problem, None, first_sample(problem, setting)) for setting in usual]
     beam = [found for found in looks if found is not None]
     if not beam:
         return None
@@ -134,8 +134,8 @@ def _pooled(problem: Problem, beam: list[Beam], every: list[Variant], draw: np.r
     return kept
 
 
-def _stands_in(setting: Variant) -> bool:
-    return not {setting.order, setting.admission, setting.residents}.isdisjoint(STAND_INS)
+def _is_rare(setting: Variant) -> bool:
+    return not {setting.order, setting.admission, setting.residents}.isdisjoint(RARE)
 
 
 def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:

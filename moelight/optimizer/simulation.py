@@ -24,7 +24,7 @@ from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES, on_demand
-from moelight.scheduler.layout import EXPERT_HOMES, Layout, MicroBatchShape, PassShape, layout_of
+from moelight.scheduler.layout import EXPERT_PLACES, Layout, MicroBatchShape, PassShape, layout_of
 from moelight.scheduler.requirements import misfit
 from moelight.scheduler.simulate import Price, simulate_passes
 
@@ -104,7 +104,7 @@ class SimulationSetup:
         self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
         self.estimate: Estimate = self.estimate_of(policy.schedule)
         self._layout: Layout = layout_of(model, policy, self._dtype)
-        self._acts: CostModel = cost_model_of(model, policy, self._speeds, self._dtype)
+        self._cost_model: CostModel = cost_model_of(model, policy, self._speeds, self._dtype)
         self._placement: Placement = place(model, policy)
 
     def estimate_of(self, schedule: str) -> Estimate:
@@ -115,7 +115,7 @@ class SimulationSetup:
     def schedules(self) -> tuple[str, ...]:
         """Names of the schedules that the policy's devices allow."""
         policy = self.policy
-        placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+        placed = {"attention": policy.attention_device, "experts": EXPERT_PLACES[policy.ffn_device]}
         return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **placed) is None)
 
     def roofs(self) -> dict[str, float]:
@@ -175,7 +175,7 @@ class SimulationSetup:
                 built = self._built(schedule, each, prefetched)
                 routed_only = self._routed_only(schedule, each)
                 priced = pass_costs(
-                    self._acts, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
+                    self._cost_model, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
                 )
             before, prefetched = (each, prefetched), len(built.prefetched_next)
             yield built, priced

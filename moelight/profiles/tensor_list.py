@@ -29,7 +29,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorList:
+class StackedTensor:
     """One tensor in memory: ``parts`` stacked along their first dimension, in order."""
 
     name: str
@@ -47,7 +47,7 @@ class TensorList:
         return math.prod(self.shape)
 
 
-def dense_tensors(model: ModelProfile) -> Iterator[TensorList]:
+def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
     """Every tensor outside the experts, in the order of its arena.
 
     q, k and v (and their biases, and the gate and up of a dense layer or of the shared experts) are stacked into one
@@ -92,13 +92,13 @@ def pages(model: ModelProfile) -> tuple[Page, ...]:
     )
 
 
-def _norm(model: ModelProfile, name: str, layer: int) -> Iterator[TensorList]:
+def _norm(model: ModelProfile, name: str, layer: int) -> Iterator[StackedTensor]:
     yield _one(name, layer, (model.hidden_size,))
     if model.norm_bias:
         yield _one(f"{name}_bias", layer, (model.hidden_size,))
 
 
-def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
+def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[StackedTensor]:
     spec, hidden = model.attention, model.hidden_size
     if spec.latent is not None:
         yield from _latent_tensors(spec, spec.latent, layer, hidden)
@@ -113,7 +113,7 @@ def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
         yield _one("o_bias", layer, (hidden,))
 
 
-def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
+def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[StackedTensor]:
     spec, hidden = model.attention, model.hidden_size
     if model.names.qkv:
         yield _one("qkv", layer, (spec.q_dim + 2 * spec.kv_dim, hidden))
@@ -127,7 +127,7 @@ def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
         yield _one("k_norm", layer, (spec.kv_dim if whole else spec.head_dim,))
 
 
-def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[TensorList]:
+def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[StackedTensor]:
     """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and
     values (without the rotary part) from the latent; queries are projected directly, or in two steps if they have a
     latent of their own.
@@ -149,7 +149,7 @@ def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden:
     yield _one("kv_b", layer, (expanded, latent.kv_lora_rank))
 
 
-def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
+def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[StackedTensor]:
     """The tensors of a sparse layer besides routed experts: router, shared experts and the gate on their output."""
     hidden, experts, router = model.hidden_size, model.experts, model.router
     yield _one("router", layer, (experts.num_experts, hidden))
@@ -163,17 +163,17 @@ def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[TensorList]:
         yield _one("shared_router", layer, (1, hidden))
 
 
-def _feed_forward(kind: str, layer: int, hidden: int, width: int) -> Iterator[TensorList]:
+def _feed_forward(kind: str, layer: int, hidden: int, width: int) -> Iterator[StackedTensor]:
     yield _stack(f"{kind}_gate_up", layer, {f"{kind}_gate": (width, hidden), f"{kind}_up": (width, hidden)})
     yield _one(f"{kind}_down", layer, (hidden, width))
 
 
-def _one(name: str, layer: int, shape: tuple[int, ...]) -> TensorList:
-    return TensorList(name=name, layer=layer, parts=(StoredTensor(name=name, layer=layer, shape=shape),))
+def _one(name: str, layer: int, shape: tuple[int, ...]) -> StackedTensor:
+    return StackedTensor(name=name, layer=layer, parts=(StoredTensor(name=name, layer=layer, shape=shape),))
 
 
-def _stack(name: str, layer: int, parts: dict[str, tuple[int, ...]]) -> TensorList:
-    return TensorList(
+def _stack(name: str, layer: int, parts: dict[str, tuple[int, ...]]) -> StackedTensor:
+    return StackedTensor(
         name=name,
         layer=layer,
         parts=tuple(StoredTensor(name=part, layer=layer, shape=shape) for part, shape in parts.items()),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
-from moelight.runtime.topology import Core, Plug, Topology
+from moelight.runtime.topology import Core, PciSlot, Topology
 
 # Copy rate of one thread within host memory; 8 to 10 GB/s were measured.
 COPY_BYTES_PER_S = 8e9
@@ -69,7 +69,7 @@ class CoreShares:
         return {Lane.CPU: self.compute, Lane.STAGE: self.staging}.get(lane)
 
 
-def demands_of(policy: Policy, plug: Plug | None, *, device: bool) -> Demands:
+def demands_of(policy: Policy, plug: PciSlot | None, *, device: bool) -> Demands:
     """Processor demands of a run of ``policy``, with a discrete ``device`` or without one."""
     rate = None if plug is None else plug.bytes_per_s
     return Demands(

@@ -70,7 +70,7 @@ class TransferStats:
         """Mean seconds per page."""
         return self.seconds / self.pages if self.pages else 0.0
 
-    def came_true(self, waited_s: float, *, there: bool) -> None:
+    def record_hit(self, waited_s: float, *, there: bool) -> None:
         """Record a correct prediction, whose prefetch began ``waited_s`` ago and is complete or not (``there``)."""
         self.ahead_useful += 1
         self.ahead_late += not there

@@ -22,7 +22,7 @@ from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
 from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.numa import place_memory, placing, settle, why_not_placed
-from moelight.runtime.topology import plug_of, read_topology
+from moelight.runtime.topology import pci_slot_of, read_topology
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
 LANE_KINDS = ("auto", "inline", "threads")
@@ -119,13 +119,13 @@ def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
 def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     """Assignment of this process's cores to the lanes of a run of ``policy``; the emulated device runs on the CPU."""
     device = machine.discrete and not machine.twin
-    plug = plug_of(machine.device) if device else None
+    plug = pci_slot_of(machine.device) if device else None
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
 def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
     """Allocate the arenas of ``footprint`` (`memory.arena.allocate`); those in host memory on suitable NUMA nodes."""
-    plug = plug_of(machine.device)
+    plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
     place = place_memory(
         read_topology(),

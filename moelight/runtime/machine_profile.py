@@ -125,16 +125,16 @@ def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile
     spread = dict(measured.spread) | dict(kept.spread)
     joined = replace(
         kept,
-        tiers=_with_others(kept.tiers, measured.tiers, "name"),
-        links=_with_others(kept.links, measured.links, "src"),
-        processors=_with_others(kept.processors, measured.processors, "name"),
+        tiers=_merged(kept.tiers, measured.tiers, "name"),
+        links=_merged(kept.links, measured.links, "src"),
+        processors=_merged(kept.processors, measured.processors, "name"),
         measured=tuple((dict(measured.measured) | dict(kept.measured)).items()),
-        efficiency=_with_others(kept.efficiency, measured.efficiency, "name"),
+        efficiency=_merged(kept.efficiency, measured.efficiency, "name"),
     )
     return replace(joined, spread=tuple((key, spread[key]) for key in joined.figure_keys() if key in spread))
 
 
-def _with_others(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
+def _merged(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
     """``mine``, and the items of ``others`` whose attribute ``name`` differs from that of every item of ``mine``."""
     have = {getattr(item, name) for item in mine}
     return (*mine, *(item for item in others if getattr(item, name) not in have))

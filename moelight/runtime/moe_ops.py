@@ -23,7 +23,7 @@ from moelight.runtime.on_demand import PassPages
 
 CPU_ROWS = 256  # torch caches a CPU kernel per row count, and more rows at once are no faster
 
-MixingAct = Callable[[Task, PassPages], Outcome]
+MoEOperation = Callable[[Task, PassPages], Outcome]
 
 
 class SavedActivationArena:
@@ -69,11 +69,11 @@ class MoEOps:
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
         self._found: dict[tuple[int, int, int], MoEWeights] = {}
         self._residents = 0
-        self.table: Mapping[TaskKind, MixingAct] = {
+        self.table: Mapping[TaskKind, MoEOperation] = {
             TaskKind.POST_ATTENTION: self._post_attention,
             TaskKind.ROUTE: self._route,
             TaskKind.PREDICT_EXPERTS: self._predict_experts,
-            TaskKind.RESIDENT_EXPERTS: self._experts_here,
+            TaskKind.RESIDENT_EXPERTS: self._resident_experts,
             TaskKind.EXPERTS: self._experts,
             TaskKind.OFFLOAD_HIDDEN: self._offload_hidden,
             TaskKind.CPU_EXPERTS: self._cpu_experts,
@@ -112,7 +112,7 @@ class MoEOps:
         weights, ids = self._decoder.predict_experts(coming, pass_pages.micro_batches[task.micro_batch].hidden)
         require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
 
-    def _experts_here(self, task: Task, pass_pages: PassPages) -> None:
+    def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
         mb, choice = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small).choice(task.layer)
         first_row = sum(earlier.tokens for earlier in pass_pages.micro_batches[: task.micro_batch]) * self._top_k
         mb.begun = SplitMoE(require(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)

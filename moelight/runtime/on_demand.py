@@ -75,14 +75,14 @@ class LayerDemand:
     experts: MoEWeights
     late: frozenset[int]
     on_cpu: tuple[ExpertWeights | None, ...]
-    errands: list[PageTransfer] = field(default_factory=list)
+    transfers: list[PageTransfer] = field(default_factory=list)
     coming: list[PendingPage] = field(default_factory=list)
     read_pages: int = 0
     since_s: float = 0.0
 
 
 @dataclass(slots=True)
-class _Guess:
+class _Prefetch:
     """A page that was prefetched into page ``ring`` of the ring because a predictor named it."""
 
     page: Page
@@ -115,7 +115,7 @@ class Pager:
         self.store, self.residency = store, residency
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.remembers = remembers
-        self.predictions: list[_Guess] = []
+        self.predictions: list[_Prefetch] = []
         self.prefetched: dict[Page, int] = {}
         self.transfer_stats = TransferStats()
         self.free_slots = FreeSlots()
@@ -254,7 +254,7 @@ class OnDemandPass:
                     store.ring_pages[ring].copy_(far, non_blocking=True)
                 else:
                     arriving = pager.start_page(page, store.ring_pages[ring], 0)
-                pager.predictions.append(_Guess(page, ring, arriving, time.perf_counter()))
+                pager.predictions.append(_Prefetch(page, ring, arriving, time.perf_counter()))
                 moved += store.page_bytes
                 pager.transfer_stats.ahead_pages += 1
             self._ahead[layer] = moved
@@ -294,7 +294,7 @@ class OnDemandPass:
         pager, ring = self._pager, self._in_ring(page, choice)
         if ring is None:
             ring = pager.free_slots.take()
-            choice.errands.append(PageTransfer(page, pager.store.ring_pages[ring]))
+            choice.transfers.append(PageTransfer(page, pager.store.ring_pages[ring]))
         if slot >= 0:
             return pager.stay(page, slot, ring)
         return pager.passes(page, ring)
@@ -311,7 +311,7 @@ class OnDemandPass:
             return found
         pager.predictions.remove(prediction)
         there = prediction.arriving is None or prediction.arriving.done()
-        pager.transfer_stats.came_true(time.perf_counter() - prediction.since_s, there=there)
+        pager.transfer_stats.record_hit(time.perf_counter() - prediction.since_s, there=there)
         if prediction.arriving is not None:
             choice.coming.append(prediction.arriving)
         return prediction.ring
@@ -336,7 +336,7 @@ class OnDemandPass:
         """Begin the reads from disk: into the ring, or into pinned memory on the way to a device."""
         pager, store = self._pager, self._pager.store
         choice.since_s = time.perf_counter()
-        for transfer in choice.errands:
+        for transfer in choice.transfers:
             if store.offloaded_page(transfer.page) is not None:
                 continue
             into = transfer.into
@@ -351,11 +351,11 @@ class OnDemandPass:
     def _send(self, choice: LayerDemand) -> Outcome:
         """Copy pages over the link, from pinned staging memory or from the host tier."""
         store = self._pager.store
-        for transfer in choice.errands:
+        for transfer in choice.transfers:
             pinned = transfer.pinned
             source = require(store.offloaded_page(transfer.page)) if pinned is None else store.pinned_pages[pinned]
             transfer.into.copy_(source, non_blocking=True)
-        return MovedBytes(len(choice.errands) * store.page_bytes) if choice.errands else SKIPPED
+        return MovedBytes(len(choice.transfers) * store.page_bytes) if choice.transfers else SKIPPED
 
 
 class _All:

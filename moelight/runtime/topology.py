@@ -38,7 +38,7 @@ class NumaNode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plug:
+class PciSlot:
     """PCI slot of a GPU: its NUMA node, and the bytes/s of its link in one direction; None if unknown."""
 
     address: str
@@ -73,7 +73,7 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
     )
 
 
-def read_plug(address: str, *, sys: Path = SYS) -> Plug:
+def read_plug(address: str, *, sys: Path = SYS) -> PciSlot:
     """Slot of the device at PCI ``address`` (``0000:3b:00.0``)."""
     directory = sys / "bus/pci/devices" / address
     node, width = _text(directory / "numa_node"), _text(directory / "max_link_width")
@@ -83,10 +83,10 @@ def read_plug(address: str, *, sys: Path = SYS) -> Plug:
         transfers = float(speed[0]) * 1e9
         # Up to 5 GT/s a byte is encoded in ten bits, beyond with 2 of 130 bits lost.
         rate = transfers * int(width) / (10 if transfers < 8e9 else 8 * 130 / 128)
-    return Plug(address=address, node=int(node) if node.isdecimal() else None, bytes_per_s=rate)
+    return PciSlot(address=address, node=int(node) if node.isdecimal() else None, bytes_per_s=rate)
 
 
-def plug_of(device: torch.device, *, sys: Path = SYS) -> Plug | None:
+def pci_slot_of(device: torch.device, *, sys: Path = SYS) -> PciSlot | None:
     """Slot of torch's ``device``; None for the CPU, or where torch does not report the slot."""
     if device.type == "cpu":
         return None

@@ -159,7 +159,7 @@ class LayerWriter(PageWriter):
         """The experts of ``layer``, once for all micro-batches; does nothing in a layer without experts."""
         if not self.layout.model.moe_layers[layer]:
             return
-        everyone = range(self.count)
+        micro_batches = range(self.count)
         task = self.add(
             Task(
                 kind=TaskKind.EXPERTS,
@@ -167,11 +167,11 @@ class LayerWriter(PageWriter):
                 layer=layer,
                 micro_batch=ALL,
                 deps=(self._ready[self.count - 1], *self.arrived(layer)),
-                reads=(*(self.buffer("routed", j) for j in everyone), *self.ring(layer)),
-                writes=tuple(self.buffer("hidden", j) for j in everyone),
+                reads=(*(self.buffer("routed", j) for j in micro_batches), *self.ring(layer)),
+                writes=tuple(self.buffer("hidden", j) for j in micro_batches),
             )
         )
-        self._ready = dict.fromkeys(everyone, task)
+        self._ready = dict.fromkeys(micro_batches, task)
         self.read_ring(layer, task)
 
     def sample(self, j: int) -> None:

@@ -41,7 +41,7 @@ def _routed(layout: Layout, micro_batch: MicroBatchShape) -> int:
 
 
 # For each phase: the micro-batch's buffers that are read and written, and the bytes that are moved over a link.
-_ACTS: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] = {
+_PHASES: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] = {
     TaskKind.EMBED: ((), ("hidden",), None),
     TaskKind.PRE_ATTENTION: (("hidden",), ("qkv",), None),
     TaskKind.LOAD_KV: ((), (), _context),
@@ -101,14 +101,14 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
 def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> Iterator[tuple[TaskKind, int, int]]:
     """Extra tasks of an on-demand pass: chosen experts over each lane, prefetches for the next layer with experts, and
     on a CPU the resident experts, which wait for no transfer."""
-    everyone, coming = range(len(shape.micro_batches)), coming_layer(layout, layer)
+    micro_batches, coming = range(len(shape.micro_batches)), coming_layer(layout, layer)
     for lane in layout.page_lanes:
         yield TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS, layer, ALL
     if shape.ahead and coming is not None:
         yield TaskKind.SEND_AHEAD if layout.pages_cross else TaskKind.READ_AHEAD, coming, ALL
-        yield from ((TaskKind.PREDICT_EXPERTS, layer, j) for j in everyone if shape.predict_experts)
+        yield from ((TaskKind.PREDICT_EXPERTS, layer, j) for j in micro_batches if shape.predict_experts)
     if not layout.discrete and not whole:
-        yield from ((TaskKind.RESIDENT_EXPERTS, layer, j) for j in everyone)
+        yield from ((TaskKind.RESIDENT_EXPERTS, layer, j) for j in micro_batches)
 
 
 def coming_layer(layout: Layout, layer: int) -> int | None:
@@ -160,7 +160,7 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) 
     """The required task, without dependencies."""
     if kind in CHOSEN_KINDS or kind in AHEAD_KINDS:
         return chosen_task(layout, kind, layer)
-    sources, targets, moves = _ACTS[kind]
+    sources, targets, moves = _PHASES[kind]
     if kind is TaskKind.EXPERTS and shape.routed_only and not layout.discrete and j != ALL:
         sources = ("routed", "partial")
     if kind is TaskKind.CPU_ATTENTION and not layout.discrete:

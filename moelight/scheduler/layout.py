@@ -15,7 +15,7 @@ from moelight.hrm.placement import Placement, place
 from moelight.profiles.model import ModelProfile
 
 # The place where experts run, by ``Policy.ffn_device``.
-EXPERT_HOMES = {"gpu": "device", "split": "split", "cpu": "host"}
+EXPERT_PLACES = {"gpu": "device", "split": "split", "cpu": "host"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,7 @@ def layout_of(
     """
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
-    placement, experts = placement or place(model, policy), EXPERT_HOMES[policy.ffn_device]
+    placement, experts = placement or place(model, policy), EXPERT_PLACES[policy.ffn_device]
     page_dtype = dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
     size, crosses = costs.page_bytes(model, page_dtype), discrete and experts != "host"
     parts = costs.page_parts(size, part_bytes or costs.PART_BYTES) if crosses else (range(size),)

@@ -24,23 +24,23 @@ def build_module(layout: Layout, shape: PassShape) -> Schedule:
     draft = LayerWriter(layout, shape)
     if shape.routed_only:
         return write(draft, "module", whole=True)
-    everyone, layers = range(draft.count), layout.model.num_layers
+    micro_batches, layers = range(draft.count), layout.model.num_layers
     # Hidden states cross after attention, contexts before it: the block crosses between those of two layers.
     ahead = 0 if layout.discrete and layout.attention == "cpu" else 1
     draft.deliver_layer(0)
     for layer in range(layers):
         if not layout.discrete:  # the launching thread also computes
             draft.deliver_layer(layer + 1)
-        for j in everyone:
+        for j in micro_batches:
             draft.load_contexts(layer, j)
             draft.attend(layer, j)
         draft.deliver_layer(layer + ahead)
         draft.fetch_layer(layer + ahead + 1)
-        for j in everyone:
+        for j in micro_batches:
             draft.load_hidden(layer, j)
             draft.route(layer, j)
         draft.experts(layer)
-    for j in everyone:
+    for j in micro_batches:
         draft.sample(j)
     draft.deliver_layer(layers)
     return draft.finish("module")

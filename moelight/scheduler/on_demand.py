@@ -30,7 +30,7 @@ def pays(
         return bool(layout.streamed) and bool(
             schedule_time.routed_only(layout.model, schedule, tokens, most_tokens, least=least)
         )
-    small = schedule in schedule_time.ROUTED_ORDERS and tokens <= most_tokens
+    small = schedule in schedule_time.ON_DEMAND_SCHEDULES and tokens <= most_tokens
     return (
         bool(layout.streamed)
         and small
@@ -45,29 +45,29 @@ def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
     small a pass. Without a GPU, resident experts run while the others are read. Predicted pages of later layers are
     fetched after the pages of this layer. ``whole``: experts run once for all micro-batches.
     """
-    layout, everyone, layers = draft.layout, range(draft.count), draft.layout.model.num_layers
+    layout, micro_batches, layers = draft.layout, range(draft.count), draft.layout.model.num_layers
     for layer in range(layers):
-        for j in everyone if layout.discrete else ():
+        for j in micro_batches if layout.discrete else ():
             draft.load_contexts(layer, j)
             draft.attend(layer, j)
-        for j in everyone:
+        for j in micro_batches:
             if not layout.discrete:  # one after the other, so that only one attention output is in memory
                 draft.attend(layer, j)
             draft.load_hidden(layer, j)
             draft.route(layer, j)
         if layout.model.moe_layers[layer]:
-            draft.bring_chosen(layer)
+            draft.transfer_chosen(layer)
             _look_ahead(draft, layer)
         if whole:
             draft.experts(layer)
         else:
-            for j in everyone:
+            for j in micro_batches:
                 draft.resident_experts(layer, j)
-            for j in everyone:
+            for j in micro_batches:
                 draft.experts_of(layer, j)
-            for j in everyone:
+            for j in micro_batches:
                 draft.combine(layer, j)
-    for j in everyone:
+    for j in micro_batches:
         draft.sample(j)
     return draft.finish(builder)
 
@@ -81,4 +81,4 @@ def _look_ahead(draft: LayerWriter, layer: int) -> None:
     after = draft.routed_task(layer)
     for j in range(draft.count) if draft.shape.predict_experts else ():
         after = draft.predict_experts(layer, j)
-    draft.bring_ahead(coming, after)
+    draft.prefetch_predicted(coming, after)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.hrm.schedule_time import ROUTED_ORDERS
-from moelight.scheduler.layout import EXPERT_HOMES, Layout, PassShape
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
+from moelight.scheduler.layout import EXPERT_PLACES, Layout, PassShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
         ConfigError: names what the schedule needs, and the schedules that support the policy.
     """
     discrete = policy.discrete if discrete is None else discrete
-    _check(policy.schedule, discrete, policy.attention_device, EXPERT_HOMES[policy.ffn_device])
+    _check(policy.schedule, discrete, policy.attention_device, EXPERT_PLACES[policy.ffn_device])
 
 
 def check_layout(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
@@ -60,7 +60,7 @@ def check_layout(schedule: str, layout: Layout, shape: PassShape | None = None) 
         ConfigError: names what the schedule needs, and the schedules that support the layout.
     """
     _check(schedule, layout.discrete, layout.attention, layout.experts)
-    if shape is not None and shape.routed_only and schedule not in ROUTED_ORDERS:
+    if shape is not None and shape.routed_only and schedule not in ON_DEMAND_SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")
 
 

@@ -145,17 +145,17 @@ class VirtualClock:
         Raises:
             ScheduleError: tasks wait for each other for ever.
         """
-        errands = [self._run_task(task, cost) for task in schedule.tasks]
+        running_tasks = [self._run_task(task, cost) for task in schedule.tasks]
         ahead = set(schedule.prefetched_next)
-        awaited = [running_task for position, running_task in enumerate(errands) if position not in ahead]
-        launching = self._launch(schedule, errands)
+        awaited = [running_task for position, running_task in enumerate(running_tasks) if position not in ahead]
+        launching = self._launch(schedule, running_tasks)
         blockers = next(launching, None)
         for running_task in awaited:
             while blockers is not None or not running_task.done:
                 self._advance()
                 while blockers is not None and all(blocker.done for blocker in blockers):
                     blockers = next(launching, None)
-        prefetched = [errands[position] for position in schedule.prefetched_next]
+        prefetched = [running_tasks[position] for position in schedule.prefetched_next]
         self._prefetched = {
             running_task.task.page: running_task for running_task in prefetched if running_task.task.page is not None
         }
@@ -171,13 +171,13 @@ class VirtualClock:
         there.done = True
         return there
 
-    def _launch(self, schedule: Schedule, errands: list[_RunningTask]) -> Iterator[list[_RunningTask]]:
+    def _launch(self, schedule: Schedule, running_tasks: list[_RunningTask]) -> Iterator[list[_RunningTask]]:
         """Queue every task on its lane, in order; where the launcher has to wait, yield the tasks that it waits for."""
         inline = Lane.DEVICE not in schedule.lanes()
-        for task, running_task in zip(schedule.tasks, errands, strict=True):
+        for task, running_task in zip(schedule.tasks, running_tasks, strict=True):
             if task.kind is TaskKind.PREFETCHED_PAGE:
                 continue
-            running_task.waits_for = [errands[dep] for dep in task.deps]
+            running_task.waits_for = [running_tasks[dep] for dep in task.deps]
             open_deps = [dep for dep in running_task.waits_for if not dep.done]
             if self._launcher and task.lane in _STREAMS:
                 on_host = [dep for dep in open_deps if dep.task.lane not in _STREAMS]

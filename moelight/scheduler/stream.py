@@ -103,7 +103,7 @@ class PageWriter(TaskWriter):
         for page in self.layer_pages(layer):
             self.deliver(page)
 
-    def bring_chosen(self, layer: int) -> None:
+    def transfer_chosen(self, layer: int) -> None:
         """Transfer the offloaded pages that the routers of ``layer`` chose, in one task per lane that they pass."""
         prefetched = tuple(self._delivered[k] for k in range(self.shape.prefetched))
         routed = self._routed[layer]
@@ -121,7 +121,7 @@ class PageWriter(TaskWriter):
                 )
             )
 
-    def bring_ahead(self, layer: int, after: int) -> None:
+    def prefetch_predicted(self, layer: int, after: int) -> None:
         """Begin to fetch the predicted pages of ``layer`` once ``after`` is done.
 
         No task depends on this one; an expert that needs one of its pages waits for that page's transfer.
@@ -156,8 +156,8 @@ class PageWriter(TaskWriter):
     def read_ring(self, layer: int, task: int) -> None:
         """Record that ``task`` read the slots of ``layer``, and deliver the pages that were deferred until then."""
         self._last_read[layer] = task
-        everyone = self.tasks[task].micro_batch == ALL
-        self._reads[layer] = len(self.shape.micro_batches) if everyone else self._reads.get(layer, 0) + 1
+        micro_batches = self.tasks[task].micro_batch == ALL
+        self._reads[layer] = len(self.shape.micro_batches) if micro_batches else self._reads.get(layer, 0) + 1
         if self._waiting and self._is_read(layer):
             waiting, self._waiting = self._waiting, deque()
             for k in waiting:

@@ -20,7 +20,7 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import TensorList, dense_tensors, page_shapes
+from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_shapes
 from moelight.weights.extent_reader import ExtentReader
 from moelight.weights.tensor_map import TensorExtent, WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
@@ -207,7 +207,7 @@ def _check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
         )
 
 
-def _read_stored(reader: ExtentReader, weight_map: WeightMap, stored: TensorList, view: torch.Tensor) -> None:
+def _read_stored(reader: ExtentReader, weight_map: WeightMap, stored: StackedTensor, view: torch.Tensor) -> None:
     row = 0
     for part in stored.parts:
         reader.read(weight_map.parts[part], view[row : row + part.shape[0]])

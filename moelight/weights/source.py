@@ -208,7 +208,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if not weight_map:
         raise CheckpointError(f"{index}: weight_map is empty, so there are no weights; fetch the index again")
     for name, shard in weight_map.items():
-        if not _stays_inside(shard):
+        if not _is_inside(shard):
             raise CheckpointError(
                 f"{index}: tensor {name!r} is said to be in {shard!r}, which is not a safetensors file inside "
                 f"{index.parent}; refused"
@@ -216,7 +216,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _stays_inside(shard: str) -> bool:
+def _is_inside(shard: str) -> bool:
     """True if ``shard`` is a relative path, without ``..``, to a ``.safetensors`` file. Links are allowed: the hub
     cache uses them.
     """

@@ -18,7 +18,7 @@ from moelight.cli.machine_facts import machine_facts, machine_lines
 from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.serving import serving
-from moelight.runtime.topology import Plug
+from moelight.runtime.topology import PciSlot
 from tests.cli.program import DEMO, ROOT, moelight
 from tests.runtime.machines import topology
 
@@ -70,7 +70,7 @@ def test_a_big_machine_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     there = topology(16, nodes=2, siblings=2)
     monkeypatch.setattr(machine_facts_room, "read_topology", lambda: there)
     monkeypatch.setattr(machine_facts_room, "refusal", lambda: None)
-    found = machine_facts(16, [Plug(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
+    found = machine_facts(16, [PciSlot(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
     weights = found["numa"]["placement"]["for_bytes"]
     lines = [f"{name}: {said}" for name, said in machine_lines(json.loads(json.dumps(found)))]
     assert lines[:5] == [
@@ -81,7 +81,7 @@ def test_a_big_machine_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         f"host memory: bound: node 1, the device's, has room for {format_bytes(weights)}",
     ]
     assert any(line.startswith("pinning: ulimit -l: ") for line in lines)
-    unknown = machine_facts(16, [Plug(address="0000:81:00.0")], None)
+    unknown = machine_facts(16, [PciSlot(address="0000:81:00.0")], None)
     assert unknown["numa"]["placement"]["kind"] == "interleaved"
     assert ("", "device at 0000:81:00.0: an unknown node") in list(machine_lines(unknown))
 

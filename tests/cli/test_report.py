@@ -10,7 +10,7 @@ import pytest
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.report import report_of
-from moelight.observe.trace import About, LaneForecast
+from moelight.observe.trace import LaneForecast, TraceHeader
 from moelight.observe.trace_reading import read_trace
 from tests.cli.program import moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
@@ -75,7 +75,7 @@ def test_the_table_fits_the_terminal(width: str, tmp_path: Path) -> None:
 
 
 def test_what_a_trace_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    about = About(
+    about = TraceHeader(
         version="1",
         source="measured",
         policy={"model": "\x1b[2Jevil"},

@@ -32,7 +32,7 @@ def restless(engine: Engine, seed: int) -> set[tuple[int, ...]]:
     def next_pass() -> Any:
         values = values_of(first)
         for _ in range(random.randint(0, 3)):
-            values = random.choice(allocation.near(values, most_running=random.randint(1, 48)))
+            values = random.choice(allocation.neighbours(values, most_running=random.randint(1, 48)))
         passes.policy = batcher.policy = replace(with_values(first, values), look_ahead=random.randint(1, 4))
         drawn.add(values_of(passes.policy))
         return inner()

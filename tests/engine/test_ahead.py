@@ -104,11 +104,11 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     hows = [SamplingParams(prompt_logprobs=2, **special[row % len(special)]) for row in range(40)]
     requests = [Request(index=row, token_ids=(65, 66, 65), sampling=how) for row, how in enumerate(hows)]
     answers = OutputProcessor(requests, tokenizer, Constraints(tokenizer, 307), 99)
-    pieces = [SequenceChunk(generation=each, start=0, count=3) for each in answers.generations]
+    chunks = [SequenceChunk(sequence=each, start=0, count=3) for each in answers.sequences]
     logits = torch.randn(40, 307, generator=torch.Generator().manual_seed(1))
     with Reads():
-        chosen = answers.choose(pieces, logits)
-        answers.score(pieces, 40, logits, torch.tensor([66, 65] * 20))
+        chosen = answers.choose(chunks, logits)
+        answers.score(chunks, 40, logits, torch.tensor([66, 65] * 20))
     assert chosen.shape == (40,)
     assert all(tokenizer.decode([int(chosen[row])]).islower() for row in range(5, 40, 7)), "each row has its own change"
     assert [int(chosen[row]) for row in range(6, 40, 7)] == logits.argmax(1)[6::7].tolist()

@@ -67,9 +67,9 @@ class Run:
 
     def arrive(self, loads: list[MicroBatchPlan], *, early: bool) -> None:
         for load in loads:
-            for piece in load.pieces:
-                owner = piece.generation
-                if not piece.completes or owner.finished:
+            for chunk in load.chunks:
+                owner = chunk.sequence
+                if not chunk.completes or owner.finished:
                     continue
                 owner.generated.append(7)
                 if len(owner.generated) == owner.max_tokens or (early and self.random.random() < 0.1):
@@ -80,30 +80,30 @@ class Run:
     def check(self, loads: list[MicroBatchPlan], before: dict[int, tuple[int, bool]]) -> None:
         self.check_limits(loads)
         self.check_blocks()
-        pieces = [piece for load in loads for piece in load.pieces]
+        chunks = [chunk for load in loads for chunk in load.chunks]
         running = {id(g) for g in self.batcher.running}
-        assert {id(piece.generation) for piece in pieces} <= running
+        assert {id(chunk.sequence) for chunk in chunks} <= running
         places: dict[int, int] = {}
-        for piece in pieces:
-            computed, decodes = before[id(piece.generation)]
-            start = places.get(id(piece.generation), computed)
-            assert piece.start == start, "chunks of a prompt come in order and without gaps"
-            places[id(piece.generation)] = start + piece.count
-            assert piece.count == 1 or not decodes
+        for chunk in chunks:
+            computed, decodes = before[id(chunk.sequence)]
+            start = places.get(id(chunk.sequence), computed)
+            assert chunk.start == start, "chunks of a prompt come in order and without gaps"
+            places[id(chunk.sequence)] = start + chunk.count
+            assert chunk.count == 1 or not decodes
         if self.policy.admission == "static":
-            self.check_static(pieces, before)
+            self.check_static(chunks, before)
             return
         for g in self.batcher.running:
             if before[id(g)][1]:
                 assert places.get(id(g)) == len(g.request.token_ids) + g.chosen, "whoever decodes rides in every pass"
 
-    def check_static(self, pieces: list[SequenceChunk], before: dict[int, tuple[int, bool]]) -> None:
+    def check_static(self, chunks: list[SequenceChunk], before: dict[int, tuple[int, bool]]) -> None:
         """Either prompts or decoding; all that decode do so together; nobody joins a batch that has begun."""
-        if pieces[0].decodes:
-            assert all(piece.decodes for piece in pieces)
-            assert {id(piece.generation) for piece in pieces} == {id(g) for g in self.batcher.running}
+        if chunks[0].decodes:
+            assert all(chunk.decodes for chunk in chunks)
+            assert {id(chunk.sequence) for chunk in chunks} == {id(g) for g in self.batcher.running}
         else:
-            assert not any(piece.decodes for piece in pieces)
+            assert not any(chunk.decodes for chunk in chunks)
         begun = [g for g in self.batcher.running if before[id(g)][0]]
         if begun or self.batch & {id(g) for g in self.batcher.running}:
             assert {id(g) for g in self.batcher.running} <= self.batch
@@ -124,23 +124,23 @@ class Run:
         policy = self.policy
         assert len(self.batcher.running) <= policy.batch_size
         assert sum(load.tokens for load in loads) <= pass_tokens(policy)
-        if policy.attention_device == "cpu" and all(piece.decodes for load in loads for piece in load.pieces):
-            live = [len(load.pieces) for load in loads]
+        if policy.attention_device == "cpu" and all(chunk.decodes for load in loads for chunk in load.chunks):
+            live = [len(load.chunks) for load in loads]
             assert len(live) == -(-sum(live) // policy.micro_batch_size), "a tail is as few micro-batches as hold it"
             assert max(live) - min(live) <= 1, "and they are equally full"
         for load in loads:
-            assert 1 <= len(load.pieces) <= policy.micro_batch_size
+            assert 1 <= len(load.chunks) <= policy.micro_batch_size
             assert 1 <= load.tokens <= policy.micro_batch_tokens
-            assert all(piece.count >= 1 for piece in load.pieces)
-            generated = [piece.decodes for piece in load.pieces]
+            assert all(chunk.count >= 1 for chunk in load.chunks)
+            generated = [chunk.decodes for chunk in load.chunks]
             assert generated == sorted(generated, reverse=True), "generated tokens come first"
-            assert all(piece.count == 1 for piece in load.pieces if piece.decodes)
-            assert load.prefill_only == (self.discrete and all(piece.start == 0 for piece in load.pieces))
+            assert all(chunk.count == 1 for chunk in load.chunks if chunk.decodes)
+            assert load.prefill_only == (self.discrete and all(chunk.start == 0 for chunk in load.chunks))
             if policy.attention_device == "gpu" and not load.prefill_only:
-                assert sum(self.seen(piece) for piece in load.pieces) <= kv_buffer_tokens(policy)
+                assert sum(self.seen(chunk) for chunk in load.chunks) <= kv_buffer_tokens(policy)
 
-    def seen(self, piece: SequenceChunk) -> int:
-        return piece.count + (piece.start if self.window is None else min(piece.start, self.window - 1))
+    def seen(self, chunk: SequenceChunk) -> int:
+        return chunk.count + (chunk.start if self.window is None else min(chunk.start, self.window - 1))
 
     def check_blocks(self) -> None:
         held = [block for g in self.batcher.running for block in g.blocks]
@@ -151,7 +151,7 @@ class Run:
 
 
 def shape(loads: list[MicroBatchPlan]) -> list[list[tuple[int, int, int]]]:
-    return [[(p.generation.request.index, p.start, p.count) for p in load.pieces] for load in loads]
+    return [[(p.sequence.request.index, p.start, p.count) for p in load.chunks] for load in loads]
 
 
 @st.composite
@@ -188,10 +188,10 @@ def test_blocks_and_places_are_free_when_the_last_pass_is_launched() -> None:
     batcher.add([one, two, generation(2, 7, 9)])
     launch(batcher)
     assert [g.request.index for g in batcher.running] == [1]
-    pieces = [piece for load in batcher.next_pass() for piece in load.pieces]
-    assert [piece.generation.request.index for piece in pieces if not piece.decodes] == [2]
-    assert pieces[-1].generation.place == one.place
-    assert pieces[-1].generation.blocks == one.blocks
+    chunks = [chunk for load in batcher.next_pass() for chunk in load.chunks]
+    assert [chunk.sequence.request.index for chunk in chunks if not chunk.decodes] == [2]
+    assert chunks[-1].sequence.place == one.place
+    assert chunks[-1].sequence.blocks == one.blocks
     batcher.retire(one)
     batcher.retire(two)
     batcher.retire(two)
@@ -207,11 +207,11 @@ def test_contexts_that_the_device_attends_over_share_a_buffer() -> None:
     batcher.add([generation(index, 10 * (4 - index), 5) for index in range(4)])
     launch(batcher)
     loads = batcher.next_pass()
-    assert sorted(sorted(piece.start for piece in load.pieces) for load in loads) == [[10, 40], [20, 30]]
+    assert sorted(sorted(chunk.start for chunk in load.chunks) for load in loads) == [[10, 40], [20, 30]]
     wide = Batcher(replace(policy, micro_batch_size=3), BlockPool(50), discrete=True)
     wide.add([generation(index, 60, 5) for index in range(2)])
     launch(wide)
-    assert [len(load.pieces) for load in wide.next_pass()] == [1, 1], "60 and 60 are more than 94"
+    assert [len(load.chunks) for load in wide.next_pass()] == [1, 1], "60 and 60 are more than 94"
 
 
 def test_a_request_that_no_buffer_can_hold_is_refused_with_what_would_do() -> None:
@@ -245,9 +245,9 @@ def test_every_token_is_computed_exactly_once(run: Run) -> None:
     seen: dict[int, list[int]] = {}
     for loads in run.passes:
         for load in loads:
-            for piece in load.pieces:
-                at = seen.setdefault(piece.generation.request.index, [])
-                at.extend(range(piece.start, piece.start + piece.count))
+            for chunk in load.chunks:
+                at = seen.setdefault(chunk.sequence.request.index, [])
+                at.extend(range(chunk.start, chunk.start + chunk.count))
     for g in run.generations:
         assert seen[g.request.index] == list(range(len(g.request.token_ids) + g.max_tokens - 1))
 
@@ -259,8 +259,8 @@ def test_requests_are_admitted_in_their_order(run: Run) -> None:
     first_seen: dict[int, int] = {}
     for number, loads in enumerate(run.passes):
         for load in loads:
-            for piece in load.pieces:
-                first_seen.setdefault(piece.generation.request.index, number)
+            for chunk in load.chunks:
+                first_seen.setdefault(chunk.sequence.request.index, number)
     assert [first_seen[index] for index in sorted(first_seen)] == sorted(first_seen.values())
 
 
@@ -280,11 +280,11 @@ def test_a_long_prompt_is_cut_in_order_and_its_end_comes_last() -> None:
     batcher.add([generation(0, 21, 1), generation(1, 3, 1)])
     loads = batcher.next_pass()
     mine = [
-        (piece.start, piece.count) for load in loads for piece in load.pieces if piece.generation.request.index == 0
+        (chunk.start, chunk.count) for load in loads for chunk in load.chunks if chunk.sequence.request.index == 0
     ]
     assert mine == [(0, 8), (8, 8), (16, 5)]
     assert [load.tokens for load in loads] == [8, 8, 8]
-    assert [piece.completes for load in loads for piece in load.pieces].count(True) == 2
+    assert [chunk.completes for load in loads for chunk in load.chunks].count(True) == 2
 
 
 def test_a_prompt_longer_than_a_pass_goes_on_in_the_next() -> None:
@@ -295,7 +295,7 @@ def test_a_prompt_longer_than_a_pass_goes_on_in_the_next() -> None:
     loads = batcher.next_pass()
     assert sum(load.tokens for load in loads) == room
     assert len(batcher.running) == 1, "there was no room for the second"
-    assert not any(piece.completes for load in loads for piece in load.pieces)
+    assert not any(chunk.completes for load in loads for chunk in load.chunks)
     batcher.launched(loads)
     assert first.computed == room
     loads = batcher.next_pass()
@@ -310,7 +310,7 @@ def test_beside_a_link_fresh_prompts_have_micro_batches_of_their_own() -> None:
     assert all(load.prefill_only for load in launch(batcher))
     batcher.add([generation(2, 12, 5), generation(3, 1, 5)])
     kinds = [
-        (load.prefill_only, sorted(piece.generation.request.index for piece in load.pieces))
+        (load.prefill_only, sorted(chunk.sequence.request.index for chunk in load.chunks))
         for load in batcher.next_pass()
     ]
     assert kinds == [(True, [2]), (True, [3]), (False, [0, 1, 2])]
@@ -323,8 +323,8 @@ def test_a_static_batch_is_prefilled_alone_and_ends_together() -> None:
     batcher.add([generation(0, 80, 3), generation(1, 5, 1), generation(2, 4, 2)])
     while batcher.busy:
         loads = batcher.next_pass()
-        pieces = [piece for load in loads for piece in load.pieces]
-        seen.append(sorted({(piece.generation.request.index, piece.decodes) for piece in pieces}))
+        chunks = [chunk for load in loads for chunk in load.chunks]
+        seen.append(sorted({(chunk.sequence.request.index, chunk.decodes) for chunk in chunks}))
         batcher.launched(loads)
     prefills, decodes = [[(0, False)], [(0, False), (1, False)]], [[(0, True)], [(0, True)]]
     assert seen == [*prefills, *decodes, [(2, False)], [(2, True)]]
@@ -335,9 +335,9 @@ def test_a_finished_sequence_is_replaced_in_the_next_pass() -> None:
     one, two = generation(0, 3, 1), generation(1, 4, 1)
     batcher.add([one, two])
     (load,) = launch(batcher)
-    assert load.pieces[0].generation is one
+    assert load.chunks[0].sequence is one
     (load,) = batcher.next_pass()
-    assert load.pieces[0].generation is two
+    assert load.chunks[0].sequence is two
 
 
 def test_a_request_waits_until_its_longest_answer_fits_the_cache() -> None:
@@ -362,15 +362,15 @@ def test_clearing_frees_everything() -> None:
     assert batcher.next_pass()
 
 
-pieces = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 500)), min_size=1, max_size=40)
+chunks = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 500)), min_size=1, max_size=40)
 
 
 @examples(150)
-@given(sizes=pieces, max_items=st.integers(1, 8), max_tokens=st.integers(10, 30))
+@given(sizes=chunks, max_items=st.integers(1, 8), max_tokens=st.integers(10, 30))
 def test_partition_puts_each_piece_in_exactly_one_part(
     sizes: list[tuple[int, int]], max_items: int, max_tokens: int
 ) -> None:
-    given_pieces = [SequenceChunk(generation=generation(i, 1, 1), start=s, count=c) for i, (c, s) in enumerate(sizes)]
+    given_pieces = [SequenceChunk(sequence=generation(i, 1, 1), start=s, count=c) for i, (c, s) in enumerate(sizes)]
     parts = partition(given_pieces, max_items=max_items, max_tokens=max_tokens)
     assert sorted(id(p) for part in parts for p in part) == sorted(id(p) for p in given_pieces)
     assert all(1 <= len(part) <= max_items and sum(p.count for p in part) <= max_tokens for part in parts)
@@ -381,11 +381,11 @@ def test_partition_puts_each_piece_in_exactly_one_part(
 def test_partition_balances_tokens_then_context() -> None:
     """Equal token counts, as when all decode, are spread by what attention will cost."""
     decoding = [
-        SequenceChunk(generation=generation(i, 1, 1), start=s, count=1)
+        SequenceChunk(sequence=generation(i, 1, 1), start=s, count=1)
         for i, s in enumerate([900, 10, 20, 890, 30, 40])
     ]
     parts = partition(decoding, max_items=3, max_tokens=100)
     assert sorted(sum(p.start for p in part) for part in parts) == pytest.approx([945, 945], abs=10)
-    mixed = [SequenceChunk(generation=generation(i, 1, 1), start=0, count=c) for i, c in enumerate([9, 1, 8, 2, 7, 3])]
+    mixed = [SequenceChunk(sequence=generation(i, 1, 1), start=0, count=c) for i, c in enumerate([9, 1, 8, 2, 7, 3])]
     parts = partition(mixed, max_items=3, max_tokens=20)
     assert sorted(sum(p.count for p in part) for part in parts) == [14, 16]

@@ -18,7 +18,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import TaskKind
 from moelight.engine.engine import Engine
-from moelight.engine.experts import ExpertOptions, with_room
+from moelight.engine.experts import ExpertOptions, with_capacity
 from moelight.experts import confidence
 from moelight.experts.policy import (
     ALLOCATIONS,
@@ -39,10 +39,10 @@ from moelight.experts.policy import (
 from moelight.experts.trace import read_rows
 from moelight.hrm import schedule_time
 from moelight.hrm.placement import place
-from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.runtime.machine import LANE_KINDS
 from moelight.runtime.microbatch import require
-from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 from tests.engines import Tiny
 from tests.shapes import examples, small_model, small_policy
@@ -252,13 +252,13 @@ def test_any_policy_of_experts_gives_the_same_tokens(tiny: Tiny, data: st.DataOb
     family = data.draw(st.sampled_from(sorted(MODELS)))
     model, layers = tiny(family, **MODELS[family]), len(MOE_LAYERS[family])
     asked = data.draw(asked_policies(8 * layers, layers))
-    devices, schedule = data.draw(st.sampled_from(sorted(DEVICES))), data.draw(st.sampled_from(ROUTED_ORDERS))
+    devices, schedule = data.draw(st.sampled_from(sorted(DEVICES))), data.draw(st.sampled_from(ON_DEMAND_SCHEDULES))
     n = data.draw(st.integers(1, 4))
     tokens = data.draw(st.sampled_from([4, 8, 40]))
     policy = here(
         model, devices, batch_size=n, micro_batch_size=data.draw(st.integers(1, n)), micro_batch_tokens=tokens
     )
-    placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+    placed = {"attention": policy.attention_device, "experts": EXPERT_PLACES[policy.ffn_device]}
     if misfit(schedule, discrete=policy.discrete, **placed) is None:
         policy = replace(policy, schedule=schedule)
     with pytest.MonkeyPatch.context() as patch:
@@ -284,7 +284,7 @@ def test_a_policy_has_the_room_that_its_cache_has(
     """Under ``per_layer`` a capacity is each layer's, unless a budget is named."""
     model = small_model((True, False, True, True), experts=8)
     asked = ExpertPolicy(name="mine", cache=CacheRules(capacity=capacity), per_layer=per_layer)
-    found = with_room(small_policy(model, discrete=False, resident=1), asked, model, FLOAT32)
+    found = with_capacity(small_policy(model, discrete=False, resident=1), asked, model, FLOAT32)
     assert found.weights.host == pytest.approx(share)
     assert len(place(model, found).resident) == round(24 * share)
 

@@ -101,11 +101,11 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
     batcher, most, finished = Batcher(policy, BlockPool(300), discrete=False), 0, 0
     words: Any = Words()
     answers = OutputProcessor(source(), words, Constraints(words, 10), 1000)
-    batcher.add(answers.generations)
+    batcher.add(answers.sequences)
     while batcher.busy:
         loads = batcher.next_pass()
         batcher.launched(loads)
-        tokens = [[0 for piece in load.pieces if piece.completes] for load in loads]
+        tokens = [[0 for chunk in load.chunks if chunk.completes] for load in loads]
         finished += len(answers.collect(batcher, loads, tokens))
         most = max(most, len(made))
     assert finished == 20_000

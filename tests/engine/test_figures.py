@@ -20,7 +20,7 @@ from moelight.hrm import costs, schedule_time
 from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint
 from moelight.hrm.placement import place
-from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.profiles.workload import Workload
 from moelight.runtime.allocator import device_peak
 from moelight.runtime.machine import find_machine
@@ -244,7 +244,7 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     assert {page_traffic(timeline, kind) for timeline in trace} == {len(placement.streamed) * page}
 
 
-@pytest.mark.parametrize("schedule", ROUTED_ORDERS)
+@pytest.mark.parametrize("schedule", ON_DEMAND_SCHEDULES)
 @pytest.mark.parametrize("devices", ["cpu", "twin"])
 def test_a_token_alone_brings_its_own_experts(
     model: Path, devices: str, schedule: str, monkeypatch: pytest.MonkeyPatch

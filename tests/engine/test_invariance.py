@@ -18,13 +18,13 @@ from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
 from moelight.hrm import costs, schedule_time
 from moelight.hrm.costs import page_slot_bytes
-from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import LANE_KINDS
 from moelight.scheduler import SCHEDULES
-from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 from tests.engines import Tiny, least_memory
 from tests.shapes import examples
@@ -56,7 +56,7 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 
 def fits(schedule: str, policy: Policy) -> bool:
-    placed = {"attention": policy.attention_device, "experts": EXPERT_HOMES[policy.ffn_device]}
+    placed = {"attention": policy.attention_device, "experts": EXPERT_PLACES[policy.ffn_device]}
     return misfit(schedule, discrete=policy.discrete, **placed) is None
 
 
@@ -171,7 +171,7 @@ def test_pages_that_cross_in_parts_give_the_same_tokens(
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[0] in ROUTED_ORDERS])
+@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[0] in ON_DEMAND_SCHEDULES])
 def test_passes_of_routed_pages_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

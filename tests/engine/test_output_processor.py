@@ -45,7 +45,7 @@ def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000
     made = [Request(index=i, token_ids=(1,) * length, sampling=how) for i, (length, how) in enumerate(requests)]
     words: Any = Words()
     answers = OutputProcessor(made, words, Constraints(words, 10), context)
-    batcher.add(answers.generations)
+    batcher.add(answers.sequences)
     return answers, batcher
 
 
@@ -54,7 +54,7 @@ def one_pass(answers: OutputProcessor, batcher: Batcher, token: int = 0) -> tupl
     loads = batcher.next_pass()
     batcher.launched(loads)
     follows = batcher.busy
-    tokens = [[token for piece in load.pieces if piece.completes] for load in loads]
+    tokens = [[token for chunk in load.chunks if chunk.completes] for load in loads]
     return follows, answers.collect(batcher, loads, tokens)
 
 
@@ -120,6 +120,6 @@ def test_no_answer_outgrows_the_context() -> None:
 
 def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
     answers, _ = start(*[(1, SamplingParams(temperature=1.0))] * 5, (1, SamplingParams(temperature=1.0, seed=7)))
-    seeds = [generation.seed for generation in answers.generations]
+    seeds = [generation.seed for generation in answers.sequences]
     assert len(set(seeds)) == 6
     assert seeds[-1] == 7

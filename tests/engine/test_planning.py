@@ -13,7 +13,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
 from moelight.hrm.placement import place
-from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler import SCHEDULES
 from tests.shapes import examples, small_model, small_policy
@@ -84,7 +84,7 @@ def test_it_takes_no_more_memory_than_was_planned(
     assert isinstance(found.weights, Shares)
     if found.residents == "learned":
         placement = place(MODEL, found)
-        assert schedule in ROUTED_ORDERS
+        assert schedule in ON_DEMAND_SCHEDULES
         assert 0 < len(placement.resident) <= resident
         assert ring_slots(placement) >= 8
     else:

@@ -80,23 +80,23 @@ class Played:
         """Each piece reads all before it: of its own sequence, or written by an earlier pass."""
         before, mine = dict(self.slots), dict[tuple[int, int], object]()
         for load in loads:
-            for piece in load.pieces:
-                owner = piece.generation
-                for place in range(piece.start):
-                    slot = self.slot(piece, place)
+            for chunk in load.chunks:
+                owner = chunk.sequence
+                for place in range(chunk.start):
+                    slot = self.slot(chunk, place)
                     assert mine.get((id(owner), slot), before.get(slot)) == written(owner, place)
-                for place in range(piece.start, piece.start + piece.count):
-                    slot = self.slot(piece, place)
+                for place in range(chunk.start, chunk.start + chunk.count):
+                    slot = self.slot(chunk, place)
                     self.slots[slot] = mine[id(owner), slot] = written(owner, place)
 
-    def slot(self, piece: SequenceChunk, place: int) -> int:
-        return piece.generation.blocks[place // BLOCK] * BLOCK + place % BLOCK
+    def slot(self, chunk: SequenceChunk, place: int) -> int:
+        return chunk.sequence.blocks[place // BLOCK] * BLOCK + place % BLOCK
 
     def arrive(self, loads: list[MicroBatchPlan]) -> None:
         for load in loads:
-            for piece in load.pieces:
-                owner = piece.generation
-                if not piece.completes or owner.finished:
+            for chunk in load.chunks:
+                owner = chunk.sequence
+                if not chunk.completes or owner.finished:
                     continue
                 owner.generated.append(7)
                 if len(owner.generated) == owner.max_tokens or self.random.random() < 0.1:
@@ -110,7 +110,7 @@ class Played:
     @property
     def rows(self) -> int:
         """Tokens of prompts that were computed."""
-        return sum(p.count for loads in self.passes for load in loads for p in load.pieces if not p.decodes)
+        return sum(p.count for loads in self.passes for load in loads for p in load.chunks if not p.decodes)
 
 
 def written(owner: RunningSequence, place: int) -> object:
@@ -170,7 +170,7 @@ def test_rows_with_one_system_prompt_wait_until_the_first_has_computed_it() -> N
     system = tuple(range(100))
     generations = [generation(n, (*system, 200 + n), 5) for n in range(64)]
     run.drive(generations)
-    first, second = ({id(p.generation) for load in loads for p in load.pieces} for loads in run.passes[:2])
+    first, second = ({id(p.sequence) for load in loads for p in load.chunks} for loads in run.passes[:2])
     assert first == {id(generations[0])}
     assert len(second) == 64
     assert [each.cached for each in generations] == [0] + [96] * 63
@@ -183,7 +183,7 @@ def test_others_are_not_held_up_by_those_who_wait() -> None:
     """Two rows of each of ten prompts: the first of each rides at once."""
     run = small(20)
     run.drive([generation(n, (n // 2,) * 50, 3) for n in range(20)], most=2)
-    first, second = ({p.generation.request.index for load in loads for p in load.pieces} for loads in run.passes)
+    first, second = ({p.sequence.request.index for load in loads for p in load.chunks} for loads in run.passes)
     assert first == set(range(0, 20, 2))
     assert second == set(range(20))
 
@@ -201,9 +201,9 @@ def test_who_waited_leaves_room_for_those_who_decode() -> None:
     passes = []
     while batcher.busy:
         loads = batcher.next_pass()
-        pieces = [piece for load in loads for piece in load.pieces]
+        chunks = [chunk for load in loads for chunk in load.chunks]
         batcher.launched(loads)
-        passes.append([sum(p.count for p in pieces if p.generation.request.index == index) for index in range(3)])
+        passes.append([sum(p.count for p in chunks if p.sequence.request.index == index) for index in range(3)])
     assert passes[:3] == [[33, 0, 4], [1, 65, 1], [1, 15, 1]]
 
 

@@ -247,7 +247,7 @@ def test_a_sentence_piece_file_alone_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint whose tokenizer is a SentencePiece file only, and a library that can read it."""
     converted = sentence_piece_like(tmp_path / "converted")
     (tmp_path / "pieces").mkdir()
@@ -276,18 +276,18 @@ def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pieces"
 
 
-def test_a_sentence_piece_file_is_converted_by_transformers(pieces: Path) -> None:
-    (pieces / "tokenizer_config.json").write_text('{"bos_token": "<s>"}', encoding="utf-8")
-    ours, theirs = Tokenizer.from_dir(pieces), Tokenizer.from_dir(pieces.parent / "converted")
+def test_a_sentence_piece_file_is_converted_by_transformers(chunks: Path) -> None:
+    (chunks / "tokenizer_config.json").write_text('{"bos_token": "<s>"}', encoding="utf-8")
+    ours, theirs = Tokenizer.from_dir(chunks), Tokenizer.from_dir(chunks.parent / "converted")
     assert [ours.encode(text) for text in CORPUS] == [theirs.encode(text) for text in CORPUS]
     sys.modules["sentencepiece"].SentencePieceProcessor.shift = 1
     with pytest.raises(CheckpointError, match="otherwise than SentencePiece"):
-        Tokenizer.from_dir(pieces)
+        Tokenizer.from_dir(chunks)
 
 
-def test_what_transformers_cannot_convert_is_one_line(pieces: Path) -> None:
+def test_what_transformers_cannot_convert_is_one_line(chunks: Path) -> None:
     with pytest.raises(CheckpointError, match=r"transformers cannot convert it \(unknown\)"):
-        Tokenizer.from_dir(pieces)
+        Tokenizer.from_dir(chunks)
 
 
 def test_a_trained_sentence_piece_model_gives_its_own_ids(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moelight.experts.confidence import SURE, PrefetchConfidence, PrefetchDecision
+from moelight.experts.confidence import SURE, PrefetchConfidence, RouterConfidence
 
 IDS = np.array([4, 1, 7])
 
@@ -52,7 +52,7 @@ def test_layers_are_settled_apart_and_places_beyond_the_last_are_one() -> None:
 
 def test_routers_are_trusted_by_how_clearly_they_choose() -> None:
     """A token of two experts, one chosen clearly and one by a hair's breadth: the first comes true, the second not."""
-    foresight, ids = PrefetchDecision(6), np.array([[2, 5]])
+    foresight, ids = RouterConfidence(6), np.array([[2, 5]])
     clearly = np.array([[0.9, 0.1]])
     for _ in range(9):
         foresight.add(0, ids, clearly)
@@ -65,7 +65,7 @@ def test_routers_are_trusted_by_how_clearly_they_choose() -> None:
 
 
 def test_tokens_that_agree_make_an_expert_likelier_and_are_settled_each_with_its_own() -> None:
-    foresight, weights = PrefetchDecision(6), np.array([[0.9, 0.1]])
+    foresight, weights = RouterConfidence(6), np.array([[0.9, 0.1]])
     for time in range(40):  # half of the clear choices of each of two micro-batches come true
         foresight.add(0, np.array([[1, 0]]), weights)
         foresight.add(0, np.array([[2, 0]]), weights)

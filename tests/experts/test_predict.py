@@ -18,7 +18,7 @@ from moelight.experts.predict import (
     Ints,
     NextRouterPredictor,
     PreviousPredictor,
-    TransitionPredictor,
+    Transitions,
     make_predictor,
 )
 
@@ -154,13 +154,13 @@ def test_affinity_goes_on_from_what_was_saved() -> None:
     rows = list(batches(6))
     for row in rows[:60]:
         first.observe(*row)
-    second.learned(TransitionPredictor(matrix=first.matrix, times=first.times))
+    second.learned(Transitions(matrix=first.matrix, times=first.times))
     for row in rows[1:20]:  # layer 1 after the last layer: nothing is learned of that
         first.observe(*row)
         second.observe(*row)
     np.testing.assert_array_equal(first.matrix, second.matrix)
     with pytest.raises(ConfigError, match=r"affinity of shape \(3, 7, 7\)"):
-        AffinityPredictor(LAYERS, EXPERTS + 1).learned(TransitionPredictor(matrix=first.matrix, times=first.times))
+        AffinityPredictor(LAYERS, EXPERTS + 1).learned(Transitions(matrix=first.matrix, times=first.times))
 
 
 def test_a_hint_is_good_for_one_batch_of_its_layer() -> None:

@@ -20,7 +20,7 @@ def test_quality_against_sets() -> None:
         layer = int(rng.integers(layers))
         ids = rng.choice(experts, size=rng.integers(0, 5), replace=False)
         if rng.random() < 0.6:
-            quality.guessed(layer, ids)
+            quality.predicted(layer, ids)
             issued += len(set(ids.tolist()) - pending[layer])
             pending[layer] |= set(ids.tolist())
         else:

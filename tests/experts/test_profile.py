@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import AffinityPredictor, Floats, TransitionPredictor
+from moelight.experts.predict import AffinityPredictor, Floats, Transitions
 from moelight.experts.profile import ActivationProfile, fingerprint_of, merge
 
 MODEL = {"model_type": "mixtral", "num_layers": 3, "num_experts": 5, "top_k": 2, "hidden_size": 64}
@@ -74,10 +74,10 @@ def test_merging_adds_up_and_weighs_transitions() -> None:
     times = np.zeros((3, 5), dtype=np.int64)
     matrix = np.zeros((3, 5, 5), dtype=np.float32)
     times[0, 1], matrix[0, 1, 2] = 3, 1.0
-    one.transitions = TransitionPredictor(matrix=matrix, times=times)
+    one.transitions = Transitions(matrix=matrix, times=times)
     times, matrix = np.zeros_like(times), np.zeros_like(matrix)
     times[0, 1], matrix[0, 1, 2], matrix[0, 1, 3] = 1, 0.0, 0.5
-    two.transitions = TransitionPredictor(matrix=matrix, times=times)
+    two.transitions = Transitions(matrix=matrix, times=times)
     merged = merge([one, two, three])
     assert merged.counts.tolist() == (np.eye(3, 5) + 1).tolist()
     assert merged.accesses == 14
@@ -114,7 +114,7 @@ def test_transitions_of_a_predictor_are_a_profiles() -> None:
     affinity.observe(1, np.array([4]), one.astype(np.int64), one)
     again = AffinityPredictor(3, 5)
     kept = merge([profile()])
-    kept.transitions = TransitionPredictor(matrix=affinity.matrix, times=affinity.times)
+    kept.transitions = Transitions(matrix=affinity.matrix, times=affinity.times)
     merged = merge([kept, profile()]).transitions
     assert merged is not None
     again.learned(merged)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import TransitionPredictor
+from moelight.experts.predict import Transitions
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.profile_files import load_profile, save_profile
 from tests.hostile.endless import ENDLESS, guarded, put
@@ -23,7 +23,7 @@ def saved(path: Path, half_life: float | None = None, *, transitions: bool = Fal
     found.record(1, np.array([1]), np.array([6]))
     if transitions:
         matrix = np.random.default_rng(1).random((2, 3, 3), dtype=np.float32)
-        found.transitions = TransitionPredictor(matrix=matrix, times=np.arange(6).reshape(2, 3))
+        found.transitions = Transitions(matrix=matrix, times=np.arange(6).reshape(2, 3))
     save_profile(found, path)
     return found
 

@@ -122,7 +122,7 @@ def test_what_is_left_to_the_cpu_is_part_of_the_one_visit() -> None:
     predictor = found.residency.cache.predictor
     assert predictor.predictor.predict(1, 6).tolist() == [3, 5, 4]
     assert predictor.quality.used == 3
-    predictor.quality.guessed(1, np.array([3, 4, 5]))
+    predictor.quality.predicted(1, np.array([3, 4, 5]))
     found.choose(2, chosen, np.full((2, 2), 0.5), leave=frozenset((3, 4)))
     assert (predictor.quality.useful, predictor.quality.unused) == (3, 0)
     assert found.residency.monitor is not None

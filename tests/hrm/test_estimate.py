@@ -15,7 +15,7 @@ from moelight.core.schedule import Lane
 from moelight.hrm.estimate import cost_model_of, cost_of, estimate, flops_per_token
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.pass_cost import PlacementCounts
-from moelight.hrm.schedule_time import ORDERS, pass_s
+from moelight.hrm.schedule_time import SCHEDULE_TERMS, pass_s
 from moelight.hrm.workload_model import cache_tokens, decode_pass
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
@@ -52,7 +52,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("given_policy", SETTINGS)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", SCHEDULE_TERMS)
 def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> None:
     """Halfway between two homes each term is halfway: what the integer programme relies on."""
     cost_model, kind = cost_model_of(MIXTRAL, given_policy, T4), decode_pass(WORK, 512)
@@ -62,7 +62,7 @@ def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> 
     )
     middle = PlacementCounts(from_host=50.0, from_disk=22.0, computed=33.0, device_kv=0.5)
     terms = [
-        np.array([float(t) for t in ORDERS[order](cost_of(cost_model, WORK, kind, h, given_policy, order))])
+        np.array([float(t) for t in SCHEDULE_TERMS[order](cost_of(cost_model, WORK, kind, h, given_policy, order))])
         for h in (resident, middle, far)
     ]
     assert terms[1] == pytest.approx((terms[0] + terms[2]) / 2, rel=1e-9)
@@ -99,7 +99,7 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
         cost_model, WORK, kind, PlacementCounts(from_host=160.0, from_disk=64.0, computed=0.0), chosen, "cgopipe"
     )
     least = float(pass_s("cgopipe", cost))
-    others = {order: float(pass_s(order, cost)) for order in ORDERS if order != "module"}
+    others = {order: float(pass_s(order, cost)) for order in SCHEDULE_TERMS if order != "module"}
     assert all(least <= seconds * (1 + 1e-9) for seconds in others.values()), others
     assert least >= max(float(s) for lane, s in cost.lanes.items()) * (1 - 1e-9)
 

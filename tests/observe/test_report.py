@@ -12,7 +12,7 @@ from moelight.core.timeline import Timeline
 from moelight.hrm.task_cost import TaskCost
 from moelight.observe.bubbles import Bubble, Bubbles
 from moelight.observe.report import Report, report_of
-from moelight.observe.trace import About
+from moelight.observe.trace import TraceHeader
 from moelight.observe.trace_reading import read_trace
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
@@ -129,7 +129,7 @@ def test_a_pass_lasts_from_the_end_of_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_lane_that_was_predicted_and_did_nothing_is_shown(tmp_path: Path) -> None:
-    about = About(version="1", source="simulated", predicted={**ABOUT.predicted, "disk": ABOUT.predicted["h2d"]})
+    about = TraceHeader(version="1", source="simulated", predicted={**ABOUT.predicted, "disk": ABOUT.predicted["h2d"]})
     found = report(write_passes(tmp_path / "t.json", 1, about=about))
     assert found.source == "simulated"
     disk = found.lanes[0]

@@ -15,7 +15,7 @@ from moelight.core.timeline import Span, Timeline
 from moelight.observe import report_page
 from moelight.observe.report import report_of
 from moelight.observe.report_page import COLOURS, page_text, shown_passes
-from moelight.observe.trace import About, LaneForecast
+from moelight.observe.trace import LaneForecast, TraceHeader
 from moelight.observe.trace_reading import read_trace
 from tests.observe.traces import write_passes, write_timelines
 
@@ -117,7 +117,7 @@ def test_a_trace_without_a_prediction_says_so(tmp_path: Path) -> None:
 
 
 def test_what_a_trace_holds_cannot_become_markup(tmp_path: Path) -> None:
-    about = About(
+    about = TraceHeader(
         version=EVIL,
         source=EVIL,
         policy={"model": EVIL, EVIL: EVIL, "batch_size": EVIL, "micro_batch_size": EVIL, "schedule": {EVIL: EVIL}},

@@ -11,7 +11,7 @@ import pytest
 
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
-from moelight.observe.trace import About, LaneForecast, TraceWriter
+from moelight.observe.trace import LaneForecast, TraceHeader, TraceWriter
 from tests.observe.traces import write_timelines
 
 PASSES = (
@@ -77,7 +77,7 @@ def test_bars_of_one_row_do_not_overlap(events: list[dict]) -> None:  # type: ig
         rows[event["tid"]] = event["ts"] + event["dur"]
 
 
-def written(passes: Sequence[Timeline], about: About | None = None) -> dict[str, Any]:
+def written(passes: Sequence[Timeline], about: TraceHeader | None = None) -> dict[str, Any]:
     pieces: list[bytes] = []
     writer = TraceWriter(pieces.append)
     for timeline in passes:
@@ -113,7 +113,7 @@ def test_a_row_is_named_when_it_is_first_used() -> None:
     assert names == ["disk", "cpu", "device"] and orders == {1: 1, 6: 6, 5: 5}
 
 
-ABOUT = About(
+ABOUT = TraceHeader(
     version="1.2.3",
     source="measured",
     policy={"model": "demo", "weights": {"host": 1.0}},

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
-from moelight.observe.trace import About, LaneForecast, write_trace
+from moelight.observe.trace import LaneForecast, TraceHeader, write_trace
 
-ABOUT = About(
+ABOUT = TraceHeader(
     version="1.2.3",
     source="measured",
     policy={"model": "demo", "batch_size": 8, "micro_batch_size": 4, "weights": {"host": 0.5, "disk": 0.5}},
@@ -44,12 +44,12 @@ def one_pass(start_s: float, *, send_s: float = 0.5, size: int = 1000, tasks: in
     )
 
 
-def write_passes(path: Path, passes: int, *, about: About | None = ABOUT, tasks: int = 1) -> Path:
+def write_passes(path: Path, passes: int, *, about: TraceHeader | None = ABOUT, tasks: int = 1) -> Path:
     """A trace of ``passes`` passes of one second each."""
     return write_timelines(path, [one_pass(10.0 + number, tasks=tasks) for number in range(passes)], about)
 
 
-def write_timelines(path: Path, timelines: Iterable[Timeline], about: About | None = None) -> Path:
+def write_timelines(path: Path, timelines: Iterable[Timeline], about: TraceHeader | None = None) -> Path:
     """A trace of ``timelines``."""
     write_trace(path, timelines, about)
     return path

@@ -20,7 +20,7 @@ from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.placement import place
 from moelight.optimizer.problem import Problem, kv_tokens
 from moelight.profiles.model import ModelProfile
-from moelight.scheduler.layout import EXPERT_HOMES
+from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 from tests.optimizer.drawn import TOKENS, USUAL
 
@@ -73,7 +73,7 @@ def settings_of(problem: Problem, orders: tuple[str, ...] | None = None) -> Iter
         for ffn in ("cpu", "gpu", "split"):
             discrete = attention == "gpu" or ffn != "cpu"
             for order in orders or problem.orders:
-                fits = misfit(order, discrete=discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None
+                fits = misfit(order, discrete=discrete, attention=attention, experts=EXPERT_PLACES[ffn]) is None
                 if fits and (problem.has_gpu or not discrete):
                     yield attention, ffn, order
 

@@ -76,7 +76,7 @@ class Played:
             self.seconds += took
             busy = {str(lane): seconds * self._noisy(random) for lane, seconds in timeline.busy_s().items()}
             batcher.launched(loads)
-            prefill_only = sum(piece.completes for load in loads for piece in load.pieces)
+            prefill_only = sum(piece.completes for load in loads for piece in load.chunks)
             self.ends_s.append(self.seconds)
             self.tokens.append(prefill_only)
             if self.adapter is not None:
@@ -134,12 +134,12 @@ def _generations(lengths: Sequence[tuple[int, int]]) -> list[RunningSequence]:
 
 
 def _priced(load: Carried) -> MicroBatchLoad:
-    decoding = [piece.start for piece in load.pieces if piece.decodes]
-    prompts = [piece.count for piece in load.pieces if not piece.decodes]
+    decoding = [piece.start for piece in load.chunks if piece.decodes]
+    prompts = [piece.count for piece in load.chunks if not piece.decodes]
     return MicroBatchLoad(
         decode_tokens=len(decoding),
         context=sum(decoding) / max(1, len(decoding)),
         prompt_tokens=sum(prompts),
         prompt_len=sum(prompts) / max(1, len(prompts)) or 1.0,
-        rows=len(load.pieces),
+        rows=len(load.chunks),
     )

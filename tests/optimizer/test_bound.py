@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelight.hrm.machine_model import at_best
-from moelight.hrm.schedule_time import ORDERS
+from moelight.hrm.schedule_time import SCHEDULE_TERMS
 from moelight.optimizer import bound
 from moelight.optimizer.problem import Problem, Variant, variants
 from moelight.optimizer.search import search
@@ -35,7 +35,7 @@ def those_that_fit(problem: Problem, setting: Variant) -> Policies:
 @given(seed=st.integers(0, 1 << 30))
 def test_no_policy_of_a_box_is_faster_than_its_bound(seed: int) -> None:
     """Boxes of all shapes, each around a policy that fits, in every order of work."""
-    draw, problem = random.Random(seed), replace(drawn_problem(seed), orders=tuple(ORDERS))
+    draw, problem = random.Random(seed), replace(drawn_problem(seed), orders=tuple(SCHEDULE_TERMS))
     setting = draw.choice(list(variants(problem)))
     some = those_that_fit(problem, setting)
     if setting.order != "module":  # cgopipe's boxes hold every other order

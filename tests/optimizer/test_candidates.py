@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.optimizer.candidates import PlacedCandidates, around, first_look, scattered
+from moelight.optimizer.candidates import PlacedCandidates, around, first_sample, scattered
 from moelight.optimizer.problem import Problem, variants
 from moelight.profiles.workload import Workload
 from tests.optimizer.drawn import drawn_problem
@@ -33,7 +33,7 @@ def every_look(problem: Problem, seed: int) -> list[PlacedCandidates]:
     """The first look at some settings, and what is around one of it, in steps and at random."""
     found, every = [], list(variants(problem))
     for setting in random.Random(seed).sample(every, min(4, len(every))):
-        look = first_look(problem, setting)
+        look = first_sample(problem, setting)
         found.append(look)
         if len(look.wanted.computed):
             one = look.at(random.Random(seed).randrange(len(look.wanted.computed)))
@@ -76,7 +76,7 @@ def test_few_requests_are_looked_at_whole(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=8)
     requests = problem.workload.num_requests
     for setting in variants(problem):
-        cell = first_look(problem, setting).cells
+        cell = first_sample(problem, setting).cells
         cuts = set(zip(cell.batch_size.tolist(), (-(-cell.batch_size // cell.micro_batch_size)).tolist(), strict=True))
         smallest = {(n, -(-n // -(-n // b))) for n in range(1, requests + 1) for b in range(1, n + 1)}
         assert cuts == smallest
@@ -91,7 +91,7 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         workload=Workload(num_requests=100, prompt_len=9, max_prompt_len=20, gen_len=6),
     )
     for setting in variants(problem):
-        look = first_look(problem, setting)
+        look = first_sample(problem, setting)
         one = look.at(len(look.wanted.computed) // 2)
         resident = around(problem, one, step=0.0)
         n, mu = int(one.cells.batch_size), int(one.cells.micro_batch_size)

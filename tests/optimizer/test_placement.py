@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.footprint import footprint
-from moelight.optimizer.candidates import first_look
-from moelight.optimizer.placement import RequestedPlacement, ResolvedPlacement, fill, room_of
+from moelight.optimizer.candidates import first_sample
+from moelight.optimizer.placement import RequestedPlacement, ResolvedPlacement, fill, free_memory
 from moelight.optimizer.problem import Candidates, Problem, variants
 from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import every, fits
@@ -53,7 +53,7 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
     problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
     every = list(variants(problem))
     for setting in draw.sample(every, min(5, len(every))):
-        look = first_look(problem, setting)
+        look = first_sample(problem, setting)
         index = np.array([draw.randrange(len(look.wanted.computed)) for _ in range(6)])
         some = look.at(index)
         spilled = np.array([draw.choice([0.0, draw.randint(0, problem.pages)]) for _ in index])
@@ -106,19 +106,19 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
     """Another resident page, and the ring it then needs, would not have fitted."""
     problem = drawn_problem(seed, most_requests=12)
     for setting in variants(problem):
-        look = first_look(problem, setting)
-        filled, room = fill(problem, look.cells, look.wanted), room_of(problem, look.cells)
+        look = first_sample(problem, setting)
+        filled, free = fill(problem, look.cells, look.wanted), free_memory(problem, look.cells)
         open_here = filled.feasible & np.isnan(look.wanted.device_kv)
         near_device = setting.ffn_device != "cpu"
-        cache = np.round(filled.placed.device_kv * room.kv_blocks) if near_device else room.kv_blocks
-        cache = cache if near_device else room.kv_blocks - np.round(filled.placed.device_kv * room.kv_blocks)
-        left = room.device if near_device else room.host
+        cache = np.round(filled.placed.device_kv * free.kv_blocks) if near_device else free.kv_blocks
+        cache = cache if near_device else free.kv_blocks - np.round(filled.placed.device_kv * free.kv_blocks)
+        left = free.device if near_device else free.host
         more = filled.resident + 1
-        streamed = room.pages - filled.placed.computed - more
-        slots = more + 2 * np.ceil(streamed / room.layers)
+        streamed = free.pages - filled.placed.computed - more
+        slots = more + 2 * np.ceil(streamed / free.layers)
         bare = 0 if near_device else cache  # cache gives way to pages on the device, never in host memory
-        fits_more = (streamed >= 0) & (slots * room.slot_bytes + bare * room.kv_block_bytes <= left)
-        must = np.maximum(room.kv_blocks - np.floor(room.host / room.kv_block_bytes), 0) if near_device else 0
+        fits_more = (streamed >= 0) & (slots * free.slot_bytes + bare * free.kv_block_bytes <= left)
+        must = np.maximum(free.kv_blocks - np.floor(free.host / free.kv_block_bytes), 0) if near_device else 0
         assert not np.any(open_here & fits_more & (must == 0) & (filled.placed.computed == 0))
 
 
@@ -126,7 +126,7 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
 def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
     problem = drawn_problem(3, gpu=False)
     (setting, *_) = variants(problem)
-    look = first_look(problem, setting)
+    look = first_sample(problem, setting)
     wanted = RequestedPlacement(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
     assert np.all(fill(problem, look.cells, wanted).placed.device_kv == 0)
 
@@ -139,14 +139,14 @@ def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
     for setting in variants(problem):
         if setting.ffn_device != "split":
             continue
-        look = first_look(problem, setting)
+        look = first_sample(problem, setting)
         some = look.at(np.arange(8))
-        room, none = room_of(problem, some.cells), np.zeros(8)
+        free, none = free_memory(problem, some.cells), np.zeros(8)
         filled = fill(
             problem, some.cells, RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none)
         )
-        slots = np.floor(np.maximum(room.device, 0) / room.slot_bytes)
+        slots = np.floor(np.maximum(free.device, 0) / free.slot_bytes)
         for least, free in zip(filled.placed.computed, slots, strict=True):
-            others = room.pages - int(least) + 1
-            rings = {stays: 2 * -(-(others - stays) // room.layers) for stays in range(others + 1)}
+            others = free.pages - int(least) + 1
+            rings = {stays: 2 * -(-(others - stays) // free.layers) for stays in range(others + 1)}
             assert least == 0 or all(stays + ring > free for stays, ring in rings.items())

@@ -15,7 +15,7 @@ from moelight.core.units import GiB
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
-from moelight.hrm.schedule_time import ORDERS
+from moelight.hrm.schedule_time import SCHEDULE_TERMS
 from moelight.optimizer.optimize import best_plan, capacities, compute_dtype, make_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Problem
@@ -133,7 +133,7 @@ def test_eight_cards_that_hold_all_experts_are_planned_as_fast_as_any_order_is()
     work = Workload(num_requests=1, prompt_len=77, max_prompt_len=77, gen_len=128)
     problem = replace(problem, workload=work, capacity_bytes={**problem.capacity_bytes, "device": 8 * 80 * GiB})
     plan = best_plan(problem, load_hardware_profile("h100"), {})
-    for order in ORDERS:
+    for order in SCHEDULE_TERMS:
         with contextlib.suppress(ConfigError):
             fixed = best_plan(
                 replace(problem, fixed={"schedule": order}), load_hardware_profile("h100"), {}, proof=False

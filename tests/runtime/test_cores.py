@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.runtime.cores import CoreShares, Demands, demands_of, share_cores
-from moelight.runtime.topology import Plug
+from moelight.runtime.topology import PciSlot
 from tests.runtime.machines import topology
 
 PLAIN = Demands(device=False)
@@ -125,7 +125,7 @@ def test_what_a_policy_asks_for() -> None:
     plain = Policy(model="m")
     assert demands_of(plain, None, device=False) == PLAIN
     streamed = Policy(model="m", ffn_device="gpu", attention_device="cpu", weights=Shares(host=1.0))
-    plug = Plug(address="0000:81:00.0", node=1, bytes_per_s=63e9)
+    plug = PciSlot(address="0000:81:00.0", node=1, bytes_per_s=63e9)
     assert demands_of(streamed, plug, device=True) == Demands(
         device=True, computes=True, stages=True, link_bytes_per_s=63e9, node=1
     )

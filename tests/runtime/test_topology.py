@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moelight.runtime.topology import Core, Plug, plug_of, read_plug, read_topology
+from moelight.runtime.topology import Core, PciSlot, pci_slot_of, read_plug, read_topology
 from tests.runtime.machines import GiB, invent_sys, write
 
 
@@ -80,15 +80,15 @@ def test_a_plug_says_node_and_rate(tmp_path: Path, speed: str, width: str, rate:
 
 def test_a_plug_that_nobody_knows(tmp_path: Path) -> None:
     root = invent_sys(tmp_path)
-    assert read_plug("0000:00:00.0", sys=root) == Plug(address="0000:00:00.0")
+    assert read_plug("0000:00:00.0", sys=root) == PciSlot(address="0000:00:00.0")
     write(root / "bus/pci/devices/0000:81:00.0/numa_node", "-1")
     assert read_plug("0000:81:00.0", sys=root).node is None
-    assert plug_of(torch.device("cpu"), sys=root) is None
+    assert pci_slot_of(torch.device("cpu"), sys=root) is None
 
 
 @pytest.mark.gpu
 def test_a_real_device_is_plugged_in_somewhere() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    found = plug_of(torch.device(device.type, 0))
+    found = pci_slot_of(torch.device(device.type, 0))
     assert found is None or Path("/sys/bus/pci/devices", found.address).is_dir()

@@ -15,11 +15,11 @@ from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.hrm import costs
 from moelight.hrm.costs import PAGE_ALIGNMENT
 from moelight.hrm.placement import moved, place
-from moelight.hrm.schedule_time import ROUTED_ORDERS
+from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.profiles.tensor_list import pages
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.expected import expected_bytes
-from moelight.scheduler.layout import EXPERT_HOMES, Layout, MicroBatchShape, PassShape, layout_of
+from moelight.scheduler.layout import EXPERT_PLACES, Layout, MicroBatchShape, PassShape, layout_of
 from moelight.scheduler.requirements import misfit
 from moelight.scheduler.validate import validate
 from tests.shapes import examples, layouts, micro_batches, models, small_policy
@@ -38,7 +38,7 @@ def chains(draw: st.DrawFn, builder: str, layout: Layout | None = None) -> Chain
     schedules: list[Schedule] = []
     prefetched = 0
     for each in passes:
-        routed_only = builder in ROUTED_ORDERS and draw(st.booleans())
+        routed_only = builder in ON_DEMAND_SCHEDULES and draw(st.booleans())
         ahead = routed_only and draw(st.booleans())
         shapes.append(
             PassShape(
@@ -181,7 +181,7 @@ def uneven(draw: st.DrawFn, builder: str) -> Layout:
     fitting = [
         (attention, ffn, discrete)
         for attention, ffn, discrete in places
-        if misfit(builder, discrete=discrete, attention=attention, experts=EXPERT_HOMES[ffn]) is None
+        if misfit(builder, discrete=discrete, attention=attention, experts=EXPERT_PLACES[ffn]) is None
     ]
     attention, ffn, discrete = draw(st.sampled_from(fitting))
     resident = draw(st.integers(1, total))

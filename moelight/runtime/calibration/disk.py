@@ -26,7 +26,7 @@ import torch
 from moelight.core.errors import ConfigError
 from moelight.core.units import MiB
 from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
-from moelight.runtime.calibration.timing import Gauge, Measurement, Work, reading_of
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, reading_of
 
 BLOCK_BYTES = 8 * MiB
 LEAST_BLOCKS = 2
@@ -130,7 +130,7 @@ def block_buffer() -> mmap.mmap:
     return mmap.mmap(-1, BLOCK_BYTES)
 
 
-def cached_reads(scratch: Scratch) -> Gauge:
+def cached_reads(scratch: Scratch) -> Measure:
     """bytes/s of one reader of a file in the page cache."""
 
     def read(seconds: float) -> Measurement:
@@ -141,7 +141,7 @@ def cached_reads(scratch: Scratch) -> Gauge:
     return read
 
 
-def lane_reads(scratch: Scratch) -> Gauge:
+def lane_reads(scratch: Scratch) -> Measure:
     """bytes/s of the disk lane: past the page cache where possible, pages in the order of a pass, several in flight."""
 
     def read(seconds: float) -> Measurement:
@@ -151,7 +151,7 @@ def lane_reads(scratch: Scratch) -> Gauge:
     return read
 
 
-def direct_reads(scratch: Scratch) -> Gauge:
+def direct_reads(scratch: Scratch) -> Measure:
     """bytes/s of several readers past the page cache, each with its own blocks; only if ``scratch.direct`` is open."""
 
     def read(seconds: float) -> Measurement:
@@ -162,7 +162,7 @@ def direct_reads(scratch: Scratch) -> Gauge:
     return read
 
 
-def beside_reads(work: Work, scratch: Scratch) -> Gauge:
+def beside_reads(work: Work, scratch: Scratch) -> Measure:
     """Calls of ``work`` per second while the disk lane reads without a pause.
 
     The mean instead of the median: reading takes a processor away now and then, and the measurement includes those
@@ -182,7 +182,7 @@ def beside_reads(work: Work, scratch: Scratch) -> Gauge:
     return read
 
 
-def reads_beside(work: Work, scratch: Scratch) -> Gauge:
+def reads_beside(work: Work, scratch: Scratch) -> Measure:
     """bytes/s of the disk lane while ``work`` runs without a pause, from the first arrival of a block to the last.
 
     The start of the reader and blocks still in flight at the end do not count.

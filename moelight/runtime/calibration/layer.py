@@ -25,7 +25,7 @@ from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.runtime.calibration.memory import norms
 from moelight.runtime.calibration.pool import Pool
 from moelight.runtime.calibration.surfaces import Points
-from moelight.runtime.calibration.timing import Gauge, Measurement, Work, reading_of
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, reading_of
 from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
@@ -67,7 +67,7 @@ def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
     return norms(pool, tokens, HIDDEN)(seconds)
 
 
-def cost_model(pool: Pool) -> Gauge:
+def cost_model(pool: Pool) -> Measure:
     """Layer phases per second where next to nothing is touched: calls, small tensors, thread wake-ups."""
 
     def read(seconds: float) -> Measurement:

@@ -13,12 +13,12 @@ from functools import partial
 import torch
 
 from moelight.core.units import KiB
-from moelight.runtime.calibration.timing import Gauge, Measurement, Work, finisher, sample
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, sample
 
 SMALL_BYTES = 4 * KiB
 
 
-def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Gauge]:
+def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Measure]:
     """Measurements of transfers of ``size`` bytes by kind in bytes/s, and of small ``transfers`` per second.
 
     ``attend`` keeps the CPU busy during ``host_to_device_under_attention``.
@@ -46,7 +46,7 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Ga
     }
 
 
-def launches(device: torch.device) -> Gauge:
+def launches(device: torch.device) -> Measure:
     """Launches per second of a kernel with next to nothing to do, one after another."""
     number, finish = torch.zeros(1, device=device), finisher(device)
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)

@@ -24,13 +24,13 @@ from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.identity import describe
 from moelight.runtime.calibration.layer import cost_model, elementwise_points
 from moelight.runtime.calibration.pool import SHARE_OF_FREE, Pool
-from moelight.runtime.calibration.timing import DISTURBED_CORES, Gauge, Measurement, best_of_rounds, sample
+from moelight.runtime.calibration.timing import DISTURBED_CORES, Measure, Measurement, best_of_rounds, sample
 from moelight.runtime.machine import Machine
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.weights.torch_dtypes import to_torch
 
 Say = Callable[[str], None]
-Gauges = dict[str | surfaces.Point, tuple[Gauge, float]]
+Measures = dict[str | surfaces.Point, tuple[Measure, float]]
 Readings = dict[str | surfaces.Point, Measurement]
 LEAST_POOL_BYTES = 16 * MiB
 _DIGITS = 4
@@ -51,7 +51,7 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     busy_elsewhere: float = 0.0
 
-    def read(self, measurements: Gauges, effort: Effort, seconds: float) -> Readings:
+    def read(self, measurements: Measures, effort: Effort, seconds: float) -> Readings:
         """Run all ``measurements``."""
         readings, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
@@ -133,7 +133,7 @@ def _host_pool(effort: Effort) -> Pool:
 def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
     """Measure memory, processor and disk; indispensable figures first, because a slow machine omits the last ones."""
     found.capacities["host"] = memory_limit_bytes()
-    figures: dict[str, Gauge] = {
+    figures: dict[str, Measure] = {
         "tiers.host.bandwidth": memory.reads(pool),
         "measured.host_copy": memory.copies(pool),
         _ACTS: cost_model(pool),
@@ -141,7 +141,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     if scratch is not None:
         figures |= _measure_disk(scratch, pool, effort)
     points = _points("cpu", pool, effort, effort.rows, effort.large)
-    measurements: Gauges = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
+    measurements: Measures = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
     measurements |= {key: (measure_one, effort.point_s) for key, measure_one in points.items()}
     readings = found.read(measurements, effort, effort.host_s)
     for key in ("tiers.host.bandwidth", "measured.host_copy"):
@@ -152,9 +152,9 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     _add_surfaces(found, "cpu", readings)
 
 
-def _measure_disk(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Gauge]:
+def _measure_disk(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Measure]:
     work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
-    found: dict[str, Gauge] = {
+    found: dict[str, Measure] = {
         "measured.disk_cached": disk.cached_reads(scratch),
         "tiers.disk.bandwidth": disk.lane_reads(scratch),
         _ALONE: lambda seconds: sample(work, seconds=seconds),
@@ -190,13 +190,13 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
     dtype = to_torch(machine.native_dtype(BFLOAT16))
     pool = Pool(min(effort.pool_bytes, free // SHARE_OF_FREE), device=device, dtype=dtype)
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
-    figures: dict[str, Gauge] = {
+    figures: dict[str, Measure] = {
         "tiers.device.bandwidth": memory.reads(pool),
         "launches": links.launches(device),
         **links.measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
     points = _points("gpu", pool, effort, effort.gpu_rows, effort.gpu_large)
-    measurements: Gauges = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
+    measurements: Measures = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
     measurements |= {key: (measure_one, effort.gpu_point_s) for key, measure_one in points.items()}
     for measure_one, _ in measurements.values():
         measure_one(0.0)  # kernels are loaded at their first use
@@ -213,7 +213,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
 
 def _points(
     unit: str, pool: Pool, effort: Effort, rows: tuple[int, ...], large: tuple[Shape, int]
-) -> dict[surfaces.Point, Gauge]:
+) -> dict[surfaces.Point, Measure]:
     """Measurements at all points of the surfaces of ``unit``, and of one compute-bound product; smallest work first."""
     found = {
         **surfaces.decode_points(f"{unit}_attention", pool, effort.contexts),

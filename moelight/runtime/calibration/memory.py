@@ -9,7 +9,7 @@ import torch
 
 from moelight.kernels.norm import rms_norm
 from moelight.runtime.calibration.pool import Pool
-from moelight.runtime.calibration.timing import Gauge, finisher, sample
+from moelight.runtime.calibration.timing import Measure, finisher, sample
 
 ROWS, HIDDEN = 256, 2048
 # Bytes that a norm and a residual sum read and write per 16-bit number: widen 2 + 4, square 4 + 4, mean 4, scale 4 + 4,
@@ -17,13 +17,13 @@ ROWS, HIDDEN = 256, 2048
 NORM_BYTES = 42
 
 
-def reads(pool: Pool) -> Gauge:
+def reads(pool: Pool) -> Measure:
     """bytes/s of reading the whole pool, once per call, with all threads."""
     words, finish = pool.numbers.view(torch.float32), finisher(pool.device)
     return lambda seconds: sample(words.sum, seconds=seconds, amount=pool.nbytes, finish=finish)
 
 
-def copies(pool: Pool) -> Gauge:
+def copies(pool: Pool) -> Measure:
     """bytes/s of payload: half of the pool is copied to the other half. Each byte counts once though it is read and
     written."""
     size, finish = pool.numbers.numel() // 2, finisher(pool.device)
@@ -31,7 +31,7 @@ def copies(pool: Pool) -> Gauge:
     return lambda seconds: sample(lambda: there.copy_(here), seconds=seconds, amount=here.nbytes, finish=finish)
 
 
-def norms(pool: Pool, rows: int = ROWS, hidden: int = HIDDEN) -> Gauge:
+def norms(pool: Pool, rows: int = ROWS, hidden: int = HIDDEN) -> Measure:
     """bytes/s of a norm and a residual sum over ``rows`` hidden states, as in a layer."""
     x = torch.randn(rows, hidden, device=pool.device).to(pool.dtype)
     weight, total = torch.ones(hidden, device=pool.device, dtype=pool.dtype), torch.zeros_like(x)

@@ -25,7 +25,7 @@ from moelight.models.moe import Routed, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.runtime.calibration.effort import Shape
 from moelight.runtime.calibration.pool import Pool
-from moelight.runtime.calibration.timing import Gauge, Measurement, Work, finisher, sample
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, sample
 
 # The heads of Mixtral 8x7B: four queries of a sequence share keys and values.
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -40,7 +40,7 @@ ROUTINGS = 8  # drawn in advance, used in turn
 
 # A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
 Point = tuple[str, int, float]
-Points = Mapping[Point, Gauge]
+Points = Mapping[Point, Measure]
 
 
 def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
@@ -182,7 +182,7 @@ def _prefill(pool: Pool, tokens: int) -> tuple[Work, float]:
     return lambda: prefill_attention(q, k, v, _SCALE), 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
 
 
-def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Gauge:
+def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Measure:
     """Measurement that creates its operands when it runs and frees them after."""
     finish = finisher(pool.device)
 

@@ -33,7 +33,7 @@ class Measurement:
 
 
 # Takes the seconds it may use and returns one measurement.
-Gauge = Callable[[float], Measurement]
+Measure = Callable[[float], Measurement]
 
 
 def reading_of(seconds: Sequence[float], amount: float = 1.0) -> Measurement:
@@ -62,7 +62,7 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
 
 
 def best_of_rounds(
-    measurements: Mapping[Key, tuple[Gauge, float]], *, quiet_rounds: int, seconds: float
+    measurements: Mapping[Key, tuple[Measure, float]], *, quiet_rounds: int, seconds: float
 ) -> tuple[dict[Key, Measurement], float]:
     """Fastest measurement of each of ``measurements`` (each with the seconds it may take), and the processors that
     other programs kept busy in the quietest round.
