@@ -90,7 +90,7 @@ bool products_run(Bf16Products how) {
     case Bf16Products::kTiles:
       return tiles;
     case Bf16Products::kPairs:
-    case Bf16Products::kImitation:
+    case Bf16Products::kEmulated:
       return pairs;
     case Bf16Products::kWide:
       break;

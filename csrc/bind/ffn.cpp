@@ -1,5 +1,5 @@
-// Linear layers and experts: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no torch and
-// no algorithm.
+// Linear layers and experts: arrays come in by DLPack, are checked here, and leave as plain structs. Does not depend on
+// any torch and no algorithm.
 
 #include <nanobind/stl/string.h>
 

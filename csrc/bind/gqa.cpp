@@ -1,5 +1,5 @@
-// Attention over the paged cache: arrays come in by DLPack, are checked here, and leave as plain structs. Knows no
-// torch and no algorithm.
+// Attention over the paged cache: arrays come in by DLPack, are checked here, and leave as plain structs. Does not
+// depend on torch or an algorithm.
 
 #include <nanobind/stl/optional.h>
 

@@ -1,4 +1,4 @@
-// The module itself, and what it says of the processor. Knows no kernel.
+// The module itself, and what it says of the processor. Does not depend on kernels.
 
 #include <nanobind/stl/string.h>
 
@@ -27,7 +27,7 @@ void set_isa(const std::string& name) {
   refuse("isa", "must be auto, scalar, avx2 or avx512, is '" + name + "'");
 }
 
-constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "imitation"};
+constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "emulated"};
 
 void set_bf16_products(const std::string& name) {
   if (name == "auto") return unforce_bf16_products();
@@ -36,7 +36,7 @@ void set_bf16_products(const std::string& name) {
     if (!force_bf16_products(static_cast<Bf16Products>(how))) refuse("name", name + " does not run on this processor");
     return;
   }
-  refuse("name", "must be auto, wide, pairs, tiles or imitation, is '" + name + "'");
+  refuse("name", "must be auto, wide, pairs, tiles or emulated, is '" + name + "'");
 }
 
 nb::dict cpu_features() {

@@ -1,4 +1,4 @@
-// Norm and rotation: arrays are checked here and leave as plain structs. Knows no algorithm.
+// Norm and rotation: arrays are checked here and leave as plain structs. Does not depend on any algorithm.
 
 #include "norm/norm.h"
 

@@ -1,5 +1,5 @@
-// Attention of packed prompts: arrays come in by DLPack, are checked here, and leave as a plain struct. Knows no torch
-// and no algorithm.
+// Attention of packed prompts: arrays come in by DLPack, are checked here, and leave as a plain struct. Does not depend
+// on any torch and no algorithm.
 
 #include "prefill/prefill.h"
 

@@ -1,4 +1,4 @@
-// Reads from files: lists of ranges come in, errors go out as what OSError is made of. Knows no disk.
+// Reads from files: lists of ranges come in, errors go out as what OSError is made of. Does not depend on any disk.
 
 #include "read/reader.h"
 

@@ -1,4 +1,5 @@
-// The router and the rows of its experts: arrays are checked here and leave as plain structs. Knows no algorithm.
+// The router and the rows of its experts: arrays are checked here and leave as plain structs. Does not depend on any
+// algorithm.
 
 #include "route/route.h"
 

@@ -1,4 +1,4 @@
-// Gangs of threads for the lanes of a run. Knows no kernel.
+// Teams of threads for the lanes of a run. Does not depend on kernels.
 
 #include "moelight/threads.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 using namespace nb::literals;
 
-std::shared_ptr<Gang> make_gang(int64_t threads, std::vector<Place> places) {
+std::shared_ptr<ThreadTeam> make_team(int64_t threads, std::vector<Place> places) {
   for (const Place& place : places) {
     if (place.empty()) refuse("places", "each must name a processor");
     for (const int processor : place)
@@ -20,15 +20,15 @@ std::shared_ptr<Gang> make_gang(int64_t threads, std::vector<Place> places) {
   }
   if (!places.empty() && static_cast<int64_t>(places.size()) != threads)
     refuse("places", "must be one for each of the " + std::to_string(threads) + " threads");
-  return std::make_shared<Gang>(checked_threads(threads), std::move(places));
+  return std::make_shared<ThreadTeam>(checked_threads(threads), std::move(places));
 }
 
 }  // namespace
 
 void add_threads(nb::module_& module) {
-  nb::class_<Gang>(module, "Gang").def("end", &Gang::end, nb::call_guard<nb::gil_scoped_release>());
-  module.def("make_gang", make_gang, "threads"_a, "places"_a);
-  module.def("work_with", work_with, "gang"_a.none());
+  nb::class_<ThreadTeam>(module, "ThreadTeam").def("end", &ThreadTeam::end, nb::call_guard<nb::gil_scoped_release>());
+  module.def("make_team", make_team, "threads"_a, "places"_a);
+  module.def("use_team", use_team, "team"_a.none());
 }
 
 }  // namespace moelight::bind

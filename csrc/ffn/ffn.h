@@ -130,6 +130,6 @@ Kernel ffn_avx512(DType x, WeightType weight);
 // bfloat16 x alone, and bfloat16, int8 or int4 weights.
 Kernel ffn_avx512_dots(WeightType weight);
 Kernel ffn_amx(WeightType weight);
-Kernel ffn_imitation(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles
+Kernel ffn_emulated(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles
 
 }  // namespace moelight

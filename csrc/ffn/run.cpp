@@ -1,5 +1,5 @@
-// Cuts linear layers and experts into units, hands them to the threads, and keeps the intermediate in cache. Knows no
-// instruction set.
+// Cuts linear layers and experts into units, hands them to the threads, and keeps the intermediate in cache. Does not
+// depend on instruction set.
 
 #include <algorithm>
 #include <cstring>
@@ -35,8 +35,8 @@ Kernel kernel_for(DType x, WeightType weight) {
             return ffn_avx512_dots(weight);
           case Bf16Products::kTiles:
             return ffn_amx(weight);
-          case Bf16Products::kImitation:
-            return ffn_imitation(weight);
+          case Bf16Products::kEmulated:
+            return ffn_emulated(weight);
           default:
             break;
         }

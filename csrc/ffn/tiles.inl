@@ -1,4 +1,4 @@
-// Products of bf16 activations with weights over a tile type: AMX's or its imitation (csrc/tiles). Included by one file
+// Products of bf16 activations with weights over a tile type: AMX or its emulation (csrc/tiles). Included by one file
 // for each; all of it has internal linkage.
 //
 // The weight is the left operand as it lies, sixteen rows of sixteen pairs a tile; the activations are the right one,

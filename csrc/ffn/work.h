@@ -1,5 +1,5 @@
-// The order of work of one call: units of products and of what prepares them, handed out one after the other. Knows no
-// arithmetic.
+// The order of work of one call: units of products and of what prepares them, handed out one after the other. Does not
+// depend on arithmetic.
 #pragma once
 
 #include <algorithm>

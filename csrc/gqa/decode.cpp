@@ -1,4 +1,5 @@
-// Cuts decode attention into pieces, hands them to the threads and joins what they return. Knows no instruction set.
+// Cuts decode attention into pieces, hands them to the threads and joins what they return. Does not depend on any
+// instruction set.
 
 #include <algorithm>
 #include <atomic>

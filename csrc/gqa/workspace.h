@@ -1,4 +1,4 @@
-// Memory that a driver lends to its kernels between calls. Knows no kernel.
+// Memory that a driver lends to its kernels between calls. Does not depend on kernels.
 #pragma once
 
 #include <cstdint>

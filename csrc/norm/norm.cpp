@@ -1,4 +1,4 @@
-// Rows shared out over threads. Knows no instruction set.
+// Rows shared out over threads. Does not depend on any instruction set.
 
 #include "norm.h"
 

@@ -1,4 +1,4 @@
-// Cuts prompts into tiles of queries and hands them to the threads. Knows no instruction set.
+// Cuts prompts into tiles of queries and hands them to the threads. Does not depend on any instruction set.
 
 #include "prefill.h"
 
@@ -21,8 +21,8 @@ const PrefillKernels& avx512_kernels() {
       return prefill_amx();
     case Bf16Products::kPairs:
       return prefill_avx512_bf16();
-    case Bf16Products::kImitation:
-      return prefill_imitation();
+    case Bf16Products::kEmulated:
+      return prefill_emulated();
     default:
       return prefill_avx512();
   }

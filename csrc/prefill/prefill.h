@@ -72,6 +72,6 @@ const PrefillKernels& prefill_avx2();
 const PrefillKernels& prefill_avx512();
 const PrefillKernels& prefill_avx512_bf16();
 const PrefillKernels& prefill_amx();
-const PrefillKernels& prefill_imitation();  // of prefill_amx, for processors with AVX512_BF16 but without tiles
+const PrefillKernels& prefill_emulated();  // of prefill_amx, for processors with AVX512_BF16 but without tiles
 
 }  // namespace moelight

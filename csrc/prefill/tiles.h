@@ -1,5 +1,5 @@
-// Products of bf16 pairs, sixteen rows by sixteen lanes at a time, over a tile type: AMX's (amx.cpp) or its imitation
-// (imitation.cpp). Layouts are those of dots.h: a packed block is what the right operand of a tile product wants.
+// Products of bf16 pairs, sixteen rows by sixteen lanes at a time, over a tile type: AMX's (amx.cpp) or its emulated
+// (emulated_amx.cpp). Layouts are those of dots.h: a packed block is what the right operand of a tile product wants.
 #pragma once
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Rows sorted by expert, gathered, and summed back. Knows no instruction set.
+// Rows sorted by expert, gathered, and summed back. Does not depend on any instruction set.
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-// The pool, gangs and the reader under a race detector: many callers at once, errors, callbacks, closing in flight.
+// The pool, teams and the reader under a race detector: many callers at once, errors, callbacks, closing in flight.
 // Fails by an exit status that is not 0.
 
 #include <unistd.h>
@@ -47,30 +47,30 @@ void pool() {
   });
 }
 
-// Two callers a gang, two gangs beside the threads all share, places that are not there, and an end in flight.
-void gangs() {
+// Two callers a team, two teams beside the threads all share, places that are not there, and an end in flight.
+void teams() {
   const auto tally = [](int rounds) {
     for (int round = 0; round < rounds; ++round) {
       std::vector<int64_t> seen(static_cast<size_t>(round % 40));
       moelight::parallel_for(4, static_cast<int64_t>(seen.size()), [&](int64_t i, int) { ++seen[size_t(i)]; });
-      for (const int64_t times : seen) require(times == 1, "a body of a gang did not run once");
+      for (const int64_t times : seen) require(times == 1, "a body of a team did not run once");
     }
   };
-  const auto bound = std::make_shared<moelight::Gang>(3, std::vector<moelight::Place>{{0}, {1}, {900, 5000}});
-  const auto loose = std::make_shared<moelight::Gang>(2, std::vector<moelight::Place>{});
+  const auto bound = std::make_shared<moelight::ThreadTeam>(3, std::vector<moelight::Place>{{0}, {1}, {900, 5000}});
+  const auto loose = std::make_shared<moelight::ThreadTeam>(2, std::vector<moelight::Place>{});
   at_once([&](int caller) {
-    moelight::work_with(caller % 2 == 0 ? bound : loose);
+    moelight::use_team(caller % 2 == 0 ? bound : loose);
     tally(300);
     if (caller == 0) bound->end();
     tally(50);
-    require(moelight::work_with(nullptr) == (caller % 2 == 0 ? bound : loose), "another gang was left behind");
+    require(moelight::use_team(nullptr) == (caller % 2 == 0 ? bound : loose), "another team was left behind");
     tally(50);
   });
   for (int round = 0; round < 50; ++round) {
-    moelight::work_with(std::make_shared<moelight::Gang>(3, std::vector<moelight::Place>{}));
+    moelight::use_team(std::make_shared<moelight::ThreadTeam>(3, std::vector<moelight::Place>{}));
     tally(3);
   }
-  moelight::work_with(nullptr);
+  moelight::use_team(nullptr);
 }
 
 char byte_at(int64_t offset) { return static_cast<char>(offset * 131 + offset / 4096); }
@@ -119,7 +119,7 @@ void reader(const std::string& path, bool direct) {
 
 int main() {
   pool();
-  gangs();
+  teams();
   const std::string path = make_file();
   reader(path, true);
   reader(path, false);

@@ -40,11 +40,11 @@ class ThreadTeam:
         if self._extension is None:
             yield
             return
-        before = self._extension.work_with(self._team)
+        before = self._extension.use_team(self._team)
         try:
             yield
         finally:
-            self._extension.work_with(before)
+            self._extension.use_team(before)
 
     def settle(self) -> None:
         """Bind the calling thread to the team's places from now on: for a thread that ends with its lane."""

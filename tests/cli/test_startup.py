@@ -64,7 +64,7 @@ def test_help_says_what_the_commands_say() -> None:
     assert list(program.commands) == list(COMMANDS)
     for name, entry in COMMANDS.items():
         help_ = " ".join(program.commands[name].help.split("\n\n")[0].split())
-        assert help_ == entry.summary or help_.startswith(f"{entry.says} "), name
+        assert help_ == entry.summary or help_.startswith(f"{entry.summary} "), name
         assert program.commands[name].name == name
 
 

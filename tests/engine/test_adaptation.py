@@ -139,7 +139,7 @@ def test_a_plan_adapts_as_far_as_nobody_fixed_it_and_a_policy_does_not(tiny: Tin
         assert engine.plan.speeds is not None
         assert "batch_size" in engine.plan.fixed
         fixed = engine._adapting._adapter.allocation
-        assert {values[0] for values in fixed.near(values_of(engine.policy), most_running=99)} == {3}
+        assert {values[0] for values in fixed.neighbours(values_of(engine.policy), most_running=99)} == {3}
     with Engine.from_pretrained(model, device="cpu", workload=work, adapt=False) as engine:
         assert engine._adapting is None
     static = Policy(model=str(model), admission="static")

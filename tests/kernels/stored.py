@@ -21,7 +21,7 @@ KINDS = {
     "int8": torch.int8,
     "int4": torch.uint8,
 }
-PRODUCTS = {"avx512 without bf16": "wide", "avx512 with tiles imitated": "imitation", "avx512 with tiles": "tiles"}
+PRODUCTS = {"avx512 without bf16": "wide", "avx512 with emulated tiles": "emulated", "avx512 with tiles": "tiles"}
 
 
 def _runs(products: str) -> bool:

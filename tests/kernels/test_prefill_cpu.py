@@ -141,7 +141,7 @@ def test_one_position_is_its_value_exactly(kind):
 def kinds() -> list[tuple[str, torch.dtype, str]]:
     """Every instruction set, dtype and way to multiply bfloat16 that runs here."""
     found = [(isa, dtype, "auto") for isa in ISAS for dtype in DTYPES]
-    for products in ("wide", "pairs", "tiles", "imitation") if "avx512" in ISAS else ():
+    for products in ("wide", "pairs", "tiles", "emulated") if "avx512" in ISAS else ():
         with contextlib.suppress(ValueError):
             native.extension().set_bf16_products(products)
             found.append(("avx512", torch.bfloat16, products))

@@ -1,4 +1,4 @@
-// What the processor can do, and which instruction set the kernels use. Knows no kernel.
+// What the processor can do, and which instruction set the kernels use. Does not depend on kernels.
 #pragma once
 
 #include <string>
@@ -29,8 +29,8 @@ bool force_isa(Isa isa);
 void unforce_isa();
 
 // How bf16 is multiplied under kAvx512: widened to float32, in pairs (AVX512_BF16, and AVX512_VNNI for integers), in
-// tiles (AMX), or in imitated tiles, which let any processor with pairs test what is written for tiles.
-enum class Bf16Products : int { kWide = 0, kPairs = 1, kTiles = 2, kImitation = 3 };
+// tiles (AMX), or in emulated tiles, which let any processor with pairs test what is written for tiles.
+enum class Bf16Products : int { kWide = 0, kPairs = 1, kTiles = 2, kEmulated = 3 };
 
 // The way in force: the best that runs, unless force_bf16_products chose another; kWide under any other set.
 Bf16Products bf16_products();

@@ -1,4 +1,4 @@
-// Work on many rows, shared out by their bytes. Knows nothing of what a row is.
+// Work on many rows, shared out by their bytes. Does not depend on what a row is.
 #pragma once
 
 #include <algorithm>

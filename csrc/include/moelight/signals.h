@@ -1,4 +1,4 @@
-// Threads that signals pass by. Knows no thread.
+// Threads that signals pass by. Does not depend on any thread.
 #pragma once
 
 #include <pthread.h>

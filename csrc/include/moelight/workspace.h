@@ -1,4 +1,4 @@
-// Memory that a kernel works in. Knows no kernel.
+// Memory that a kernel works in. Does not depend on kernels.
 #pragma once
 
 #include <cstdint>

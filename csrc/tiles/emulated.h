@@ -10,7 +10,7 @@ namespace moelight {
 namespace {
 
 // As AmxTile.
-struct ImitatedTile {
+struct EmulatedTile {
   static void enter() { std::memset(words_, 0xff, sizeof words_); }
   static void leave() {}
 
