@@ -115,7 +115,7 @@ def _measure(model: Path, run: Run, profile: Path, group: Path | None) -> Row:
     from moelight.hrm.estimate import estimate
     from moelight.hrm.machine_model import speeds_of
     from moelight.profiles.hardware import load_hardware_profile
-    from moelight.runtime.calibration.others import Others
+    from moelight.runtime.calibration.timing import Others
 
     if group is not None:
         enter(group)

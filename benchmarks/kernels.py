@@ -33,7 +33,7 @@ from kernel_cases.threads import restart_with_short_spins
 from kernel_cases.turns import HEADING, Case, Row, line, race, rounded
 
 from moelight.kernels import native
-from moelight.runtime.calibration.others import Others
+from moelight.runtime.calibration.timing import Others
 from moelight.runtime.measure import processor_name
 
 FAMILIES = (decode, latent, prefill, experts, linear, copies)

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from moelight.batch import job
-from moelight.batch.job_plan import plan_job
+from moelight.batch.job import plan_job
 from moelight.batch.journal import Journal
 from moelight.batch.options import JobOptions
 from moelight.core.request import Request, SamplingParams

@@ -38,8 +38,8 @@ from moelight.hrm import costs
 from moelight.hrm.task_cost import TaskCost
 from moelight.profiles.model_files import load_model_profile
 from moelight.scheduler import SCHEDULES
-from moelight.scheduler.blocks import loop
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
+from moelight.scheduler.schedules import loop
 from moelight.scheduler.simulate import Price, SteadyPass, steady_pass
 
 MODEL = load_model_profile("mixtral-8x7b")

@@ -169,7 +169,7 @@ def test_no_function_is_longer_than_a_page() -> None:
         ("core/a.py", "def f():\n    import moelight.engine.engine", True),
         ("core/a.py", "from ..hrm import costs", True),
         ("core/a.py", "from . import units", False),
-        ("core/a.py", "X = {'a': 'moelight.scheduler.serial:build_serial'}", True),
+        ("core/a.py", "X = {'a': 'moelight.scheduler.schedules:build_serial'}", True),
         ("hrm/a.py", "def f():\n    import torch.nn", True),
         ("hrm/a.py", "if TYPE_CHECKING:\n    import torch", False),
         ("hrm/a.py", "if TYPE_CHECKING:\n    from moelight.models import decoder", True),

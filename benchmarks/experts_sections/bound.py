@@ -4,7 +4,7 @@ Room for a quarter of the experts; pages of 3 MB from a disk of 3.8 GB/s with 0.
 layer, 0.1 ms an expert; experts that are near are computed while the others are read. For each cell:
 
     default    hits, and tokens per second over no cache, of `DEFAULT_POLICY`, with the guesses of its routers
-    most hits  of anybody who knows the future (`experts.belady`), beginning with whom it likes
+    most hits  of anybody who knows the future (`experts.eviction`), beginning with whom it likes
     belady     its tokens per second over no cache, nothing guessed
     bound      no cache over the longer of two times that nobody can be under: of reading what such an optimum misses,
                one page after the other from the first moment on, and of computing everything

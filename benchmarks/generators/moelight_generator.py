@@ -19,8 +19,8 @@ from common import Facts, Generate, Ids, Task, serve
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.units import parse_bytes
 from moelight.engine.checkpoint import open_checkpoint
+from moelight.engine.engine import requests_from
 from moelight.engine.planning import PlanConstraints, plan_for
-from moelight.engine.prompts import requests_from
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
 

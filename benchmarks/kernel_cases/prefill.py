@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
-from moelight.kernels.prefill_cpu import cpu_prefill_attention
+from moelight.kernels.attention import cpu_prefill_attention
 
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 TITLE = f"prefill attention, causal, {Q_HEADS}/{KV_HEADS} heads of {DIM}, bf16"

@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import stat
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
 from moelight.batch.forecast import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.input import Input, open_input
-from moelight.batch.interrupt import Interrupt, terminable
-from moelight.batch.job_plan import PlannedJob, plan_job, predicted
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
@@ -27,24 +29,284 @@ from moelight.batch.paths import Outputs, journal_of
 from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressGroup, State
 from moelight.batch.row_processor import RowProcessor, refuse_struck
 from moelight.batch.rows import Row
-from moelight.batch.run_trace import RunTrace, open_trace
 from moelight.batch.scan import Scan, scan
+from moelight.batch.status import file_watchers
 from moelight.batch.stream_output import Ledger, open_outputs
 from moelight.batch.summary import ScanSummary
-from moelight.batch.sync import RowSync
 from moelight.batch.time_left import TimeLeft
-from moelight.batch.watchers import file_watchers
+from moelight.batch.trace_header import trace_header
+from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
+from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
+from moelight.core.timeline import Timeline
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import Tokenizer
 from moelight.observe.stats import RunStats
+from moelight.observe.trace import TraceHeader, TraceWriter
+from moelight.optimizer.plan import Plan
+from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.families import profile_from_dir
+from moelight.profiles.workload import Workload
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
+    from moelight.engine.checkpoint import OpenCheckpoint
     from moelight.engine.engine import Engine
+
+
+class RunTrace:
+    """Writes passes to the file as they end. ``about`` is the header of the trace, once it is known."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._writer = TraceWriter(write)
+        self._fault: InputError | OSError | None = None
+        self.about: TraceHeader | None = None
+
+    def add(self, timeline: Timeline) -> None:
+        """Write a pass; does nothing after a failed write."""
+        if self._fault is not None:
+            return
+        try:
+            self._writer.add(timeline)
+        except (InputError, OSError) as fault:
+            self._fault = fault
+
+    def finish(self) -> None:
+        """End the trace; raises the error of a failed write."""
+        if self._fault is not None:
+            raise self._fault
+        self._writer.finish(self.about)
+
+
+@contextlib.contextmanager
+def open_trace(path: Path | None) -> Iterator[RunTrace | None]:
+    """Yield the trace that ``path`` holds once `RunTrace.finish` was called and the block ends without error, or None.
+
+    Raises:
+        InputError: ``path`` cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    with whole_file(path, what="trace") as write:
+        yield RunTrace(write)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """While this context is entered, ``asked`` is True once SIGINT or SIGTERM has arrived. ``on_first`` is called once,
+    in the signal's handler. Outside the main thread, where Python delivers no signals, ``asked`` stays False. Signals
+    that this process was started to ignore, as a script's background jobs are, stay ignored."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.asked = False
+        self._on_first = on_first
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._on_first()
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM in this block, so that open files are closed and watchers notified."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not ours:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+_TOLD_EVERY_S = 1.0
+
+
+class RowSync:
+    """Observes one run of an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        answering: RowProcessor,
+        summary: ScanSummary,
+        told: Progress,
+        trace: RunTrace | None,
+    ) -> None:
+        self._engine, self._ledger, self._answering = engine, ledger, answering
+        self._summary, self._told, self._trace = summary, told, trace
+        self._began_s = self._told_s = time.monotonic()
+        self._resumed = ledger.completed + ledger.failed
+        self._room = summary.generated_tokens - ledger.totals.get("room", 0)
+        self._prompts = summary.prompt_tokens - ledger.totals.get("prompt_tokens", 0)
+        left = 1.0 - self._resumed / max(1, summary.rows)
+        self._sequences = round(summary.sequences * left)
+        self._changes: list[Adaptation] = []
+
+    def on_pass(self) -> None:
+        """Report a finished pass, before its completions are taken."""
+        engine = self._engine
+        self._told.tokens(engine.progress_tokens, self._expected, engine.binding)
+        if time.monotonic() - self._told_s >= _TOLD_EVERY_S:
+            self.notify()
+        if self._trace is not None and engine.timeline is not None:
+            self._trace.add(engine.timeline)
+        for change in engine.adaptations[len(self._changes) :]:
+            self._changes.append(change)
+            self._told.adapted(change.reason)
+
+    def taken(self) -> None:
+        """Commit if due, after the completions of a pass were taken: the next pass may end minutes later."""
+        self._ledger.tick()
+
+    def notify(self) -> None:
+        """Report the counts and the stats to the watchers."""
+        self._told_s = time.monotonic()
+        self._told.counts(self.counts())
+        self._told.measured(self._engine.stats, self._engine.expert_stats)
+
+    @property
+    def _expected(self) -> int:
+        return max(self._engine.progress_tokens, self._room - self._answering.spared)
+
+    def counts(self) -> JobCounts:
+        """Return the current counts."""
+        ledger, stats = self._ledger, self._engine.stats
+        done = ledger.completed + ledger.failed
+        return JobCounts(
+            total=self._summary.rows,
+            completed=ledger.completed,
+            failed=ledger.failed,
+            running=self._answering.running,
+            waiting=max(0, self._sequences - self._answering.asked),
+            kv_usage=self._engine.kv_usage,
+            resumed=self._resumed,
+            prompt_tokens=stats.prompt_tokens,
+            expected_prompt_tokens=max(self._prompts, stats.prompt_tokens),
+            generation_tokens=stats.completion_tokens,
+            expected_tokens=self._expected,
+            passes=stats.passes,
+            elapsed_s=time.monotonic() - self._began_s + stats.load_s,
+            running_s=stats.wall_s,
+            state="in_progress" if done < self._summary.rows else "finalizing",
+            binding=self._engine.binding,
+        )
+
+
+# Sequences that are running when a job is killed are computed again, and each costs some kilobytes of Python objects:
+# plan more than this many at a time only if they make the job faster by more than the error of predictions.
+_MANY, _AS_FAST = 4096, 0.85
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """An audited checkpoint and its policy. ``plan`` is None if the policy was given by the user."""
+
+    source: OpenCheckpoint
+    policy: Policy
+    plan: Plan | None
+    workload: Workload
+
+    @property
+    def why(self) -> str:
+        """One line on how the model will be run."""
+        if self.plan is not None:
+            return self.plan.why
+        policy = self.policy
+        return (
+            f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
+            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}"
+        )
+
+    def load(self, options: JobOptions) -> Engine:
+        """Return the engine; a context manager."""
+        from moelight.engine.engine import Engine
+
+        record = options.expert_stats is not None or options.save_expert_profile is not None
+        return Engine(
+            self.plan or self.policy,
+            device=options.device,
+            source=self.source,
+            adapt=options.adapt,
+            experts=replace(options.experts, record=record),
+        )
+
+
+def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
+    """Return the fastest policy for ``workload`` within the limits, or the given policy.
+
+    Raises:
+        CheckpointError, ConfigError, BudgetError: the model, the limits or the memory are insufficient.
+    """
+    from moelight.engine.checkpoint import open_checkpoint
+    from moelight.engine.planning import PlanConstraints, plan_for
+    from moelight.runtime.machine import find_machine
+
+    source = open_checkpoint(options.model)
+    if options.policy is not None:
+        policy = replace(options.policy, model=options.model)
+        return PlannedJob(source=source, policy=policy, plan=None, workload=workload)
+    constraints = PlanConstraints(
+        batch_size=options.batch_size,
+        micro_batch_size=options.micro_batch_size,
+        schedule=options.schedule or "cgopipe",
+    )
+    machine = find_machine(options.device)
+
+    def planned(constraints: PlanConstraints) -> Plan:
+        return plan_for(
+            options.model,
+            source,
+            machine,
+            hw=options.hw,
+            host_memory=options.host_memory,
+            device_memory=options.device_memory,
+            constraints=constraints,
+            workload=workload,
+            experts=options.experts.policy,
+        )
+
+    plan = planned(constraints)
+    if plan.policy.batch_size > _MANY and constraints.batch_size is None:
+        fewer = planned(replace(constraints, batch_size=_MANY))
+        if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
+            plan = fewer
+    return PlannedJob(source=source, policy=plan.policy, plan=plan, workload=workload)
+
+
+def predicted(engine: Engine, hw: str, workload: Workload) -> TraceHeader:
+    """Return the cost model's prediction for the engine's policy, on the machine that was planned for."""
+    from moelight.engine.planning import hardware_for
+
+    hardware = hardware_for(hw, discrete=engine.policy.discrete)
+    stage = SimulationSetup(engine.policy, engine.profile, hardware, workload)
+    return trace_header(stage, engine.policy.schedule, source="measured")
 
 
 _NOWHERE = Path(os.devnull)

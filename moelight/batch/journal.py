@@ -24,8 +24,8 @@ from moelight.batch.crash_guard import CrashGuard
 from moelight.batch.journal_file import Record
 from moelight.batch.lock import hold
 from moelight.batch.paths import Outputs, failed
+from moelight.batch.recovery import Opened, open_job, take_names
 from moelight.batch.reorder_buffer import ReorderBuffer
-from moelight.batch.resume import Opened, open_job, take_names
 from moelight.batch.row_set import row_ranges
 from moelight.core.errors import InputError, MoelightError, UserError
 

@@ -2,13 +2,272 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
+import resource
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import psutil
 import typer
 
+from moelight import __version__
 from moelight.core.errors import InputError
+from moelight.core.units import format_bytes
+from moelight.kernels import native
+from moelight.kernels.serving import serving
+from moelight.runtime import measure
+from moelight.runtime.cores import LINK_BYTES_PER_S, Demands, share_cores
+from moelight.runtime.numa import place_memory, why_not_placed
+from moelight.runtime.topology import SYS, PciSlot, Topology, pci_slot_of, read_topology
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
+INSTALL_HINT = (
+    "install a C++20 compiler (g++ 11 or clang 14 will do), "
+    "then install moelight again: pip install --force-reinstall --no-deps ."
+)
+
+
+def facts(model: Path | None = None) -> dict[str, Any]:
+    """Return all facts of ``moelight doctor``, ready for JSON. Sizes in bytes. ``model``: a directory of weights."""
+    torch = _torch()
+    plugs = [PciSlot(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
+    return {
+        "moelight": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "processor": _processor(),
+        "memory": {
+            "physical_bytes": measure.physical_bytes(),
+            "limit_bytes": measure.memory_limit_bytes(),
+            "available_bytes": measure.available_bytes(),
+        },
+        **machine_facts(torch["threads"], plugs, model),
+        "torch": torch,
+        "extension": {"available": native.available(), "reason": native.reason()},
+        "kernels": [
+            {"operation": row.operation, "implementation": row.implementation, "reason": row.reason}
+            for row in serving()
+        ],
+    }
+
+
+def print_facts(found: dict[str, Any]) -> None:
+    """Print the facts ``found`` as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    about = Table.grid(padding=(0, 2))
+    for name, value in _about(found):
+        about.add_row(name, value)
+    console.print(about)
+    kernels = Table("operation", "served by", "why", title="kernels", title_justify="left", header_style="bold")
+    for row in found["kernels"]:
+        kernels.add_row(row["operation"], row["implementation"], row["reason"])
+    console.print()
+    console.print(kernels)
+    if not found["extension"]["available"]:
+        console.print(f"The native kernels are missing ({found['extension']['reason']}). Everything runs on torch's.")
+        console.print(f"To have them: {INSTALL_HINT}", soft_wrap=True)
+
+
+def _about(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    libraries = ", ".join(f"{name} {version}" for name, version in found["libraries"].items() if version)
+    yield "moelight", f"{found['moelight']}  (Python {found['python']}, {found['platform']})"
+    yield "libraries", libraries
+    processor = found["processor"]
+    yield "processor", processor["name"]
+    cores = found["cores"]
+    quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g} processors"
+    usable = f"{cores['usable']} cores, {cores['processors']} threads, {quota}"
+    yield "", f"{processor['cores']} cores, {processor['threads']} threads; usable here: {usable}"
+    sets = ", ".join(name for name, there in processor["instructions"].items() if there)
+    yield "instructions", sets or f"{found['torch']['cpu_capability']}, as torch sees it"
+    memory = {name: format_bytes(size) for name, size in found["memory"].items()}
+    yield "memory", f"{memory['physical_bytes']} physical, {memory['available_bytes']} available"
+    if found["memory"]["limit_bytes"] < found["memory"]["physical_bytes"]:
+        yield "", f"{memory['limit_bytes']} is the limit of this control group"
+    yield from machine_lines(found)
+    torch = found["torch"]
+    if torch["fault"]:
+        yield "torch", f"does not load: {torch['fault']}"
+    else:
+        yield "torch", f"{torch['threads']} threads, CPU capability {torch['cpu_capability']}"
+    for device in torch["devices"]:
+        yield "device", f"{device['id']}: {device['name']}, {format_bytes(device['total_bytes'])}"
+    if not torch["devices"] and not torch["fault"]:
+        yield "device", "cpu only: torch sees no accelerator"
+    yield "extension", found["extension"]["reason"]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": measure.processor_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "usable": usable,
+        "instructions": native.cpu_features(),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    found: dict[str, Any] = {"fault": None, "threads": None, "cpu_capability": None, "devices": []}
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return {**found, "fault": " ".join(str(error).split())}
+    found["threads"] = torch.get_num_threads()
+    found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        backend = torch.get_device_module(accelerator)
+        for index in range(torch.accelerator.device_count()):
+            properties = backend.get_device_properties(index)
+            found["devices"].append(
+                {
+                    "id": f"{accelerator.type}:{index}",
+                    "name": properties.name,
+                    "total_bytes": properties.total_memory,
+                    "plug": None
+                    if (plug := pci_slot_of(torch.device(accelerator.type, index))) is None
+                    else asdict(plug),
+                }
+            )
+    return found
+
+
+_PROBE_BYTES = 1 << 20
+_FREE = 0.9  # share of the free memory that a plan uses by default
+
+
+def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path | None) -> dict[str, Any]:
+    """Return cores, threads, NUMA, huge pages, direct reads and pinned memory, ready for JSON.
+
+    Args:
+        torch_threads: the most threads that torch would use; None if torch does not load.
+        plugs: where the devices are attached.
+        model: directory whose files are read and whose size host memory would have to hold.
+    """
+    topology = read_topology()
+    link = plugs[0].bytes_per_s or LINK_BYTES_PER_S if plugs else LINK_BYTES_PER_S
+    node = plugs[0].node if plugs else None
+    demands = Demands(device=bool(plugs), stages=bool(plugs), link_bytes_per_s=link, node=node)
+    shares = share_cores(topology, demands, at_most=torch_threads or len(topology.cores))
+    weights = [] if model is None else sorted(model.glob("*.safetensors"))
+    wanted = sum(file.stat().st_size for file in weights) or int(_FREE * measure.available_bytes())
+    place = place_memory(topology, wanted, device_node=node, refusal=why_not_placed())
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "cores": _cores(topology),
+        "threads": {
+            "compute": None if shares.compute is None else asdict(shares.compute),
+            "staging": None if shares.staging is None else asdict(shares.staging),
+            "free": shares.free,
+            "reason": shares.reason,
+        },
+        "numa": {
+            "nodes": [asdict(each) for each in topology.nodes],
+            "devices": [asdict(plug) for plug in plugs],
+            "placement": {"for_bytes": wanted, **asdict(place)},
+        },
+        "huge_pages": _huge_pages(),
+        "locked_limit_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "direct_reads": _direct_reads(model or Path.cwd(), weights),
+    }
+
+
+def machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the facts of `machine_facts` for a person: the name and the text of each line."""
+    yield "threads", found["threads"]["reason"]
+    nodes = found["numa"]["nodes"]
+    for node in nodes:
+        room = f"{format_bytes(node['total_bytes'])}, {format_bytes(node['available_bytes'])} available"
+        yield "NUMA" if node is nodes[0] else "", f"node {node['number']}: {room}"
+    for plug in found["numa"]["devices"]:
+        rate = "" if plug["bytes_per_s"] is None else f", its link carries {plug['bytes_per_s'] / 1e9:.0f} GB/s"
+        where = "an unknown node" if plug["node"] is None else f"node {plug['node']}"
+        yield "", f"device at {plug['address']}: {where}{rate}"
+    placement = found["numa"]["placement"]
+    kind = "where the system puts it" if placement["kind"] == "anywhere" else placement["kind"]
+    yield "host memory", f"{kind}: {placement['reason']}"
+    yield "huge pages", _HUGE[found["huge_pages"]]
+    if found["numa"]["devices"]:
+        limit = found["locked_limit_bytes"]
+        yield "pinning", f"ulimit -l: {'unlimited' if limit is None else format_bytes(limit)}"
+    reads = found["direct_reads"]
+    yield "direct reads", f"{_SAID[reads['direct']]}, from {reads['directory']}: {reads['reason']}"
+
+
+_SAID = {True: "yes", False: "no", None: "unknown"}
+_HUGE = {
+    "always": "for everything (always)",
+    "madvise": "where they are asked for, as arenas do (madvise)",
+    "never": "never: reads and kernels miss address translations; see transparent_hugepage/enabled",
+    None: "unknown here",
+}
+
+
+def _cores(topology: Topology) -> dict[str, Any]:
+    return {
+        "usable": len(topology.cores),
+        "processors": sum(len(core.processors) for core in topology.cores),
+        "quota": topology.quota,
+        "places": [asdict(core) for core in topology.cores],
+    }
+
+
+def _huge_pages(*, sys: Path = SYS) -> str | None:
+    try:
+        said = (sys / "kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    chosen = said.partition("[")[2].partition("]")[0]
+    return chosen if chosen in _HUGE else None
+
+
+def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
+    """Test if files of ``directory`` are read past the page cache, on the first of ``files`` or a temporary file."""
+    found: dict[str, Any] = {"directory": str(directory), "direct": None}
+    if not native.available():
+        return {**found, "direct": False, "reason": "without the extension files are read through the page cache"}
+    try:
+        if files:
+            direct = _reads_directly(files[0])
+        else:
+            with tempfile.NamedTemporaryFile(dir=directory, prefix=".moelight-doctor-") as made:
+                made.write(bytes(_PROBE_BYTES))
+                made.flush()
+                direct = _reads_directly(Path(made.name))
+    except (OSError, ImportError) as error:
+        return {**found, "reason": " ".join(str(error).split())}
+    said = "past the page cache" if direct else "the file system refuses, so they go through the page cache"
+    return {**found, "direct": direct, "reason": said}
+
+
+def _reads_directly(file: Path) -> bool:
+    import torch
+
+    from moelight.kernels.reads import FileReader, ReadPart
+
+    with FileReader([file]) as reader:
+        part = ReadPart(file, 0, torch.empty(min(4096, file.stat().st_size), dtype=torch.uint8))
+        reader.submit([part]).wait()
+        return reader.direct(file)
 
 
 def doctor(
@@ -18,7 +277,6 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The same facts as one JSON object.")] = False,
 ) -> None:
     """Say what torch, the processors, the memory and the kernels are on this machine."""
-    from moelight.cli.facts import facts, print_facts
 
     found = facts(None if model is None else _directory(model))
     if as_json:

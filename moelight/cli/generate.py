@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli import generate_options as opt
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
@@ -19,6 +18,132 @@ from moelight.core.units import parse_bytes
 if TYPE_CHECKING:
     from moelight.batch.options import Durability, JobOptions
     from moelight.experts.options import ExpertOptions
+
+
+Prompts = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PROMPTS", help="JSON lines (OpenAI batch, or simple), text, CSV or Parquet; - reads stdin."
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="A directory, a hub id, or demo, the bundled model; the policy's if it has one."
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the rows go; - is stdout.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Read all prompts, say what they ask for and how it would be run, and stop.")
+]
+Json = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
+
+ErrorFile = Annotated[
+    Path | None, typer.Option(metavar="FILE.jsonl", help="Rows that cannot be served go here, not to the output.")
+]
+Format = Annotated[
+    str, typer.Option("--format", help="auto, openai, simple, text, csv or parquet; auto looks at the file.")
+]
+PromptColumn = Annotated[str | None, typer.Option(metavar="NAME", help="The column of a table with the prompts.")]
+IdColumn = Annotated[str | None, typer.Option(metavar="NAME", help="The column of a table with the custom ids.")]
+IgnoreModel = Annotated[bool, typer.Option("--ignore-model", help="Rows may name any model.")]
+Order = Annotated[str, typer.Option(help="Rows leave in the order of the input, or of completion.")]
+TokenIds = Annotated[bool, typer.Option("--token-ids", help="Add token_ids to every row (simple format).")]
+Restart = Annotated[bool, typer.Option("--restart", help="Forget what an earlier run has done, and begin anew.")]
+AllowChanged = Annotated[
+    bool, typer.Option("--allow-changed", help="Keep what is done, though model, prompts or options differ now.")
+]
+Atomic = Annotated[bool, typer.Option("--atomic", help="The output appears whole at the end, or not at all.")]
+SyncInterval = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.0, help="Rows are on the disk for good after this time.")
+]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(metavar="FILE.jinja", help="Use this chat template, not the checkpoint's.")
+]
+
+N = Annotated[int, typer.Option("--n", min=1, help="Completions for each prompt.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens generated for a prompt.")]
+MinTokens = Annotated[int, typer.Option(min=0, help="No end before this many tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")]
+TopK = Annotated[int, typer.Option(min=-1, help="Sample from this many of the likeliest tokens; 0: all.")]
+MinP = Annotated[
+    float, typer.Option(help="Sample from tokens with at least this share of the likeliest one's probability.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="For prompts that bring no seed of their own.")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")]
+StopTokenId = Annotated[list[int] | None, typer.Option(metavar="ID", help="End at this token; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
+PresencePenalty = Annotated[float, typer.Option(help="Against tokens that were generated, -2 to 2.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Against tokens by how often they were generated.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: against tokens of prompt and completion.")]
+Logprobs = Annotated[
+    int | None, typer.Option(min=-1, metavar="K", help="Log-probabilities of each token and the K likeliest.")
+]
+PromptLogprobs = Annotated[int | None, typer.Option(min=-1, metavar="K", help="The same of the prompt's tokens.")]
+JsonSchema = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Completions are JSON that this schema describes.")
+]
+Regex = Annotated[str | None, typer.Option(metavar="REGEX", help="Completions match this regular expression.")]
+Choice = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="Completions are one of these; repeat the option.")
+]
+
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory, e.g. 3GiB.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory, e.g. 10GiB.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a pass; planned if not given.")]
+MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a micro-batch; planned if not given.")]
+Schedule = Annotated[
+    str | None,
+    typer.Option(help="The order of work: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."),
+]
+PolicyFile = Annotated[
+    Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
+]
+Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for; auto is this one.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU played by the CPU).")]
+Adapt = Annotated[
+    bool | None,
+    typer.Option(
+        "--adapt/--no-adapt",
+        help="Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
+        "default unless a policy is given.",
+    ),
+]
+
+Show = Annotated[
+    bool | None, typer.Option("--show/--no-show", help="Prompts beside completions; default on a terminal.")
+]
+Status = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Keep the job's state here, as OpenAI's batch object.")
+]
+Metrics = Annotated[Path | None, typer.Option(metavar="FILE.prom", help="Keep Prometheus text here.")]
+Stats = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's figures here.")]
+Trace = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a Perfetto trace here.")]
+
+ExpertPolicy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.moe|static|default",
+        help="Which experts stay near and which are fetched ahead in small passes; static: those that the plan placed.",
+    ),
+]
+ExpertProfile = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Begin with what an earlier run learned of the experts.")
+]
+SaveExpertProfile = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write what this run learns of the experts.")
+]
+RoutingTrace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.jsonl", help="Write who was routed where, for policy replay and tune."),
+]
+ExpertStats = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write hits, misses, guesses and stalls, layer by layer.")
+]
+
 
 _PLANNED = ("--batch-size", "--micro-batch-size", "--schedule", "--host-memory", "--device-memory")
 _ORDERS = ("input", "completion")
@@ -35,61 +160,61 @@ _AS_THEY_ARE = (
 
 def generate(
     context: typer.Context,
-    prompts: opt.Prompts,
-    model: opt.Model = None,
-    output: opt.Output = None,
-    dry_run: opt.DryRun = False,
-    as_json: opt.Json = False,
-    error_file: opt.ErrorFile = None,
-    format: opt.Format = "auto",  # noqa: A002 (the option's name)
-    prompt_column: opt.PromptColumn = None,
-    id_column: opt.IdColumn = None,
-    ignore_model: opt.IgnoreModel = False,
-    chat_template: opt.ChatTemplate = None,
-    order: opt.Order = "input",
-    token_ids: opt.TokenIds = False,
-    restart: opt.Restart = False,
-    allow_changed: opt.AllowChanged = False,
-    atomic: opt.Atomic = False,
-    sync_interval: opt.SyncInterval = 5.0,
-    n: opt.N = 1,
-    max_tokens: opt.MaxTokens = 256,
-    min_tokens: opt.MinTokens = 0,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = 0,
-    stop: opt.Stop = None,
-    stop_token_id: opt.StopTokenId = None,
-    ignore_eos: opt.IgnoreEos = False,
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    logprobs: opt.Logprobs = None,
-    prompt_logprobs: opt.PromptLogprobs = None,
-    json_schema: opt.JsonSchema = None,
-    regex: opt.Regex = None,
-    choice: opt.Choice = None,
-    host_memory: opt.HostMemory = None,
-    device_memory: opt.DeviceMemory = None,
-    batch_size: opt.BatchSize = None,
-    micro_batch_size: opt.MicroBatchSize = None,
-    schedule: opt.Schedule = None,
-    policy: opt.Policy = None,
-    hw: opt.Hw = "auto",
-    device: opt.Device = "auto",
-    adapt: opt.Adapt = None,
-    show: opt.Show = None,
-    status: opt.Status = None,
-    metrics: opt.Metrics = None,
-    stats: opt.Stats = None,
-    trace: opt.Trace = None,
-    expert_policy: opt.ExpertPolicy = None,
-    expert_profile: opt.ExpertProfile = None,
-    save_expert_profile: opt.SaveExpertProfile = None,
-    routing_trace: opt.RoutingTrace = None,
-    expert_stats: opt.ExpertStats = None,
+    prompts: Prompts,
+    model: Model = None,
+    output: Output = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    error_file: ErrorFile = None,
+    format: Format = "auto",  # noqa: A002 (the option's name)
+    prompt_column: PromptColumn = None,
+    id_column: IdColumn = None,
+    ignore_model: IgnoreModel = False,
+    chat_template: ChatTemplate = None,
+    order: Order = "input",
+    token_ids: TokenIds = False,
+    restart: Restart = False,
+    allow_changed: AllowChanged = False,
+    atomic: Atomic = False,
+    sync_interval: SyncInterval = 5.0,
+    n: N = 1,
+    max_tokens: MaxTokens = 256,
+    min_tokens: MinTokens = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logprobs: Logprobs = None,
+    prompt_logprobs: PromptLogprobs = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choice = None,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    batch_size: BatchSize = None,
+    micro_batch_size: MicroBatchSize = None,
+    schedule: Schedule = None,
+    policy: PolicyFile = None,
+    hw: Hw = "auto",
+    device: Device = "auto",
+    adapt: Adapt = None,
+    show: Show = None,
+    status: Status = None,
+    metrics: Metrics = None,
+    stats: Stats = None,
+    trace: Trace = None,
+    expert_policy: ExpertPolicy = None,
+    expert_profile: ExpertProfile = None,
+    save_expert_profile: SaveExpertProfile = None,
+    routing_trace: RoutingTrace = None,
+    expert_stats: ExpertStats = None,
 ) -> None:
     """Answer every row of PROMPTS. Run again, the same command goes on where it was interrupted.
 

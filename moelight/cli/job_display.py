@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -21,23 +21,107 @@ from rich.table import Table
 from rich.text import Text
 
 from moelight.batch import job
+from moelight.batch.forecast import Forecast
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import STANDARD_OUTPUT, writes_directly
 from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressFields, ProgressGroup
+from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
-from moelight.cli.dry_run_view import print_forecast
-from moelight.cli.job_text import (
-    about_text,
-    clock_text,
-    end_line,
-    interrupted_line,
-    log_line,
-    start_line,
-    tokens_text,
-)
-from moelight.cli.tables import bar, printable
-from moelight.observe.number_format import share_text
-from moelight.observe.stats import Binding
+from moelight.cli.plan_view import memory_view
+from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
+from moelight.core.units import format_bytes
+from moelight.observe.number_format import rate_or_count, scaled_text, seconds_text, share_text
+from moelight.observe.stats import Binding, RunStats
+
+_MANY_TOKENS = 100_000
+
+
+def about_text(seconds: float) -> str:
+    """Return a duration such as ``about 2 h 10 min``, rounded to the precision of a forecast."""
+    if seconds < 4.5:
+        return "a few seconds"
+    if seconds < 90:
+        return f"about {5 * round(seconds / 5)} s"
+    if seconds < 3570:
+        return f"about {round(seconds / 60)} min"
+    minutes = round(seconds / 60) if seconds < 10_800 else 10 * round(seconds / 600)
+    if minutes < 48 * 60:
+        return f"about {minutes // 60} h {minutes % 60} min" if minutes % 60 else f"about {minutes // 60} h"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"about {days} days {hours} h" if hours else f"about {days} days"
+
+
+def clock_text(seconds: float) -> str:
+    """Return elapsed time, such as ``0:07`` or ``1:02:09``."""
+    minutes, left = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
+
+
+def tokens_text(count: float) -> str:
+    """Return a number of tokens, such as ``16,384`` or ``1.23M``."""
+    return f"{count:,.0f}" if count < _MANY_TOKENS else scaled_text(count)
+
+
+def rows_text(counts: JobCounts) -> str:
+    """Return the progress in rows, such as ``12,340/100,000 rows (12 %)``."""
+    share = f" ({share_text(counts.done / counts.total)})" if counts.total else ""
+    return f"{counts.done:,}/{counts.total:,} rows{share}"
+
+
+def start_line(start: JobStart) -> str:
+    """Return the start line: the input, the plan and the predicted time."""
+    beside = [f"{start.refused:,} with errors"] if start.refused else []
+    beside += [f"{start.resumed:,} done before"] if start.resumed else []
+    read = [start.detected] if start.detected else []
+    rows = "1 row" if start.total == 1 else f"{start.total:,} rows"
+    read.append(rows + (f" ({', '.join(beside)})" if beside else ""))
+    if start.prompt_tokens:
+        read.append(f"{tokens_text(start.prompt_tokens)} prompt tokens")
+    if start.expected_tokens:
+        read.append(f"at most {tokens_text(start.expected_tokens)} to generate")
+    parts = [f"{start.input}: {', '.join(read)}"]
+    parts += [start.plan] if start.plan else []
+    parts += [f"{about_text(start.predicted_s)} at most"] if start.predicted_s is not None else []
+    return "; ".join(parts)
+
+
+def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = None) -> str:
+    """Return the progress line: rows, failures, speed, binding lane and time left."""
+    said = [rows_text(counts)]
+    if counts.failed:
+        said.append(f"{counts.failed:,} failed")
+    if counts.tokens_per_s:
+        said.append(f"{counts.tokens_per_s:,.0f} tok/s")
+    if binding is not None:
+        said.append(f"{binding.lane} {share_text(binding.share)}")
+    if left_s is not None and counts.state == "in_progress":
+        said.append(f"{about_text(left_s)} left")
+    return ", ".join(said)
+
+
+def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") -> str:
+    """Return the end line: completions, tokens, speed and peak memory; ``output`` is the path of the rows."""
+    bad = f", {failed:,} failed" if failed else ""
+    where = f" -> {output}" if output else ""
+    return (
+        f"{completed:,} completions{bad}, {stats.completion_tokens:,} tokens in {seconds_text(stats.wall_s)} "
+        f"({stats.tokens_per_s:,.0f} tok/s), load {stats.load_s:.1f} s, "
+        f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"
+    )
+
+
+def interrupted_line(counts: JobCounts | None, *, output: str, command: str) -> str:
+    """Return the line for an interrupted job: the rows that are kept and the ``command`` that resumes.
+
+    ``counts`` is None if the job ended before it counted rows. An empty ``output`` means that no rows are kept.
+    """
+    rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
+    if not output:
+        return (
+            f"interrupted{f': {rows}were answered' if rows else ''}; rows can be kept, and gone on with, in a file (-o)"
+        )
+    return f"interrupted: {rows or 'the rows that were finished '}are kept in {output}; continue with: {command}"
+
 
 LOG_EVERY_S = 30.0
 HELD_S = 5.0
@@ -352,3 +436,116 @@ class Bar(_View):
         for line in (first, second):
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(first, second)
+
+
+_MOST_BUCKETS = 12
+_WIDEST_BAR = 40
+
+
+def print_forecast(console: Console, forecast: Forecast) -> None:
+    """Print all of ``forecast``, on 80 columns or more."""
+    for part in _parts(forecast, console.width):
+        console.print(part)
+        console.print()
+    console.print(_ending(forecast))
+
+
+def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
+    summary, plan = forecast.summary, forecast.plan
+    machine = "" if plan is None else plan.hardware
+    head = title(forecast.model, machine) if machine else Text(printable(forecast.model), style="bold")
+    yield Group(head, Text(printable(f"{forecast.input}: {forecast.detected}"), style="dim"))
+    yield Group(heading("rows"), indented(_rows(forecast)))
+    if summary.problems:
+        yield Group(heading("problems"), indented(_problems(summary)))
+    if summary.prompts:
+        yield Group(heading("prompts by tokens"), indented(_histogram(summary.histogram, width)))
+        yield Group(heading("work"), indented(_work(forecast)))
+    if plan is not None:
+        yield Group(heading("memory"), indented(memory_view(plan, width)))
+        yield Group(heading("time, if every answer is as long as it may be"), indented(_time(forecast, width)))
+
+
+def _rows(forecast: Forecast) -> RenderableType:
+    summary = forecast.summary
+    table = plain_table("count", "kind", numbers=("count",))
+    table.show_header = False
+    table.add_row(Text(f"{summary.rows:,}", style="bold"), "rows")
+    for kind, count in sorted(summary.kinds.items(), key=lambda item: -item[1]):
+        table.add_row(f"{count:,}", printable(kind))
+    if summary.refused:
+        table.add_row(Text(f"{summary.refused:,}", style="red"), "will be error rows")
+    return table
+
+
+def _problems(summary: ScanSummary) -> RenderableType:
+    table = plain_table("rows", "code", "first line", "says", numbers=("rows", "first line"))
+    table.columns[3].no_wrap = False
+    for code, found in sorted(summary.problems.items(), key=lambda item: -item[1].count):
+        table.add_row(
+            Text(f"{found.count:,}", style="red"), printable(code), f"{found.first_line:,}", printable(found.message)
+        )
+    return table
+
+
+def _histogram(counts: Sequence[int], width: int) -> RenderableType:
+    table = plain_table("tokens", "prompts", "", numbers=("tokens", "prompts"))
+    buckets = [(1 << at, (2 << at) - 1, count) for at, count in enumerate(counts)]
+    while buckets and not buckets[0][2]:
+        del buckets[0]
+    # Lengths may span many powers of two; the shortest buckets are joined because they cost least.
+    if len(buckets) > _MOST_BUCKETS:
+        joined = buckets[: len(buckets) - _MOST_BUCKETS + 1]
+        first = (joined[0][0], joined[-1][1], sum(count for _, _, count in joined))
+        buckets = [first, *buckets[len(joined) :]]
+    most = max((count for _, _, count in buckets), default=0)
+    room = max(12, min(_WIDEST_BAR, width - 36))
+    for least, last, count in buckets:
+        spoken = f"{least:,}" if least == last else f"{least:,} to {last:,}"
+        table.add_row(spoken, f"{count:,}", bar(count / most, room, ground="grey15"))
+    return table
+
+
+def _work(forecast: Forecast) -> Text:
+    summary = forecast.summary
+    average = summary.prompt_tokens / summary.prompts
+    lines = [
+        f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} prompts, "
+        f"{average:,.0f} on average, {summary.max_prompt_len:,} at most",
+        f"at most {tokens_text(summary.generated_tokens)} tokens to generate in {summary.sequences:,} answers, "
+        f"{summary.max_gen_len:,} at most in one",
+    ]
+    if summary.samplings > 1:
+        lines.append(f"{summary.samplings:,} different sampling parameters")
+    return Text("\n".join(lines))
+
+
+def _time(forecast: Forecast, width: int) -> RenderableType:
+    table = plain_table("", "passes", "time", "", "busiest", numbers=("passes", "time"))
+    total = sum(phase.seconds for phase in forecast.phases) or 1.0
+    room = max(10, min(_WIDEST_BAR, width - 52))
+    for phase in forecast.phases:
+        table.add_row(
+            phase.name,
+            f"{max(1, round(phase.passes)):,}",
+            seconds_text(phase.seconds),
+            bar(phase.seconds / total, room, ground="grey15"),
+            phase.binding,
+        )
+    return table
+
+
+def _ending(forecast: Forecast) -> RenderableType:
+    plan = forecast.plan
+    if plan is None or forecast.predicted_s is None:
+        return Text("not planned: a policy says how" if forecast.summary.served else "no row can be served")
+    estimate = plan.estimate
+    speed = f"{rate_or_count(estimate.tokens_per_s)} tokens/s"
+    return Group(
+        Text.assemble(
+            (f"{about_text(forecast.predicted_s)} at most", "bold green"),
+            f" ({speed} end to end), sooner where answers end early; the {estimate.binding} lane binds",
+        ),
+        Text(printable(plan.why), style="dim"),
+        Text(printable(forecast.given), style="dim"),
+    )

@@ -7,19 +7,197 @@ closed the pipe.
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
+import typer.core
 import typer.main
 
 from moelight import __version__
-from moelight.cli.commands import Commands
-from moelight.cli.streams import shield_streams
 from moelight.core.errors import StorageError, UserError
+
+
+def shield_streams() -> None:
+    """Open closed standard streams and ignore write errors on the process's own standard error.
+
+    Streams that replace the original ones are left unchanged.
+    """
+    for descriptor in range(3):
+        _occupy(descriptor)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it is the stream from now on)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = _swallowing(2, "utf-8")
+    elif sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = _swallowing(sys.__stderr__.fileno(), sys.__stderr__.encoding)
+
+
+def _occupy(descriptor: int) -> None:
+    """Open ``descriptor`` read-only on the null device if it is closed.
+
+    Otherwise the next opened file would get the number, and with it the output that libraries write there.
+    """
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDONLY)
+        if null != descriptor:
+            os.dup2(null, descriptor)
+            os.close(null)
+
+
+def _swallowing(descriptor: int, encoding: str) -> io.TextIOWrapper:
+    """Return a line-buffered text stream that escapes what cannot be encoded, as the interpreter's own stderr does."""
+    buffer = io.BufferedWriter(_Swallowing(descriptor))  # type: ignore[type-var]
+    return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True, write_through=True)
+
+
+class _Swallowing(io.RawIOBase):
+    """Raw writer to a descriptor that it does not own; data of failed writes is dropped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return len(data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandEntry:
+    """A command: ``attribute`` of ``moelight.cli.<module>``; ``summary`` is the first sentence of its help."""
+
+    module: str
+    attribute: str
+    summary: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+COMMANDS = {
+    "generate": CommandEntry(module="generate", attribute="generate", summary="Answer every row of PROMPTS."),
+    "serve-batch": CommandEntry(
+        module="serve_batch",
+        attribute="serve_batch",
+        summary="Serve OpenAI's Files and Batches on this machine, or watch a folder.",
+    ),
+    "optimize": CommandEntry(
+        module="optimize",
+        attribute="optimize_command",
+        summary="Find the fastest policy that fits the memory, and say why.",
+    ),
+    "simulate": CommandEntry(
+        module="simulate", attribute="simulate_command", summary="Run a policy's passes on a virtual clock."
+    ),
+    "roofline": CommandEntry(
+        module="roofline", attribute="roofline", summary="Show roofs, turning points, and what binds a policy."
+    ),
+    "report": CommandEntry(
+        module="report",
+        attribute="report",
+        summary="Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.",
+    ),
+    "inspect": CommandEntry(
+        module="inspect", attribute="inspect", summary="Count a model's parameters and bytes, from its config alone."
+    ),
+    "profile": CommandEntry(
+        module="profile",
+        attribute="profile",
+        summary="Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
+    ),
+    "doctor": CommandEntry(
+        module="doctor",
+        attribute="doctor",
+        summary="Say what torch, the processors, the memory and the kernels are on this machine.",
+    ),
+    "lm-eval": CommandEntry(
+        module="lm_eval",
+        attribute="lm_eval",
+        summary="Evaluate a model with lm-evaluation-harness, whose own options follow.",
+        # Unknown options, and everything after the first word, belong to the harness.
+        settings={
+            "context_settings": {
+                "ignore_unknown_options": True,
+                "allow_extra_args": True,
+                "allow_interspersed_args": False,
+            }
+        },
+    ),
+    "policy": CommandEntry(
+        module="policy", attribute="policy", summary="Check, format and explain policies of which experts stay."
+    ),
+}
+
+
+class _Imported(MutableMapping[str, Any]):
+    """Commands by name, each imported at its first look-up."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _command(name, COMMANDS[name])
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _command(name: str, entry: CommandEntry) -> Any:
+    found = getattr(importlib.import_module(f"moelight.cli.{entry.module}"), entry.attribute)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name=name, **entry.settings)(found)
+    return typer.main.get_command(alone)
+
+
+class Commands(typer.core.TyperGroup):
+    """Command group whose help lists every command and imports none."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Imported()
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 (typer's signature)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 (typer's signature)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+
 
 REFUSED, INTERNAL, STORAGE, INTERRUPTED, PIPE_CLOSED = 2, 70, 74, 130, 141
 # The exception of typer for a wrong command line: older versions take it from click, newer ones define their own.

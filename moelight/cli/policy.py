@@ -3,22 +3,334 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moelight.cli import planning_options as ask
-from moelight.cli.policy_auto import auto
-from moelight.cli.policy_replay import replay_command
-from moelight.cli.policy_tune import tune_command
 from moelight.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from moelight.experts.policy import ExpertPolicy
+    from moelight.experts.replay import Outcome, Shape
+    from moelight.experts.tune import Tuned, Tuning
     from moelight.lang.check import CheckedText
     from moelight.lang.explain import ExpertSizes
     from moelight.profiles.hardware import HardwareProfile
+
+
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE.jsonl", help="What generate --routing-trace wrote; gzipped or not.")
+]
+_Policies = Annotated[
+    list[Path] | None, typer.Option("--policy", metavar="FILE.moe", help="Policies to replay; may be repeated.")
+]
+_Model = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="The model of the trace, for bytes.")
+]
+_Hw = Annotated[
+    str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine, for seconds; needs --model.")
+]
+_Bound = Annotated[
+    bool, typer.Option("--bound", help="Add the most hits that there can be with so much room (Belady).")
+]
+_ReplayJson = Annotated[bool, typer.Option("--json", help="A JSON list, one object a policy.")]
+
+
+def replay_command(
+    trace: TraceFile,
+    policy: _Policies = None,
+    model: _Model = None,
+    hw: _Hw = None,
+    bound: _Bound = False,
+    as_json: _ReplayJson = False,
+) -> None:
+    """Replay a routing trace under policies: hits and bytes, and with a machine the estimated stall and speed.
+
+    A line of the trace is {"l": layer, "e": [ids], "s": [scores]}, one batch of one layer; "s" may be missing.
+    """
+    from moelight.experts.replay import Trace
+    from moelight.experts.replay import bound as bound_of
+    from moelight.experts.replay import replay_trace as replay_all
+    from moelight.lang.files import load_expert_policies
+
+    if not policy:
+        raise ConfigError("which policy? give --policy FILE.moe, once or more (policy auto makes one)")
+    if hw is not None and model is None:
+        raise ConfigError("--hw says how fast a model's experts come and are computed; give --model, too")
+    policies = [each for file in policy for each in load_expert_policies(file)]
+    profile = None if model is None else ask.load_model(model)
+    machine = None
+    if hw is not None and profile is not None:
+        from moelight.experts.timing import MachineCosts
+
+        machine = MachineCosts(profile, ask.load_machine(hw, model or ""))
+    rows = Trace(trace, profile)
+    outcomes = replay_all(rows, rows.shape, policies, machine)
+    if bound:
+        rooms = sorted({each.slots for each in outcomes})
+        outcomes += [bound_of(rows, rows.shape, slots, machine, policies=policies) for slots in rooms]
+    if as_json:
+        typer.echo(json.dumps([each.as_dict() for each in outcomes], indent=2, allow_nan=False))
+        return
+    _print_replays(trace, rows.shape, outcomes, model, hw)
+
+
+def _print_replays(trace: Path, shape: Shape, outcomes: Sequence[Outcome], model: str | None, hw: str | None) -> None:
+    from rich.text import Text
+
+    from moelight.cli.tables import machine_words, open_console, printable
+
+    console = open_console()
+    parts = [printable(trace.name)]
+    if model is not None:
+        parts.append(f"of {printable(model)}")
+    if hw is not None:
+        parts.append(f"on {machine_words(hw)}")
+    console.print(Text(" ".join(parts), style="bold"))
+    size = f"{outcomes[0].accesses:,} accesses, {len(shape.layers)} layers of {shape.num_experts} experts"
+    console.print(Text(size, style="dim"))
+    console.print()
+    console.print(_table(outcomes))
+    for each in outcomes:
+        for note in each.notes:
+            console.print(Text(f"{printable(each.policy)}: {printable(note)}", style="dim"))
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich.text import Text
+
+    from moelight.cli.tables import bar, plain_table, printable
+    from moelight.core.units import format_bytes
+    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
+
+    known, timed = outcomes[0].bytes is not None, outcomes[0].stall_s is not None
+    # The table must fit 80 columns, so bytes replace misses and seconds replace the bar.
+    numbers = ["room", "hits", *([] if known else ["misses"]), "evictions"]
+    numbers += ["memory", "moved"] if known else []
+    numbers += ["stall", "tokens/s"] if timed else []
+    drawn = [] if timed else [""]
+    table = plain_table("policy", *numbers[:2], *drawn, *numbers[2:], numbers=tuple(numbers))
+    best = max((each.tokens_per_s or 0.0 for each in outcomes), default=0.0)
+    for each in outcomes:
+        cells: list[Text | str] = [printable(each.policy), f"{each.slots:,}", share_text(each.hit_rate)]
+        cells += [bar(each.hit_rate, 12)] * len(drawn)
+        cells += [f"{each.misses:,}"] * (not known) + [f"{each.evictions:,}"]
+        if each.bytes is not None:
+            cells += [format_bytes(each.memory_bytes or 0), format_bytes(each.bytes)]
+        if each.stall_s is not None:
+            speed = each.tokens_per_s or 0.0
+            cells += [seconds_text(each.stall_s), Text(rate_or_count(speed), style="bold" if speed == best else "")]
+        table.add_row(*cells)
+    return table
+
+
+_TuneOutput = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE.moe", help="Write the fastest policy here; - is stdout.")
+]
+_Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The most memory for experts, e.g. 4GiB; what is free if not given.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+
+
+def tune_command(
+    trace: TraceFile,
+    model: ask.Model,
+    hw: ask.Hw = ask.AUTO,
+    memory: _Memory = None,
+    output: _TuneOutput = None,
+    as_json: _Json = False,
+) -> None:
+    """Search the policy that takes least time for a routing trace, for several amounts of memory.
+
+    What counts is estimated time, not the rate of hits. The policies tried differ in eviction and its parameters, one
+    cache or a budget for each layer, what is fetched ahead, and where a missing expert is computed.
+    """
+    from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
+    from moelight.core.units import parse_bytes
+    from moelight.experts.replay import Trace
+    from moelight.experts.timing import MachineCosts
+    from moelight.experts.tune import tune_policy as search
+
+    if output is not None:
+        if as_json and output == STANDARD_OUTPUT:
+            raise ConfigError("--json and --output - contradict each other: both are for standard output")
+        check_writable(output, what="output")
+    size = None if memory is None else parse_bytes(memory, what="--memory")
+    profile = ask.load_model(model)
+    hardware = ask.load_machine(hw, model)
+    machine, rows = MachineCosts(profile, hardware), Trace(trace, profile)
+    if size is None:
+        from moelight.experts.auto import room_for_experts
+        from moelight.experts.sizing import RESERVE_BYTES
+
+        size = max(0, room_for_experts(profile, hardware).free_bytes - RESERVE_BYTES)
+    slots = size // machine.page_bytes
+    layers = len(rows.shape.layers)
+    if slots < layers:
+        from moelight.core.units import format_bytes
+
+        least = format_bytes(layers * machine.page_bytes, round_up=True)
+        where = f"--memory {memory}" if memory is not None else f"{format_bytes(size)}, what {hardware.name} has free,"
+        raise ConfigError(f"{where} is too little: one expert for each of {layers} layers takes {least}")
+    found = list(rows)
+    if not found:
+        raise ConfigError(f"trace {trace} has no rows; record one with generate --routing-trace")
+    tuning = search(found, rows.shape, machine, most_slots=slots)
+    if output is not None:
+        with whole_file(output, what="output") as write:
+            write(_file(tuning.best, trace, model, hw).encode())
+    if as_json:
+        typer.echo(json.dumps(_as_dict(tuning), indent=2, allow_nan=False))
+    elif output != STANDARD_OUTPUT:
+        _print(tuning, trace, model, hw)
+
+
+def _file(best: Tuned, trace: Path, model: str, hw: str) -> str:
+    from moelight import __version__
+    from moelight.cli.tables import machine_words
+    from moelight.core.units import format_bytes
+    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
+
+    did = best.outcome
+    return commented(
+        best.policy,
+        (
+            f"{model} on {machine_words(hw)}, tuned to {trace.name} by moelight {__version__}.",
+            f"Estimate: {rate_or_count(did.tokens_per_s or 0.0)} tokens/s, {seconds_text(did.stall_s or 0.0)} of "
+            f"{seconds_text(did.total_s or 0.0)} stalled; {share_text(did.hit_rate)} of {did.accesses:,} accesses hit. "
+            f"Room for {did.slots:,} experts takes {format_bytes(did.memory_bytes or 0)}.",
+            "Run it: moelight generate PROMPTS.jsonl --expert-policy THIS_FILE",
+        ),
+    )
+
+
+def _as_dict(tuning: Tuning) -> dict[str, Any]:
+    rows = [_tuned_row(each) for each in tuning.found]
+    return {
+        "best": rows[tuning.found.index(tuning.best)],
+        "front": [row for row, each in zip(rows, tuning.found, strict=True) if each.on_front],
+        "candidates": rows,
+        "replays": tuning.replays,
+        "rows": tuning.rows,
+    }
+
+
+def _tuned_row(each: Tuned) -> dict[str, Any]:
+    from moelight.lang.format import format_policy
+
+    did = each.outcome
+    extra = {"slots": did.slots, "memory_bytes": did.memory_bytes, "total_s": did.total_s, "on_front": each.on_front}
+    return did.as_dict() | extra | {"moe": format_policy(each.policy)}
+
+
+def _print(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
+    from rich.text import Text
+
+    from moelight.cli.tables import bar, indented, machine_words, open_console, plain_table, printable
+    from moelight.core.units import format_bytes
+    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
+
+    console = open_console()
+    console.print(Text(f"{printable(model)} on {machine_words(hw)}, {printable(trace.name)}", style="bold"))
+    console.print(Text(f"{tuning.replays} replays of {tuning.rows:,} batches or a part of them", style="dim"))
+    console.print()
+    numbers = ("memory", "room", "hits", "stall", "tokens/s")
+    table = plain_table(*numbers, "", "policy", numbers=numbers)
+    table.columns[-1].no_wrap = False
+    most = tuning.best.outcome.tokens_per_s or 1.0
+    for each in tuning.found:
+        did, best = each.outcome, each is tuning.best
+        speed = did.tokens_per_s or 0.0
+        table.add_row(
+            format_bytes(did.memory_bytes or 0),
+            f"{did.slots:,}",
+            share_text(did.hit_rate),
+            seconds_text(did.stall_s or 0.0),
+            rate_or_count(speed),
+            bar(speed / most, 12),
+            Text(in_words(each.policy), style="bold" if best else "" if each.on_front else "dim"),
+            style="" if each.on_front else "dim",
+        )
+    console.print(indented(table))
+    console.print()
+    words = "bold: the fastest"
+    if len(tuning.front) < len(tuning.found):
+        words += "; dim: no faster than one with less memory"
+    console.print(Text(words, style="dim"))
+
+
+_Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.moe", help="Where it goes; else stdout.")]
+_BatchSize = Annotated[int, typer.Option(min=1, help="Sequences in a pass.")]
+
+
+def auto(model: ask.Model, hw: ask.Hw = ask.AUTO, output: _Output = None, batch_size: _BatchSize = 1) -> None:
+    """Make a policy for a model and a machine without a trace, with the reasons as comments."""
+    from moelight import __version__
+    from moelight.batch.output import check_writable, whole_file
+    from moelight.experts.auto import auto_policy
+
+    if output is not None:
+        check_writable(output, what="output")
+    profile = ask.load_model(model)
+    found = auto_policy(profile, ask.load_machine(hw, model), name=model, batch_size=batch_size)
+    text = commented(found.policy, (*found.header, f"Made by moelight {__version__}."), found.reasons)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    with whole_file(output, what="output") as write:
+        write(text.encode())
+
+
+WIDTH = 100
+
+
+def commented(policy: ExpertPolicy, header: Iterable[str], reasons: Mapping[tuple[str, str], str] | None = None) -> str:
+    """Return the text of a policy file with ``header`` above it and each reason above its (block, key)."""
+    from moelight.lang.format import INDENT, format_policy
+
+    reasons = reasons or {}
+    out = [line for words in header for line in _comment(words, "")]
+    block = ""
+    for line in format_policy(policy, written=reasons.keys()).splitlines():
+        words = line.split()
+        if line.startswith(INDENT) and not line.startswith(2 * INDENT) and words[-1] == "{":
+            block = words[0]
+        elif line.startswith(2 * INDENT) and (block, words[0]) in reasons:
+            out += _comment(reasons[block, words[0]], 2 * INDENT)
+        out.append(line)
+    return "".join(f"{line}\n" for line in out)
+
+
+def _comment(words: str, indent: str) -> list[str]:
+    # Names of models and machines may be anything; a line break in one would end the comment.
+    flat = "".join(c if c.isprintable() else " " for c in words)
+    return textwrap.wrap(flat, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def in_words(policy: ExpertPolicy) -> str:
+    """Return a short form such as ``lru per layer; previous 4; hybrid``."""
+    rules = policy.cache
+    parameter = {
+        "lfu": f" {rules.frequency_decay:g}",
+        "score": f" {rules.score_ema_alpha:g}",
+        "frequency_threshold": f" {rules.freq_threshold:.2g} of {rules.freq_window}",
+    }
+    said = " | ".join(name + parameter.get(name, "") for name in rules.eviction)
+    if policy.per_layer is not None:
+        said += {"uniform": " per layer", "entropy": " by entropy"}[policy.per_layer.allocation]
+    if policy.prefetch.strategy != "none":
+        said += f"; {policy.prefetch.strategy} {policy.prefetch.budget}"
+    if policy.schedule.mode != "gpu_only":
+        said += f"; {policy.schedule.mode}"
+    return said
+
 
 policy = typer.Typer(name="policy", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -247,5 +559,6 @@ def _memory(each: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) 
     return table
 
 
-for _more in (replay_command, tune_command, auto):
-    policy.command()(_more)
+policy.command("replay")(replay_command)
+policy.command("tune")(tune_command)
+policy.command()(auto)

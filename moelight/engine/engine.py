@@ -7,14 +7,14 @@ Does not depend on files of prompts (``batch``), what tasks compute (``runtime``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from moelight.core.adaptation import Adaptation
-from moelight.core.errors import ConfigError, InputError, MoelightError
+from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
@@ -34,10 +34,9 @@ from moelight.engine.planning import (
     resolve_host_pages,
     speeds_for,
 )
-from moelight.engine.prompts import Prompt, requests_from
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
-from moelight.experts.profile_files import save_profile
+from moelight.experts.profile import save_profile
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
@@ -45,6 +44,62 @@ from moelight.runtime.allocator import device_peak, limit_device_memory, watch_d
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import peak_rss_bytes
+
+Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
+_FORMS = ("prompt", "messages", "prompt_token_ids")
+
+
+def requests_from(
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    tokenizer: Tokenizer,
+) -> list[Request]:
+    """One request per prompt, in order.
+
+    Raises:
+        InputError: a prompt has no known form, or the number of sampling parameters differs from that of the prompts.
+    """
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts must be a prompt or a sequence of them, not {prompts!r}")
+    many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[arg-type]
+    if many and all(isinstance(prompt, int) for prompt in many):
+        many = [many]  # type: ignore[list-item]
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        sampling = [sampling_params or SamplingParams()] * len(many)
+    else:
+        sampling = list(sampling_params)
+    if len(sampling) != len(many):
+        raise InputError(f"{len(sampling)} sampling_params were given for {len(many)} prompts; give one, or one each")
+    return [
+        Request(index=index, token_ids=_token_ids(prompt, index, tokenizer), sampling=how)
+        for index, (prompt, how) in enumerate(zip(many, sampling, strict=True))
+    ]
+
+
+def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode(prompt))
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt, index, tokenizer)
+    if isinstance(prompt, Sequence):
+        ids: list[Any] = list(prompt)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            return tuple(ids)
+    raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
+
+
+def _from_mapping(prompt: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    for key in prompt:
+        if key not in _FORMS:
+            raise InputError(f"prompt {index}: unknown key {key!r}{did_you_mean(str(key), _FORMS)}")
+    if len(prompt) != 1:
+        raise InputError(f"prompt {index}: needs exactly one of {', '.join(_FORMS)}")
+    ((form, value),) = prompt.items()
+    if form == "messages":
+        return tuple(tokenizer.render(value))
+    if isinstance(value, str) != (form == "prompt") or not isinstance(value, Sequence):
+        raise InputError(f"prompt {index}: {form} must be {'a string' if form == 'prompt' else 'a list of token ids'}")
+    return _token_ids(value, index, tokenizer)
 
 
 class Engine:

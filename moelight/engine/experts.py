@@ -17,8 +17,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Page
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
-from moelight.experts.profile import facts_of_model
-from moelight.experts.profile_files import load_profile
+from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs

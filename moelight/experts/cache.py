@@ -7,24 +7,283 @@ The cache decides and counts; it holds and moves no bytes. The caller learns whi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress, pairwise, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moelight.experts.access import Access, IntArray, Prefetch
-from moelight.experts.batches import flat_ids, mass_of
-from moelight.experts.eviction import Eviction, EvictionRules
-from moelight.experts.expiry import MemoryPressure
-from moelight.experts.policy import ExpertPolicy
+from moelight.core.errors import ConfigError
+from moelight.experts.eviction import (
+    Eviction,
+    EvictionContext,
+    EvictionRules,
+    FloatArray,
+    IntArray,
+    eviction_names,
+    make_eviction,
+)
+from moelight.experts.policy import ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.prefetch import Prefetcher
-from moelight.experts.slots import CacheSlots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Result of one batch of one layer. Ids ascend; each is in exactly one of `hits`, `misses` and `kept_out`.
+
+    Attributes:
+        hits: int64 [n], expert ids that were resident, in the slots ``hit_slots`` int64 [n].
+        misses: int64 [m], expert ids that were not resident; ``slots`` int64 [m] is the destination slot of each, -1 if
+            it bypasses the cache.
+        kept_out: int64 [o], expert ids that were not resident and that the caller excluded from admission.
+        evictions: int64 [e, 2], evicted (layer, expert), in order. Their slots may be among ``slots``.
+        counts: int64 [num_experts], tokens of each expert.
+    """
+
+    layer: int
+    hits: IntArray
+    hit_slots: IntArray
+    misses: IntArray
+    slots: IntArray
+    kept_out: IntArray
+    evictions: IntArray
+    counts: IntArray
+
+
+class Prefetch(NamedTuple):
+    """Admitted predictions: ``ids`` int64 [n] into ``slots`` int64 [n]; ``evictions`` int64 [e, 2] were evicted for
+    them."""
+
+    ids: IntArray
+    slots: IntArray
+    evictions: IntArray
+
+
+class CacheStats:
+    """Counters of a cache.
+
+    Attributes:
+        hits, misses: int64 [L, E], accesses; one for each distinct id of a batch.
+        tokens: int64 [L, E], (token, expert) pairs.
+        evictions: all evicted pages; ``expired`` and ``pressed`` count those evicted by time to live and by memory
+            pressure.
+        bypasses: misses that were not admitted.
+        prefetched: predicted experts that were admitted.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.hits = np.zeros((num_layers, num_experts), np.int64)
+        self.misses = np.zeros((num_layers, num_experts), np.int64)
+        self.tokens = np.zeros((num_layers, num_experts), np.int64)
+        self.evictions = self.expired = self.pressed = self.bypasses = self.prefetched = 0
+
+    @property
+    def accesses(self) -> int:
+        return int(self.hits.sum() + self.misses.sum())
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per access; 0 before the first access."""
+        accesses = self.accesses
+        return int(self.hits.sum()) / accesses if accesses else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counters for JSON; ``hit_rate`` of a layer without accesses is None."""
+        layers = [
+            {"layer": layer, "accesses": (hits := int(h.sum())) + (misses := int(m.sum())), "hits": hits}
+            | ({"hit_rate": hits / (hits + misses)} if hits + misses else {"hit_rate": None})
+            for layer, (h, m) in enumerate(zip(self.hits, self.misses, strict=True))
+        ]
+        return {
+            "accesses": self.accesses,
+            "hits": int(self.hits.sum()),
+            "misses": int(self.misses.sum()),
+            "hit_rate": self.hit_rate,
+            "evictions": self.evictions,
+            "expired": self.expired,
+            "pressed": self.pressed,
+            "bypasses": self.bypasses,
+            "prefetched": self.prefetched,
+            "layers": layers,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPressure:
+    """From ``threshold`` of ``budget_gb`` on, experts are evicted until ``headroom`` of the budget is used.
+
+    ``expert_gb`` is the size of one expert.
+    """
+
+    threshold: float
+    headroom: float = 0.7
+    budget_gb: float = 16.0
+    expert_gb: float = 1.2
+
+    def usage(self, residents: int) -> float:
+        """Share of the budget that ``residents`` experts use."""
+        return residents * self.expert_gb / self.budget_gb
+
+    def surplus(self, residents: int) -> int:
+        """Number of ``residents`` to evict; 0 below the threshold."""
+        return self.beyond_headroom(residents) if self.usage(residents) >= self.threshold else 0
+
+    def beyond_headroom(self, residents: int) -> int:
+        """Number of ``residents`` that exceed the headroom."""
+        kept = residents
+        while kept and self.usage(kept) > self.headroom:
+            kept -= 1
+        return residents - kept
+
+
+class Expiry:
+    """Keys by their last access; keys without an access for ``ttl`` accesses are due. The cost is proportional to the
+    due keys; there is no scan."""
+
+    def __init__(self, ttl: int) -> None:
+        self.ttl = ttl
+        self._last: OrderedDict[int, int] = OrderedDict()
+
+    def touch(self, keys: Iterable[int], clock: int) -> None:
+        """Record an access of the resident ``keys``, the last at access number ``clock``."""
+        last = self._last
+        for key in keys:
+            last[key] = clock
+            last.move_to_end(key)
+
+    def forget(self, key: int) -> None:
+        self._last.pop(key, None)
+
+    def due(self, clock: int, spared: Callable[[int], bool]) -> list[int]:
+        """Return expired keys, the oldest first; a key for which ``spared`` is true is due once it no longer is."""
+        found = []
+        for key, last in self._last.items():
+            if last > clock - self.ttl:
+                break
+            if not spared(key):
+                found.append(key)
+        return found
+
+
+_FEW = 12  # keys up to which a loop over them is faster than numpy
+
+
+_LEAST_WEIGHT = 1e-9  # of the largest weight; smaller ones count as 0, which keeps the bisection within float64
+
+
+def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> IntArray:
+    """Distribute ``total`` slots in proportion to ``weights`` float [L], each layer within ``least`` and ``most`` int
+    [L]; equally if all weights are 0. The difference of a layer that is cut at a bound goes to the other layers; the
+    rounding remainder goes to the largest fractions, ties to the first layers. The sum is exactly ``total``.
+
+    Raises:
+        ConfigError: no shares within the bounds have that sum.
+    """
+    low, high = int(least.sum()), int(most.sum())
+    if not low <= total <= high or (least > most).any():
+        raise ConfigError(
+            f"per_layer: {total} slots cannot be shared out to {len(weights)} layers, which take {low} to {high} "
+            "together; change total_budget, min_capacity or max_capacity"
+        )
+    if not weights.sum() > 0:
+        weights = np.ones(len(weights))
+    weights = weights / weights.max()
+    weights[weights < _LEAST_WEIGHT] = 0.0
+    ideal = np.clip(_bounded(total, weights, least, most), least, most)
+    shares = np.floor(ideal + 1e-9).astype(np.int64)
+    missing = total - int(shares.sum())
+    while missing:
+        step = 1 if missing > 0 else -1
+        room = shares < most if step > 0 else shares > least
+        remainders = np.where(room, step * (ideal - shares), -np.inf)
+        for layer in np.argsort(-remainders, kind="stable")[: min(abs(missing), int(room.sum()))]:
+            shares[layer] += step
+            missing -= step
+    return shares
+
+
+def _bounded(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> FloatArray:
+    """Return real shares ``clip(a * weights, least, most)`` with the ``a`` that makes their sum ``total``, by
+    bisection."""
+    positive = weights > 0
+    below, above = 0.0, float((most[positive] / weights[positive]).max())
+    for _ in range(100):
+        middle = (below + above) / 2.0
+        if np.clip(middle * weights, least, most).sum() < total:
+            below = middle
+        else:
+            above = middle
+    found: FloatArray = np.clip(above * weights, least, most)
+    return found
+
+
+class Selections:
+    """The last ``window`` accesses of each layer, and their entropy over its experts."""
+
+    def __init__(self, num_layers: int, num_experts: int, window: int) -> None:
+        self._last = np.zeros((num_layers, window), np.int64)
+        self._seen = np.zeros(num_layers, np.int64)
+        self._experts = num_experts
+
+    def add(self, layer: int, ids: NDArray[np.int64]) -> None:
+        window = self._last.shape[1]
+        ids = ids[-window:]
+        self._last[layer, (self._seen[layer] + np.arange(len(ids))) % window] = ids
+        self._seen[layer] += len(ids)
+
+    def entropies(self) -> FloatArray:
+        """Entropy of each layer's recent accesses in bits, float [L]; a layer without accesses gets that of a uniform
+        spread (1 bit if it has one expert)."""
+        found = np.full(len(self._seen), np.log2(max(self._experts, 2)))
+        for layer in np.flatnonzero(self._seen):
+            counts = np.bincount(self._last[layer, : self._seen[layer]], minlength=self._experts)
+            shares = counts[counts > 0] / counts.sum()
+            found[layer] = -(shares * np.log2(shares)).sum()
+        return found
+
+
+def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
+    """Return the experts of ``[tokens, k]`` as one int64 row.
+
+    Raises:
+        ValueError: wrong shape, not integers, or an id outside ``num_experts``.
+    """
+    given = np.asarray(ids)
+    if given.ndim != 2:
+        raise ValueError(f"ids: expected [tokens, k], not shape {list(given.shape)}")
+    if given.dtype.kind not in "iu" and given.size:
+        raise ValueError(f"ids: expected integers, not {given.dtype}")
+    flat: IntArray = np.ascontiguousarray(given, np.int64).reshape(-1)
+    # Viewed as unsigned, negative ids are the largest, so one maximum finds both kinds of error.
+    if flat.size and int(flat.view(np.uint64).max()) >= num_experts:
+        raise ValueError(f"ids: {int(flat.min())} to {int(flat.max())} are not all among the {num_experts} experts")
+    return flat
+
+
+def mass_of(scores: ArrayLike, flat: IntArray, shape: tuple[int, ...], num_experts: int) -> FloatArray:
+    """Return the summed router weight of each expert, float64 [num_experts]; ``scores`` has the ``shape`` of the ids.
+
+    Raises:
+        ValueError: wrong shape, or weights that are not finite.
+    """
+    given: NDArray[np.float64] = np.ascontiguousarray(scores, np.float64)
+    if given.shape != shape:
+        raise ValueError(f"scores: expected the shape of ids, {list(shape)}, not {list(given.shape)}")
+    mass: FloatArray = np.bincount(flat, weights=given.reshape(-1), minlength=num_experts).astype(
+        np.float64, copy=False
+    )
+    if not np.isfinite(mass).all():
+        raise ValueError("scores: not all are finite numbers")
+    return mass
+
 
 _MANY = 16  # routed tokens per expert from which their count ranks experts as well as summed weights do
 
 
-class ExpertCache(CacheSlots):
+class ExpertCache:
     """Slots for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
 
     The distinct ids of a batch are served one after the other, first the resident ones, then the missing ones, each in
@@ -43,12 +302,396 @@ class ExpertCache(CacheSlots):
         on_evict: called with (layer, expert, slot) once for each evicted expert, whatever the cause, when the cache is
             consistent again.
 
+    Invariants: `slot_table` and the pools contain the same keys; a slot is free or holds exactly one key. Each evicted
+    key goes through `_drain` once, and `_notify` reports it at the end of the public call that evicted it.
+
     Slots are numbers from 0, below the largest capacity the cache has had.
 
     Raises:
         ConfigError: an unknown eviction, or budgets that cannot be met.
         ValueError: no slots, layers or experts.
     """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        num_layers: int,
+        num_experts: int,
+        eviction: str | Sequence[str] = "slru",
+        rules: EvictionRules | None = None,
+        predictor: str | Prefetcher = "none",
+        per_layer: PerLayerRules | None = None,
+        pins: Iterable[int] = (),
+        ttl: int | None = None,
+        pressure: MemoryPressure | None = None,
+        future: Sequence[tuple[int, Iterable[int]]] = (),
+        on_evict: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        if min(capacity, num_layers, num_experts) < 1:
+            raise ValueError(f"{capacity=}, {num_layers=} and {num_experts=} must be positive")
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.capacity = min(capacity, num_layers * num_experts)
+        self.eviction = eviction_names(eviction)
+        self.rules = rules or EvictionRules()
+        self.predictor = predictor if isinstance(predictor, Prefetcher) else self._prefetcher(predictor)
+        self.pressure, self.on_evict = pressure, on_evict
+        self.per_layer = per_layer
+        self.stats = CacheStats(num_layers, num_experts)
+        self.clock = 0
+        self._future = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
+        self._table = np.full((num_layers, num_experts), -1, np.int32)
+        # The same memory by key, and as a memoryview, which is faster for single items.
+        self._flat_table = self._table.reshape(-1)
+        self._slot_of = self._flat_table.data
+        self._free: list[int] = list(range(self.capacity))[::-1]
+        self._made = self.capacity  # largest number of slots so far
+        self._leases: dict[int, int] = {}
+        self._pinned: dict[int, None] = {}
+        self._frequency = [0] * (num_layers * num_experts)
+        # Keys evicted since the last public call began, with their slots.
+        self._left: list[int] = []
+        self._left_slots: list[int] = []
+        self._expiry = Expiry(ttl) if ttl else None
+        self._last_batch: set[int] = set()
+        self._last_of_layer: list[list[int]] = [[] for _ in range(num_layers)]
+        self._selections: Selections | None = None
+        self._rebalanced = 0
+        self._pools: list[Eviction] = []
+        self._distinct: list[Eviction] = []
+        self._make_pools()
+        self.preload = self._preload(list(pins))
+
+    def _prefetcher(self, strategy: str) -> Prefetcher:
+        rules = PrefetchRules(strategy=strategy)
+        return Prefetcher(rules, num_layers=self.num_layers, num_experts=self.num_experts)
+
+    def _make_pools(self) -> None:
+        if self.per_layer is None:
+            keys = [keys for _, keys in self._future]
+            self._pools = [self._make_pool(self.capacity, 0, self.num_layers, keys)] * self.num_layers
+            self._distinct = self._pools[:1]
+            return
+        if self.per_layer.allocation == "entropy":
+            self._selections = Selections(self.num_layers, self.num_experts, self.per_layer.entropy_window)
+        self._pools = [
+            self._make_pool(int(budget), layer, 1, [keys for at, keys in self._future if at == layer])
+            for layer, budget in enumerate(self._shares(self.capacity))
+        ]
+        self._distinct = self._pools
+
+    def _make_pool(self, capacity: int, layer: int, layers: int, future: Sequence[Sequence[int]]) -> Eviction:
+        """Return the eviction pool of ``layers`` layers, beginning with ``layer``."""
+        setting = EvictionContext(
+            capacity=capacity,
+            population=layers * self.num_experts,
+            rules=self.rules,
+            frequency=self._frequency,
+            future=future,
+            first=layer * self.num_experts,
+            experts=self.num_experts,
+        )
+        pool = make_eviction(self.eviction, setting)
+        pool.hold(self._leases)
+        return pool
+
+    def _preload(self, pins: list[int]) -> tuple[tuple[int, int, int], ...]:
+        """Admit and pin ``pins`` in every layer; return (layer, expert, slot) of those that fit."""
+        found = []
+        for layer in range(self.num_layers):
+            for expert in dict.fromkeys(pins):
+                key, pool = layer * self.num_experts + expert, self._pools[layer]
+                if expert >= self.num_experts or len(pool) >= pool.capacity:
+                    continue
+                pool.enter(key, 1.0)
+                if pool.pin(key):
+                    self._pinned[key] = None
+                    found.append((layer, expert, self._place([key])[0]))
+                else:
+                    pool.remove(key)
+        return tuple(found)
+
+    def __len__(self) -> int:
+        return sum(len(pool) for pool in self._distinct)
+
+    def contains(self, layer: int, expert: int) -> bool:
+        return bool(self._table[layer, expert] >= 0)
+
+    @property
+    def slot_table(self) -> NDArray[np.int32]:
+        """int32 [L, E]: the slot of each expert, -1 if it is not resident. A read-only view."""
+        view: NDArray[np.int32] = self._table.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def pinned(self) -> list[tuple[int, int]]:
+        """(layer, expert) of all pins, in the order in which they were made."""
+        return [divmod(key, self.num_experts) for key in self._pinned]
+
+    @property
+    def pinnable(self) -> int:
+        """Number of experts that may be pinned, all layers together."""
+        return sum(pool.pinnable for pool in self._distinct)
+
+    @property
+    def budgets(self) -> list[int]:
+        """Slots of each layer, or one number if all layers share them."""
+        return [pool.capacity for pool in self._distinct]
+
+    def lease(self, layer: int, ids: Iterable[int]) -> None:
+        """Forbid the eviction of ``ids``, resident or not yet resident, until `release`; leases add up."""
+        for expert in ids:
+            key = self._key(layer, expert)
+            self._leases[key] = self._leases.get(key, 0) + 1
+
+    def release(self, layer: int, ids: Iterable[int]) -> None:
+        """End one lease of each of ``ids``.
+
+        Raises:
+            ValueError: an expert has no lease.
+        """
+        for expert in ids:
+            key = self._key(layer, expert)
+            left = self._leases.get(key, 0) - 1
+            if left < 0:
+                raise ValueError(f"layer {layer}, expert {expert}: no lease to end")
+            if left:
+                self._leases[key] = left
+            else:
+                del self._leases[key]
+        self._pools[layer].flush()
+
+    def pin(self, layer: int, expert: int) -> bool:
+        """Exclude a resident expert from eviction. Return False, without a change, if it is not resident or no further
+        pin is possible."""
+        key = self._key(layer, expert)
+        if key in self._pinned:
+            return True
+        pool = self._pools[layer]
+        pinned = bool(self._slot_of[key] >= 0 and pool.pin(key))
+        if pinned:
+            self._pinned[key] = None
+        self._drain(pool)
+        self._notify()
+        return pinned
+
+    def unpin(self, layer: int, expert: int) -> bool:
+        """Allow the eviction of a pinned expert again; return False if it was not pinned."""
+        key = self._key(layer, expert)
+        if key not in self._pinned:
+            return False
+        del self._pinned[key]
+        self._pools[layer].unpin(key)
+        if self._expiry is not None:
+            self._expiry.touch([key], self.clock)
+        return True
+
+    def _key(self, layer: int, expert: int) -> int:
+        if not (0 <= layer < self.num_layers and 0 <= expert < self.num_experts):
+            raise ValueError(f"layer {layer}, expert {expert}: not of {self.num_layers} x {self.num_experts}")
+        return layer * self.num_experts + int(expert)
+
+    def _is_guarded(self, key: int) -> bool:
+        return key in self._pinned or key in self._leases or key in self._last_batch
+
+    def _place(self, keys: list[int]) -> list[int]:
+        """Assign free slots to ``keys``, which are resident from now on; return the slots."""
+        if not keys:
+            return []
+        slots = self._free[: -len(keys) - 1 : -1]
+        del self._free[-len(keys) :]
+        if len(keys) < _FEW:
+            for key, slot in zip(keys, slots, strict=True):
+                self._slot_of[key] = slot
+        else:
+            self._flat_table[keys] = slots
+        return slots
+
+    def _drain(self, pool: Eviction) -> None:
+        """Free the slots of all keys that ``pool`` evicted."""
+        gone, slot_of = pool.gone, self._slot_of
+        if not gone:
+            return
+        if len(gone) < _FEW:
+            for key in gone:
+                slot = slot_of[key]
+                slot_of[key] = -1
+                self._free.append(slot)
+                self._left_slots.append(slot)
+        else:
+            slots = self._flat_table[gone].tolist()
+            self._flat_table[gone] = -1
+            self._free += slots
+            self._left_slots += slots
+        self._left += gone
+        if self._expiry is not None:
+            for key in gone:
+                self._expiry.forget(key)
+        gone.clear()
+
+    def _remove(self, key: int) -> None:
+        """Evict a key for a reason outside its pool."""
+        pool = self._pools[key // self.num_experts]
+        pool.remove(key)
+        pool.gone.append(key)
+        self._drain(pool)
+
+    def _notify(self) -> IntArray:
+        """Call `on_evict` for all evicted keys; return their (layer, expert), int64 [e, 2]."""
+        left, slots = self._left, self._left_slots
+        self._left, self._left_slots = [], []
+        self.stats.evictions += len(left)
+        if self.on_evict is not None:
+            for key, slot in zip(left, slots, strict=True):
+                self.on_evict(*divmod(key, self.num_experts), slot)
+        pairs = np.empty((len(left), 2), np.int64)
+        if left:
+            np.divmod(left, self.num_experts, pairs[:, 0], pairs[:, 1])
+        return pairs
+
+    def relieve(self) -> IntArray:
+        """Evict experts until memory use is at the headroom, even below the pressure threshold. Without `pressure`, do
+        nothing. Return the evicted (layer, expert), int64 [e, 2]."""
+        if self.pressure is not None:
+            self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
+        return self._notify()
+
+    def _press(self, surplus: int) -> int:
+        """Evict up to ``surplus`` keys in the order of the pools, each from the fullest pool; return how many were
+        evicted."""
+        pools, left = list(self._distinct), 0
+        for pool in pools:
+            pool.hold(self._last_batch | self._leases.keys())
+        while pools and left < surplus:
+            pool = max(pools, key=len)
+            if pool.drop():
+                self._drain(pool)
+                left += 1
+            else:
+                pools.remove(pool)
+        self._release(self._distinct)
+        return left
+
+    def _release(self, pools: Iterable[Eviction]) -> None:
+        """Reduce the held keys to the leased ones."""
+        for pool in pools:
+            pool.hold(self._leases)
+            pool.flush()
+
+    def _expire(self, expiry: Expiry) -> None:
+        for key in expiry.due(self.clock, self._is_guarded):
+            self._remove(key)
+            self.stats.expired += 1
+
+    def clear(self) -> IntArray:
+        """Evict all experts, pinned or not; counters are kept. Return the evicted (layer, expert), int64 [e, 2].
+
+        Raises:
+            ValueError: some experts are leased.
+        """
+        leased = [key for key in self._leases if self._slot_of[key] >= 0]
+        if leased:
+            raise ValueError(f"{len(leased)} experts are leased; release them before clear()")
+        for pool in self._distinct:
+            for key in pool.order():
+                self._remove(key)
+        for key in self._pinned:
+            self._remove(key)
+        self._pinned.clear()
+        return self._notify()
+
+    def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
+        """Replace the eviction policy or its parameters; residents, pins, leases and counters are kept. The residents
+        enter the new policy in the eviction order of the old one. A pin that the new policy cannot hold ends.
+
+        Raises:
+            ConfigError: an unknown eviction.
+        """
+        names = self.eviction if eviction is None else eviction_names(eviction)
+        if names == self.eviction:
+            self.rules = rules or self.rules
+            for pool in self._distinct:
+                pool.retune(self.rules)
+            return
+        old, self.eviction, self.rules = list(self._pools), names, rules or self.rules
+        counts = self.stats.hits + self.stats.misses
+        self._frequency[:] = counts.reshape(-1).tolist()
+        made: dict[int, Eviction] = {}
+        for layer, pool in enumerate(old):
+            if id(pool) not in made:
+                layers = self.num_layers if self.per_layer is None else 1
+                fresh = self._make_pool(pool.capacity, layer, layers, ())
+                pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
+                residents = [*pool.order(), *pins]
+                fresh.adopt(residents)
+                fresh.hold(residents)  # no resident is evicted for a pin
+                for key in pins:
+                    if not fresh.pin(key):
+                        del self._pinned[key]
+                self._release([fresh])
+                made[id(pool)] = fresh
+            self._pools[layer] = made[id(pool)]
+        self._distinct = list(made.values())
+
+    def resize(self, capacity: int) -> IntArray:
+        """Set the capacity to ``capacity`` experts. The surplus is evicted in the order of the pools; if the pins
+        exceed the capacity, the latest pins end. Return the evicted (layer, expert), int64 [e, 2].
+
+        Raises:
+            ValueError: the leased experts do not fit.
+            ConfigError: budgets of layers that cannot be met.
+        """
+        leased = {key for key in self._leases if self._slot_of[key] >= 0}
+        if capacity < max(1, len(leased)):
+            raise ValueError(f"{capacity=}: {len(leased)} experts are leased")
+        capacity = min(capacity, self._table.size)
+        self._free[:0] = range(capacity - 1, self._made - 1, -1)
+        self._made = max(self._made, capacity)
+        if self.per_layer is None:
+            for layer, expert in self.pinned[::-1]:
+                if len(leased | self._pinned.keys()) <= capacity:
+                    break
+                self.unpin(layer, expert)
+            self._pools[0].resize(capacity)
+            self._drain(self._pools[0])
+        else:
+            self._apply(self._shares(capacity))
+        self.capacity = capacity
+        return self._notify()
+
+    def rebalance(self) -> None:
+        """Redistribute the slots to the layers by the entropy of their recent accesses; only the surplus of shrinking
+        layers is evicted. Without layer budgets, do nothing."""
+        if self.per_layer is not None:
+            self._rebalanced = self.clock
+            self._apply(self._shares(self.capacity))
+
+    def _shares(self, total: int) -> IntArray:
+        """Return budgets int64 [L] that sum to ``total``. Each layer gets at least as many slots as it has experts that
+        may not be evicted."""
+        rules = self.per_layer
+        if rules is None:
+            raise ValueError("no budgets of layers")
+        layers, experts = self.num_layers, self.num_experts
+        least, most = (np.full(layers, min(each, experts)) for each in (rules.min_capacity, rules.max_capacity))
+        for layer, pool in enumerate(self._pools):
+            mine = range(layer * experts, (layer + 1) * experts)
+            kept = sum(self._slot_of[key] >= 0 and self._is_guarded(key) for key in mine)
+            least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))  # slru protects three of four
+        weights = np.ones(layers) if self._selections is None else self._selections.entropies()
+        return share_out(total, weights, least, most)
+
+    def _apply(self, shares: IntArray) -> None:
+        """Set new budgets: layers that shrink first, then layers that grow."""
+        for layer in np.argsort(shares - [pool.capacity for pool in self._pools], kind="stable").tolist():
+            pool = self._pools[layer]
+            pool.hold(self._last_batch | self._leases.keys())
+            pool.resize(int(shares[layer]))
+            self._drain(pool)
+        self._release(self._distinct)
+
+    # ---- accesses
 
     def access(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moelight.experts.access import FloatArray, IntArray
+from moelight.experts.eviction import FloatArray, IntArray
 
 # On recorded routing, prefetch gains most at a probability of .7 to .8, for pages of a few MB (docs/log.md).
 SURE = 0.75

@@ -8,9 +8,11 @@ keys are not part of the order; held keys (leased, or of the current batch) are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 from moelight.core.errors import ConfigError
 from moelight.core.registry import Registry
 from moelight.experts.policy import FALLBACK
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,12 +282,12 @@ EVICTIONS: Registry[type[Eviction]] = Registry(
     "eviction",
     {
         "lru": "moelight.experts.eviction:Lru",
-        "lfu": "moelight.experts.scored:Lfu",
-        "slru": "moelight.experts.slru:Slru",
-        "score": "moelight.experts.scored:Score",
-        "frequency_threshold": "moelight.experts.frequency:FrequencyThreshold",
-        "reuse": "moelight.experts.reuse:Reuse",
-        "belady": "moelight.experts.belady:Belady",
+        "lfu": "moelight.experts.eviction:Lfu",
+        "slru": "moelight.experts.eviction:Slru",
+        "score": "moelight.experts.eviction:Score",
+        "frequency_threshold": "moelight.experts.eviction:FrequencyThreshold",
+        "reuse": "moelight.experts.eviction:Reuse",
+        "belady": "moelight.experts.eviction:Belady",
     },
 )
 
@@ -310,8 +315,978 @@ def make_eviction(names: Sequence[str], setting: EvictionContext) -> Eviction:
     """
     if len(names) == 1:
         return EVICTIONS.get(names[0])(setting)
-    from moelight.experts.layered import Layered, split
 
     first, second = split(setting.capacity)
     upper, lower = (EVICTIONS.get(name) for name in names)
     return Layered(setting, upper(replace(setting, capacity=first)), lower(replace(setting, capacity=second)))
+
+
+DECAY_EVERY = 100  # accesses, as in the reference implementation
+
+Entry = tuple[float, int, int]
+
+
+class Ranked(Eviction):
+    """Residents by rank ``(value, number, key)``; the lowest is evicted, found by a lazy heap.
+
+    Invariant: the heap holds, for each key of `rank`, an entry not above its rank, unless that entry is parked. A rank
+    may therefore rise without a heap operation; a lowered rank must be pushed. Entries of removed keys are discarded at
+    the top.
+    """
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self.rank: dict[int, Entry] = {}
+        self.pinned: dict[int, Entry] = {}
+        self.number = 0
+        self._heap: list[Entry] = []
+        # Entries of held keys that reached the top; returned to the heap once the keys are no longer held.
+        self._parked: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self.rank) + len(self.pinned)
+
+    def push(self, entry: Entry) -> None:
+        """Set the rank of the key of ``entry``, which is new or lower than before."""
+        self.rank[entry[2]] = entry
+        if len(self._heap) > 2 * len(self.rank) + 64:  # mostly stale entries
+            self._heap = list(self.rank.values())
+            heapify(self._heap)
+        else:
+            heappush(self._heap, entry)
+
+    @abstractmethod
+    def entry_of(self, key: int, score: float) -> Entry:
+        """Return the rank with which ``key`` would enter now."""
+
+    def enter(self, key: int, score: float) -> None:
+        self.push(self.entry_of(key, score))
+
+    def push_all(self, entries: Sequence[Entry]) -> None:
+        """`push` each entry."""
+        self.rank.update({entry[2]: entry for entry in entries})
+        if len(self._heap) + len(entries) > 2 * len(self.rank) + 64:
+            self._heap = list(self.rank.values())
+            heapify(self._heap)
+        else:
+            for entry in entries:
+                heappush(self._heap, entry)
+
+    def leave(self, wanted: int) -> int:
+        """Evict the lowest ``wanted`` keys that are not held; return how many were evicted."""
+        heap, rank, held, parked, gone = self._heap, self.rank, self.held, self._parked, self.gone
+        before = len(gone)
+        while wanted > 0 and heap:
+            top = heap[0]
+            now = rank.get(top[2])
+            if now is None:
+                heappop(heap)
+            elif now != top:
+                heapreplace(heap, now)
+            elif top[2] in held:
+                parked.append(heappop(heap))
+            else:
+                heappop(heap)
+                del rank[top[2]]
+                gone.append(top[2])
+                wanted -= 1
+        return len(gone) - before
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if asked and self.has_note:
+            self.note(key)
+        if len(self.rank) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        top = self.lowest()
+        if top is None:
+            return False
+        entry = self.entry_of(key, score)
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[key] = entry
+        self.gone.append(top[2])
+        return True
+
+    def replace(self, top: Entry, entry: Entry) -> None:
+        """Evict `lowest` and insert a new key in its place."""
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[entry[2]] = entry
+        self.gone.append(top[2])
+
+    def lowest(self) -> Entry | None:
+        """Return the top of the heap, the entry of the next key to be evicted."""
+        heap, rank, held = self._heap, self.rank, self.held
+        while heap:
+            top = heap[0]
+            now = rank.get(top[2])
+            if now is None:
+                heappop(heap)
+            elif now != top:
+                heapreplace(heap, now)
+            elif top[2] in held:
+                self._parked.append(heappop(heap))
+            else:
+                return top
+        return None
+
+    def drop(self) -> bool:
+        entry = self.lowest()
+        if entry is None:
+            return False
+        heappop(self._heap)
+        del self.rank[entry[2]]
+        self.gone.append(entry[2])
+        return True
+
+    def remove(self, key: int) -> None:
+        if self.rank.pop(key, None) is None:
+            del self.pinned[key]
+
+    def pin(self, key: int) -> bool:
+        self.pinned[key] = self.rank.pop(key)
+        return True
+
+    def unpin(self, key: int) -> None:
+        self.push(self.pinned.pop(key))
+
+    def order(self) -> list[int]:
+        return [key for _, _, key in sorted(self.rank.values())]
+
+    def flush(self) -> None:
+        if self._parked:
+            parked, self._parked = self._parked, []
+            for entry in parked:
+                if entry[2] in self.held:
+                    self._parked.append(entry)
+                else:
+                    heappush(self._heap, entry)
+
+
+class Lfu(Ranked):
+    """Evict the key with the fewest accesses since its admission, ties broken by age; every 100th access, the counts of
+    all unpinned keys are multiplied by ``decay``.
+
+    Instead of decaying the counts, the increment of an access grows; it is rescaled by a power of two before it
+    overflows.
+    """
+
+    has_note = True
+    fills_in_order = True
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self._one = 1.0  # increment of an access
+        self._until_decay = DECAY_EVERY
+
+    def note(self, key: int) -> None:
+        self._until_decay -= 1
+        if not self._until_decay:
+            self._decay()
+
+    def _decay(self) -> None:
+        self._until_decay = DECAY_EVERY
+        self._one /= self.rules.decay
+        if self._one > 2.0**256:
+            self._one *= 2.0**-256
+            self.rank = {key: (count * 2.0**-256, born, key) for key, (count, born, _) in self.rank.items()}
+            self._heap = list(self.rank.values())
+            heapify(self._heap)
+            self._parked = []
+
+    def touch(self, key: int, score: float) -> None:
+        self._until_decay -= 1
+        if not self._until_decay:
+            self._decay()
+        entry = self.rank.get(key)
+        if entry is None:
+            count, born, _ = self.pinned[key]
+            self.pinned[key] = (count + 1.0, born, key)
+        else:
+            self.rank[key] = (entry[0] + self._one, entry[1], key)
+
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        def add(begin: int, end: int) -> None:
+            rank, one = self.rank, self._one
+            for key in keys[begin:end]:
+                entry = rank.get(key)
+                if entry is None:
+                    count, born, _ = self.pinned[key]
+                    self.pinned[key] = (count + 1.0, born, key)
+                else:
+                    rank[key] = (entry[0] + one, entry[1], key)
+
+        self._between_decays(len(keys), add)
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        room = max(0, self.capacity - len(self))
+        there = min(len(keys), room + self.leave(len(keys) - room))
+
+        def come(begin: int, end: int) -> None:
+            one, number = self._one, self.number + 1
+            self.push_all([(one, at, key) for at, key in enumerate(keys[begin : min(end, there)], number)])
+            self.number += max(0, min(end, there) - begin)
+
+        self._between_decays(len(keys), come)
+        return [True] * there + [False] * (len(keys) - there)
+
+    def _between_decays(self, accesses: int, act: Callable[[int, int], None]) -> None:
+        """Process a number of accesses: call ``act(begin, end)`` for each run of accesses without a decay."""
+        at = 0
+        while at < accesses:
+            end = min(accesses, at + self._until_decay - 1)
+            if end > at:
+                act(at, end)
+                self._until_decay -= end - at
+                at = end
+            if at < accesses:  # the access at which counts decay is added after the decay
+                self._decay()
+                self._until_decay += 1
+
+    def entry_of(self, key: int, score: float) -> Entry:
+        self.number += 1
+        return (self._one, self.number, key)
+
+    def pin(self, key: int) -> bool:
+        count, born, _ = self.rank.pop(key)
+        self.pinned[key] = (count / self._one, born, key)
+        return True
+
+    def unpin(self, key: int) -> None:
+        count, born, _ = self.pinned.pop(key)
+        self.push((count * self._one, born, key))
+
+
+class Score(Ranked):
+    """Evict the key with the lowest router score, ties broken by age. A score starts with that of the admission and
+    follows the accesses as a moving average; the score of a pinned key does not change."""
+
+    uses_scores = True
+    fills_in_order = True
+
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        rank, alpha, lowered = self.rank, self.rules.alpha, []
+        for key, score in zip(keys, scores, strict=True):
+            entry = rank.get(key)
+            if entry is not None:
+                old = entry[0]
+                value = alpha * score + (1.0 - alpha) * old
+                rank[key] = now = (value, entry[1], key)
+                if value < old:
+                    lowered.append(now)
+        self.push_all(lowered)
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        room = max(0, self.capacity - len(self))
+        there = min(len(keys), room + self.leave(len(keys) - room))
+        number = self.number + 1
+        coming = zip(keys[:there], scores, strict=False)
+        self.push_all([(score, at, key) for at, (key, score) in enumerate(coming, number)])
+        self.number += there
+        return [True] * there + [False] * (len(keys) - there)
+
+    def touch(self, key: int, score: float) -> None:
+        entry = self.rank.get(key)
+        if entry is None:
+            return
+        alpha, old = self.rules.alpha, entry[0]
+        value = alpha * score + (1.0 - alpha) * old
+        if value < old:
+            self.push((value, entry[1], key))
+        else:
+            self.rank[key] = (value, entry[1], key)
+
+    def entry_of(self, key: int, score: float) -> Entry:
+        self.number += 1
+        return (score, self.number, key)
+
+
+class FrequencyThreshold(Ranked):
+    """After each access, keys with less than ``threshold`` of the last ``window`` accesses are evicted. If the
+    remaining keys exceed the capacity, those with the fewest accesses are evicted, ties broken by least recent use. A
+    key needs the same share to be admitted.
+
+    A held key below the threshold is evicted at the start of the first access at which it is no longer held, before any
+    lookup. Ranks are ``(accesses in the window, moment of the last, key)``; an access changes the ranks of two keys.
+    """
+
+    has_begin = True
+    has_note = True
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self._last: deque[int] = deque()
+        self._counts: dict[int, int] = {}
+        self._need = 0  # the fewest accesses that reach the threshold
+
+    def begin(self) -> None:
+        if self._heap and self._heap[0][0] < self._need:
+            self._leave_rare()
+
+    def note(self, key: int) -> None:
+        self._advance(key)
+        self._leave_rare()
+
+    def _advance(self, key: int) -> int:
+        """Record one access; return the accesses of ``key`` in the window."""
+        last, counts = self._last, self._counts
+        self.number += 1
+        last.append(key)
+        count = counts.get(key, 0) + 1
+        counts[key] = count
+        if len(last) > self.rules.window:
+            self._forget(key)
+            return counts[key]
+        self._find_need()
+        return count
+
+    def _find_need(self) -> None:
+        while self._need / len(self._last) < self.rules.threshold:
+            self._need += 1
+
+    def _forget(self, current: int) -> None:
+        """Remove the oldest access from the window."""
+        old = self._last.popleft()
+        left = self._counts[old] - 1
+        if left:
+            self._counts[old] = left
+        else:
+            del self._counts[old]
+        if old != current and old in self.rank:
+            self.push((left, self.rank[old][1], old))
+
+    def _leave_rare(self) -> None:
+        """Evict all keys below the threshold. A key above it before its own access is also above it afterwards."""
+        while (entry := self.lowest()) is not None and entry[0] < self._need:
+            self.drop()
+
+    def touch(self, key: int, score: float) -> None:
+        count = self._advance(key)
+        if key in self.rank:
+            self.rank[key] = (count, self.number, key)
+        self._leave_rare()
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if asked:
+            self.note(key)
+        count = self._counts.get(key, 0)
+        if count < self._need:
+            return False
+        if len(self) >= self.capacity:
+            entry = self.lowest()
+            if entry is None or entry[0] > count:
+                return False
+            self.replace(entry, (count, self.number, key))
+        else:
+            self.push((count, self.number, key))
+        return True
+
+    def entry_of(self, key: int, score: float) -> Entry:
+        return (self._counts.get(key, 0), self.number, key)
+
+    def unpin(self, key: int) -> None:
+        _, moment, _ = self.pinned.pop(key)
+        self.push((self._counts.get(key, 0), moment, key))
+
+    def adopt(self, keys: Iterable[int]) -> None:
+        """Take over residents as if each had been accessed once."""
+        for key in keys:
+            self._advance(key)
+            self.enter(key, 1.0)
+
+    def retune(self, rules: EvictionRules) -> None:
+        super().retune(rules)
+        while len(self._last) > rules.window:
+            self._forget(-1)
+        self._need = 0
+        if self._last:
+            self._find_need()
+
+
+class Slru(Ranked):
+    """Segmented LRU eviction.
+
+    `Ranked.rank` is probation, by ``(accesses, moment it entered, key)``. Neither value changes while a key is on
+    probation, since an access removes the key or moves it to the head. Pinned keys count as protected and keep their
+    position in that segment.
+    """
+
+    uses_frequency = True
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self._frequency = setting.frequency
+        # Key to the moment of its last use, least recent first; pinned keys are in `pinned`.
+        self._protected: OrderedDict[int, int] = OrderedDict()
+        self._set_caps()
+
+    def _set_caps(self) -> None:
+        """Split the capacity 25/75; a single slot is probation. Probation is unbounded if all keys fit."""
+        capacity = self.capacity
+        quarter = min(capacity, max(1, capacity // 4))
+        self.probation_cap = capacity if capacity >= self.population else quarter
+        self.protected_cap = capacity - quarter
+
+    def __len__(self) -> int:
+        return len(self.rank) + len(self._protected) + len(self.pinned)
+
+    @property
+    def pinnable(self) -> int:
+        return self.protected_cap
+
+    @property
+    def probation(self) -> list[int]:
+        """Keys on probation, least recent first."""
+        return [key for _, _, key in sorted(self.rank.values(), key=lambda entry: entry[1])]
+
+    @property
+    def protected(self) -> list[int]:
+        """Unpinned protected keys, least recent first."""
+        return list(self._protected)
+
+    def touch(self, key: int, score: float) -> None:
+        self.number += 1
+        if key in self._protected:
+            self._protected[key] = self.number
+            self._protected.move_to_end(key)
+        elif key in self.pinned:
+            self.pinned[key] = (0.0, self.number, key)
+        elif len(self._protected) + len(self.pinned) < self.protected_cap:
+            del self.rank[key]
+            self._protected[key] = self.number
+        elif self._protected:
+            del self.rank[key]
+            self._demote()
+            self._protected[key] = self.number
+        else:  # all protected keys are pinned
+            self.push((self._frequency[key], self.number, key))
+
+    def _demote(self) -> None:
+        """Move the least recently used protected key to the head of probation."""
+        key, _ = self._protected.popitem(last=False)
+        self.number += 1
+        self.push((self._frequency[key], self.number, key))
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        on_probation = len(self.rank)
+        if on_probation < self.probation_cap and on_probation + len(self._protected) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        top = self.lowest()
+        if top is None:
+            return False
+        self.replace(top, self.entry_of(key, score))
+        return True
+
+    def entry_of(self, key: int, score: float) -> Entry:
+        self.number += 1
+        return (self._frequency[key], self.number, key)
+
+    def drop(self) -> bool:
+        """Evict one key while shrinking: probation except its newest key, then the least recent protected key, then
+        that newest key."""
+        newest = max(self.rank.values(), key=lambda entry: entry[1])[2] if self.rank else -1
+        older = [entry for entry in self.rank.values() if entry[2] != newest and entry[2] not in self.held]
+        if older:
+            self.remove(min(older)[2])
+            self.gone.append(min(older)[2])
+            return True
+        for key in self._protected:
+            if key not in self.held:
+                del self._protected[key]
+                self.gone.append(key)
+                return True
+        return Ranked.drop(self)
+
+    def remove(self, key: int) -> None:
+        if self._protected.pop(key, None) is None:
+            super().remove(key)
+
+    def pin(self, key: int) -> bool:
+        if key in self._protected:
+            self.pinned[key] = (0.0, self._protected.pop(key), key)
+            return True
+        if len(self._protected) + len(self.pinned) >= self.protected_cap:
+            if not self._protected:
+                return False
+            self._demote()
+        del self.rank[key]
+        self.number += 1
+        self.pinned[key] = (0.0, self.number, key)
+        return True
+
+    def unpin(self, key: int) -> None:
+        _, moment, _ = self.pinned.pop(key)
+        places = sorted([*self._protected.items(), (key, moment)], key=lambda place: place[1])
+        self._protected = OrderedDict(places)
+
+    def order(self) -> list[int]:
+        return [*super().order(), *self._protected]
+
+    def adopt(self, keys: Iterable[int]) -> None:
+        """Take over residents; the last to be evicted become protected, as many as fit."""
+        keys = list(keys)
+        cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned) - len(self._protected)))
+        for key in keys[:cut]:
+            self.enter(key, 1.0)
+        for key in keys[cut:]:
+            self.number += 1
+            self._protected[key] = self.number
+
+    def resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._set_caps()
+        while self._protected and len(self._protected) + len(self.pinned) > self.protected_cap:
+            self._demote()
+        while (len(self.rank) > self.probation_cap or len(self) > capacity) and Ranked.drop(self):
+            pass
+        super().resize(capacity)
+
+
+# Approximate windows, in visits, of the shares of use: short windows follow changing tasks, long ones separate rare
+# experts where nothing changes. The weight of each is learned (docs/log.md).
+HORIZONS = (16, 128, 1024)
+RATE = 0.3  # learning rate of the first step; AdaGrad shortens later steps
+FIRST_SHARE = 0.1  # of an expert without observations
+EXPECTED_VISITS = 64  # weight of profile shares, in visits; more gains on mixed work, loses on one task (docs/log.md)
+_LEAST_STEPS = np.array([[1.0 / each] for each in HORIZONS])
+_WEIGHTS = (0.0, *(1.0 / len(HORIZONS) for _ in HORIZONS), 0.5)
+
+
+class Reuse(Eviction):
+    """Eviction by use probabilities that are learned online, from the accesses alone.
+
+    A visit is one batch of one layer. Before each visit, the probability that an expert is used is
+    ``sigmoid(w0 + sum of w_h * logit(share_h) + w * last)``, where ``share_h`` is the share of about the last ``h``
+    visits of the layer that used it (for each ``h`` of `HORIZONS`), and ``last`` is 1 if the last visit did. The
+    weights of a layer are updated by one step of logistic regression per visit. A miss is admitted only if its
+    probability is above that of its victim, else it is a bypass; otherwise every visit to a layer would evict the
+    experts that the coming layers need.
+
+    Works best with one budget per layer. Arrays over keys have one item for each of the ``population`` keys from
+    ``EvictionContext.first`` on; H is the number of horizons, E the number of experts of a layer.
+    """
+
+    has_visit = True
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self._first, self._experts = setting.first, setting.experts
+        layers = self.population // self._experts
+        self._shares = np.full((layers, len(HORIZONS), self._experts), FIRST_SHARE)
+        # [layers, H + 1, E]: logits of the shares, then 1 for experts that the last visit used.
+        self._features = np.zeros((layers, len(HORIZONS) + 1, self._experts))
+        # Logit of each probability, the eviction order.
+        self._chance = np.zeros(self.population)
+        self._weights = np.tile(_WEIGHTS, (layers, 1))  # [layers, 1 + H + 1], the bias first
+        self._squares = np.full_like(self._weights, 1e-3)
+        self._visits = [0] * layers
+        self._here = np.zeros(self.population, np.bool_)
+        self._pinned = np.zeros(self.population, np.bool_)
+        self._count = 0
+        # Admission time of each key; of equal probabilities, as in layers without visits, the oldest key is evicted.
+        self._entered = np.zeros(self.population, np.int64)
+        self._number = 0
+        self._visited = slice(0, 0)
+        self._used = np.zeros(0, np.bool_)  # experts of the visited layer that the last visit used
+        # Least logit for admission at this visit, so that likelier experts of the batch get the slots. None: not
+        # computed yet, likewise for the queue.
+        self._bar: float | None = None
+        # Unpinned residents that are not held, the next to be evicted last.
+        self._queue: list[int] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+        if self.capacity >= self.population:
+            return
+        start = first - self._first
+        self._visited, self._used = slice(start, start + self._experts), used
+        layer = start // self._experts
+        now = used.astype(np.float64)
+        if self._visits[layer]:
+            self._learn(layer, now)
+        self._visits[layer] += 1
+        shares = self._shares[layer]
+        shares += (now - shares) * np.maximum(_LEAST_STEPS, 1.0 / (self._visits[layer] + 2))
+        self._features[layer, -1] = now
+        self._judge(layer)
+
+    def expect(self, first: int, shares: FloatArray) -> None:
+        layer = (first - self._first) // self._experts
+        self._shares[layer] = np.clip(shares, 0.0, 1.0)
+        self._visits[layer] = EXPECTED_VISITS
+        self._judge(layer)
+
+    def _part(self, layer: int) -> slice:
+        return slice(layer * self._experts, (layer + 1) * self._experts)
+
+    def _judge(self, layer: int) -> None:
+        """Compute the probabilities of one layer from its shares and its last visit."""
+        shares, features, chance = self._shares[layer], self._features[layer], self._chance[self._part(layer)]
+        # Offset by 0.01 from 0 and 1, whose logits are infinite.
+        np.log((shares + 0.01) / (1.01 - shares), out=features[:-1])
+        bias, *weights = self._weights[layer].tolist()
+        # Not a matrix product: experts with equal features must get bitwise equal probabilities.
+        chance.fill(bias)
+        for weight, feature in zip(weights, features, strict=True):
+            chance += weight * feature
+        self._queue = self._bar = None
+
+    def _learn(self, layer: int, used: FloatArray) -> None:
+        """Update the weights of ``layer`` by one step, from the error of its last probabilities."""
+        missed = used - 1.0 / (1.0 + np.exp(-self._chance[self._part(layer)]))
+        slopes = np.concatenate([[missed.sum()], self._features[layer] @ missed]) / self._experts
+        self._squares[layer] += slopes * slopes
+        self._weights[layer] += RATE * slopes / np.sqrt(self._squares[layer])
+
+    def _find_bar(self) -> float:
+        """Return the lowest probability that is kept when all evictable residents and all missing experts are ranked
+        together."""
+        part = self._visited
+        used = self._used
+        leaving = self._here & ~self._pinned
+        missing = used & ~self._here[part]
+        leaving[part] &= ~used
+        rivals = np.concatenate([self._chance[leaving], self._chance[part][missing]])
+        places = self.capacity - self._count + int(np.count_nonzero(leaving))
+        if places <= 0:
+            return inf
+        return -inf if len(rivals) <= places else float(np.partition(rivals, -places)[-places])
+
+    def hold(self, keys: Container[int]) -> None:
+        super().hold(keys)
+        self._queue = None
+
+    def flush(self) -> None:
+        self._queue = None
+
+    def touch(self, key: int, score: float) -> None:
+        pass
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        at = key - self._first
+        if asked:
+            if self._bar is None:
+                self._bar = self._find_bar()
+            if self._chance[at] < self._bar:
+                return False
+        if self._count >= self.capacity:
+            queue = self._leaving()
+            if not queue or self._chance[queue[-1] - self._first] >= self._chance[at]:
+                return False
+            self.drop()
+        self.enter(key, score)
+        return True
+
+    def enter(self, key: int, score: float) -> None:
+        self._number += 1
+        self._here[key - self._first], self._entered[key - self._first] = True, self._number
+        self._count += 1
+        if key not in self.held:
+            self._queue = None
+
+    def _leaving(self) -> list[int]:
+        """Return the unpinned residents that are not held, the next to be evicted last."""
+        if self._queue is None:
+            self._queue = [key for key in self.order()[::-1] if key not in self.held]
+        return self._queue
+
+    def drop(self) -> bool:
+        queue = self._leaving()
+        if not queue:
+            return False
+        key = queue.pop()
+        self._here[key - self._first] = False
+        self._count -= 1
+        self.gone.append(key)
+        return True
+
+    def remove(self, key: int) -> None:
+        at = key - self._first
+        self._here[at] = self._pinned[at] = False
+        self._count -= 1
+        self._queue = None
+
+    def pin(self, key: int) -> bool:
+        self._pinned[key - self._first] = True
+        self._queue = None
+        return True
+
+    def unpin(self, key: int) -> None:
+        self._pinned[key - self._first] = False
+        self._queue = None
+
+    def order(self) -> list[int]:
+        found = np.flatnonzero(self._here & ~self._pinned)
+        ranked: list[int] = (found[np.lexsort((self._entered[found], self._chance[found]))] + self._first).tolist()
+        return ranked
+
+
+_NEVER = 1 << 60
+
+
+class Belady(Ranked):
+    """Of the residents and the requested keys, retain those that are used again soonest; the others are evicted or
+    bypassed.
+
+    `EvictionContext.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and
+    its own hits can be evicted like any other key. A retained key is an interval between two of its uses; of intervals
+    of which at most ``capacity`` may overlap, choosing those that end first maximises their number, and so the sum of
+    hits. Keys are never held.
+
+    Ranks are ``(-batch of the next use, key, key)``.
+    """
+
+    has_begin = True
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self._batch, self._future = -1, setting.future
+        # Batches that use each key, the next one last in the list.
+        self._uses: dict[int, list[int]] = {}
+        for batch in range(len(setting.future) - 1, -1, -1):
+            for key in set(setting.future[batch]):
+                self._uses.setdefault(key, []).append(batch)
+        self._admitted: set[int] = set()  # missing keys of the batch that are admitted
+
+    def begin(self) -> None:
+        self._batch += 1
+        if self._batch < len(self._future):
+            self._decide(set(self._future[self._batch]))
+
+    def _decide(self, batch: set[int]) -> None:
+        """Update the ranks of the hits and choose the missing keys to admit, soonest next use first, while a key with a
+        later one can be evicted."""
+        for key in batch & self.rank.keys():
+            self.enter(key, 1.0)
+        missing = sorted(self.entry_of(key, 1.0) for key in batch - self.rank.keys() - self.pinned.keys())[::-1]
+        free = self.capacity - len(self)
+        leaving = nsmallest(len(missing) - free, self.rank.values())
+        ends = [None] * max(0, free) + leaving
+        self._admitted = {entry[2] for entry, end in zip(missing, ends, strict=False) if end is None or end < entry}
+
+    def hold(self, keys: Container[int]) -> None:
+        pass
+
+    def _next_use(self, key: int) -> int:
+        uses = self._uses.get(key, [])
+        while uses and uses[-1] <= self._batch:
+            uses.pop()
+        return uses[-1] if uses else _NEVER
+
+    def touch(self, key: int, score: float) -> None:
+        pass
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if key not in self._admitted:
+            return False
+        if len(self) >= self.capacity:
+            self.drop()
+        self.enter(key, score)
+        return True
+
+    def entry_of(self, key: int, score: float) -> Entry:
+        return (-self._next_use(key), key, key)
+
+    def unpin(self, key: int) -> None:
+        del self.pinned[key]
+        self.enter(key, 1.0)
+
+
+def split(capacity: int) -> tuple[int, int]:
+    """Slots of the first and the second level: two thirds and the rest; a single slot belongs to the first."""
+    first = max(1, 2 * capacity // 3)
+    return first, capacity - first
+
+
+class Layered(Eviction):
+    """New keys enter the first level; its victims are demoted to the second, a hit there promotes them back, and only
+    victims of the second level are evicted from the cache. If the first level rejects a key (all pinned or held, or not
+    frequent enough), the second admits it. Both levels observe all accesses. Pinned keys are in the first level."""
+
+    def __init__(self, setting: EvictionContext, first: Eviction, second: Eviction) -> None:
+        super().__init__(setting)
+        self.first, self.second = first, second
+        self.uses_scores = first.uses_scores or second.uses_scores
+        self.uses_frequency = first.uses_frequency or second.uses_frequency
+        self.has_begin = first.has_begin or second.has_begin
+        self.has_visit = first.has_visit or second.has_visit
+        self.has_note = first.has_note or second.has_note
+        # Keys that the second level evicts are evicted for good; victims of the first are in its own list until
+        # `_demote`.
+        second.gone = self.gone
+        self._upper: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    @property
+    def pinnable(self) -> int:
+        return self.first.pinnable
+
+    def hold(self, keys: Container[int]) -> None:
+        self.first.hold(keys)
+        self.second.hold(keys)
+
+    def flush(self) -> None:
+        self.first.flush()
+        self.second.flush()
+
+    def begin(self) -> None:
+        self.first.begin()
+        self.second.begin()
+        self._demote()
+
+    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+        self.first.visit(first, used)
+        self.second.visit(first, used)
+
+    def expect(self, first: int, shares: NDArray[np.float64]) -> None:
+        self.first.expect(first, shares)
+        self.second.expect(first, shares)
+
+    def _demote(self) -> None:
+        demoted = self.first.gone
+        if demoted:
+            self._upper.difference_update(demoted)
+            self.second.take(demoted)
+            demoted.clear()
+
+    def touch(self, key: int, score: float) -> None:
+        first, second = self.first, self.second
+        if key in self._upper:
+            first.touch(key, score)
+        elif first.admit(key, score):
+            second.remove(key)
+            self._upper.add(key)
+        else:
+            second.touch(key, score)
+            if first.gone:
+                self._demote()
+            return
+        if self.second.has_note:
+            second.note(key)
+        if first.gone:
+            self._demote()
+
+    @property
+    def _in_turn(self) -> bool:
+        """True if a batch may go through the first level as a whole and then through the second: neither exceeds its
+        share, and the second need not observe accesses that the first serves."""
+        first, second = self.first, self.second
+        fits = len(first) <= first.capacity and len(second) <= second.capacity
+        return fits and first.fills_in_order and second.fills_in_order and not second.has_note
+
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        """Touch the keys of the first level, then those of the second."""
+        pairs = list(zip(keys, scores, strict=True))
+        upper = self._upper
+        here = [pair for pair in pairs if pair[0] in upper]
+        below = [pair for pair in pairs if pair[0] not in upper]
+        if not self._in_turn:
+            for key, score in (*here, *below):
+                self.touch(key, score)
+            return
+        if here:
+            self.first.touch_all(*zip(*here, strict=True))
+        if below:
+            asked, theirs = zip(*below, strict=True)
+            risen = sum(self.first.admit_all(asked, theirs))
+            self.second.remove_all(asked[:risen])
+            upper.update(asked[:risen])
+            self._demote()
+            self.second.touch_all(asked[risen:], theirs[risen:])
+
+    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
+        if not self._in_turn or self._is_crowded():
+            return super().admit_all(keys, scores)
+        there = sum(self.first.admit_all(keys, scores))
+        self._upper.update(keys[:there])
+        self._demote()
+        return [True] * there + self.second.admit_all(keys[there:], scores[there:])
+
+    def note(self, key: int) -> None:
+        self.first.note(key)
+        self.second.note(key)
+        self._demote()
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if self._is_crowded() and not self.drop():
+            return False
+        if self.first.admit(key, score, asked):
+            self._upper.add(key)
+            if asked and self.second.has_note:
+                self.second.note(key)
+            if self.first.gone:
+                self._demote()
+            return True
+        self._demote()
+        return self.second.admit(key, score, asked)
+
+    def _is_crowded(self) -> bool:
+        """True if the pool is full but one level is not: the other kept more than its share when the capacity
+        shrank."""
+        first, second = len(self.first), len(self.second)
+        return first + second >= self.capacity and (first < self.first.capacity or second < self.second.capacity)
+
+    def enter(self, key: int, score: float) -> None:
+        if len(self.first) >= self.first.capacity:
+            self.second.enter(key, score)
+            return
+        self.first.enter(key, score)
+        self._upper.add(key)
+
+    def drop(self) -> bool:
+        if self.second.drop():
+            return True
+        dropped = self.first.drop()
+        self._upper.difference_update(self.first.gone)
+        self.gone.extend(self.first.gone)
+        self.first.gone.clear()
+        return dropped
+
+    def remove(self, key: int) -> None:
+        if key in self._upper:
+            self.first.remove(key)
+            self._upper.remove(key)
+        else:
+            self.second.remove(key)
+
+    def pin(self, key: int) -> bool:
+        if key not in self._upper:
+            if not self.first.admit(key, 1.0, asked=False):
+                return False
+            self.second.remove(key)
+            self._upper.add(key)
+            self._demote()
+        return self.first.pin(key)
+
+    def unpin(self, key: int) -> None:
+        self.first.unpin(key)
+
+    def order(self) -> list[int]:
+        return [*self.second.order(), *self.first.order()]
+
+    def adopt(self, keys: Iterable[int]) -> None:
+        """Take over residents; the last to be evicted enter the first level, as many as fit beside its pins."""
+        keys = list(keys)
+        cut = max(0, len(keys) - max(0, self.first.capacity - len(self.first)))
+        self.second.adopt(keys[:cut])
+        self.first.adopt(keys[cut:])
+        self._upper.update(keys[cut:])
+
+    def resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        first, second = split(capacity)
+        self.first.resize(first)
+        self.second.resize(second)
+        self._demote()
+        super().resize(capacity)
+
+    def retune(self, rules: EvictionRules) -> None:
+        super().retune(rules)
+        self.first.retune(rules)
+        self.second.retune(rules)

@@ -15,9 +15,9 @@ import numpy as np
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
-from moelight.experts.access import Access, IntArray
-from moelight.experts.cache import ExpertCache
+from moelight.experts.cache import Access, ExpertCache
 from moelight.experts.confidence import PrefetchConfidence
+from moelight.experts.eviction import IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.residency import Residency
 from moelight.experts.timing import Clock, MachineCosts

@@ -5,24 +5,401 @@ Works on keys and counters; the caller reports every batch and performs the tran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moelight.experts.access import Access, Prefetch
-from moelight.experts.adapt import AdaptRules, ExpertAdaptation
-from moelight.experts.cache import ExpertCache
-from moelight.experts.controls import Controls
-from moelight.experts.placement import MissPlacement, place_misses
-from moelight.experts.policy import ExpertPolicy
-from moelight.experts.predict import Floats, Ints, Transitions
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.paths import write_whole
+from moelight.experts.adapt import AdaptRules, ExpertAdaptation, Monitor
+from moelight.experts.cache import Access, ExpertCache, MemoryPressure, Prefetch
+from moelight.experts.policy import ACTION_KEYS, MODES, Action, Capacity, ExpertPolicy, ScheduleRules
+from moelight.experts.predict import Floats, Ints, Transitions, likeliest
+from moelight.experts.prefetch import Mask, Prefetcher
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, judge_slots
-from moelight.experts.stats import expert_stats
-from moelight.experts.warm import WarmPin
-from moelight.experts.windowed_stats import Monitor
+
+
+def busiest_residents(counts: Ints, resident: Mask, *, per_layer: int, budget: int) -> Ints:
+    """Return ``(layer, expert)`` [<= budget, 2]: the residents among the ``per_layer`` most used experts of each layer.
+
+    Layers are ordered by descending accesses (ties by number), so that the budget goes to the most used layers; layers
+    without accesses are excluded. ``counts`` and ``resident`` are [L, E].
+    """
+    found: list[tuple[int, int]] = []
+    of_layer = counts.sum(axis=1)
+    for layer in np.argsort(-of_layer, kind="stable"):
+        if of_layer[layer] == 0:
+            break
+        top = likeliest(counts[layer], per_layer)
+        found += [(int(layer), int(expert)) for expert in top[resident[layer, top]]]
+    return np.array(found[: max(0, budget)], dtype=np.int64).reshape(-1, 2)
+
+
+class WarmPin:
+    """Pins once, after ``after`` accesses (hits and misses).
+
+    Attributes:
+        fired: True once the experts have been pinned.
+        pinned: pinned (layer, expert) [n, 2], sorted by layer, then id.
+        pre_hits, pre_misses: totals at the time of pinning; 0 before.
+    """
+
+    def __init__(self, after: int, *, per_layer: int | None = None, active: int | None = None) -> None:
+        """Pin ``per_layer`` experts of each layer (0: off). None: as many as a token chooses (``active``), one if that
+        is unknown, and none if all experts fit.
+
+        Raises:
+            ConfigError: ``after`` is below 1, or ``per_layer`` below 0.
+        """
+        if after < 1:
+            raise ConfigError(f"warm_pin must be a whole number of at least 1 access, not {after}")
+        if per_layer is not None and per_layer < 0:
+            raise ConfigError(f"warm_pin: at least 0 experts per layer, not {per_layer}")
+        self.after = after
+        self._per_layer, self._active = per_layer, active
+        self.fired = False
+        self.pinned: Ints = np.zeros((0, 2), dtype=np.int64)
+        self.pre_hits, self.pre_misses = 0, 0
+
+    def due(self, accesses: int) -> bool:
+        """Return True if the experts are to be pinned before the access after ``accesses``."""
+        return not self.fired and accesses >= self.after
+
+    def fire(
+        self,
+        hits: Ints,
+        misses: Ints,
+        resident: Mask,
+        *,
+        capacity: int,
+        pinnable: int,
+        pin: Callable[[int, int], bool],
+    ) -> None:
+        """Pin, and record the totals before. ``hits``, ``misses`` and ``resident`` are [L, E].
+
+        At most half of the ``capacity`` is pinned, and at most ``pinnable`` (protected from eviction);
+        ``pin(layer, expert)`` returns True if it could pin.
+        """
+        self.fired = True
+        self.pre_hits, self.pre_misses = int(hits.sum()), int(misses.sum())
+        chosen = busiest_residents(
+            hits + misses,
+            resident,
+            per_layer=self._each(capacity, *hits.shape),
+            budget=min(capacity // 2, pinnable),
+        )
+        pinned = [key for key in chosen.tolist() if pin(*key)]
+        self.pinned = np.array(sorted(pinned), dtype=np.int64).reshape(-1, 2)
+
+    def _each(self, capacity: int, layers: int, experts: int) -> int:
+        if self._per_layer is not None:
+            return self._per_layer
+        return 0 if capacity >= layers * experts else min(experts, self._active or 1)
+
+    def as_dict(self, hits: int, misses: int) -> dict[str, Any]:
+        """Return, for JSON and the current totals, the hit rates before and after pinning and the pinned experts of
+        each layer."""
+        before, total = self.pre_hits + self.pre_misses, hits + misses
+        after = total - before
+        overall = hits / total if total else 0.0
+        return {
+            "after": self.after,
+            "fired": self.fired,
+            "pre_warm_accesses": before if self.fired else total,
+            "pre_warm_hit_rate": (self.pre_hits / before if before else 0.0) if self.fired else overall,
+            "post_warm_accesses": after if self.fired else 0,
+            "post_warm_hit_rate": (hits - self.pre_hits) / after if self.fired and after else 0.0,
+            "pinned": [
+                {"layer": layer, "experts": self.pinned[self.pinned[:, 0] == layer, 1].tolist()}
+                for layer in np.unique(self.pinned[:, 0]).tolist()
+            ],
+        }
+
+
+FORMAT = "moelight expert stats 1"
+TOP = 3  # experts named for each layer
+
+
+def layer_stats(hits: Ints, misses: Ints) -> list[dict[str, Any]]:
+    """Return one entry per layer of ``hits`` and ``misses`` int64 [L, E]; a layer without accesses carries a note."""
+    return [_layer(layer, hits[layer], misses[layer]) for layer in range(len(hits))]
+
+
+def _layer(layer: int, hits: Ints, misses: Ints) -> dict[str, Any]:
+    counts = hits + misses
+    accesses = int(counts.sum())
+    if accesses == 0:
+        return {"layer": layer, "accesses": 0, "hit_rate": None, "note": "no accesses"}
+    top = likeliest(counts, TOP)
+    return {
+        "layer": layer,
+        "accesses": accesses,
+        "hits": int(hits.sum()),
+        "misses": int(misses.sum()),
+        "hit_rate": float(hits.sum() / accesses),
+        "distinct": int((counts > 0).sum()),
+        "top": [{"expert": int(expert), "accesses": int(counts[expert])} for expert in top],
+    }
+
+
+def expert_stats(
+    *,
+    hits: Ints,
+    misses: Ints,
+    policy: str | None = None,
+    cache: Mapping[str, Any] | None = None,
+    pinned: Sequence[tuple[int, int]] = (),
+    warm: WarmPin | None = None,
+    prefetcher: Prefetcher | None = None,
+    monitor: Monitor | None = None,
+    adapting: AdaptRules | None = None,
+    sizing: SlotPlan | None = None,
+    stalls: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Return all statistics of a run for JSON; absent parts are null.
+
+    Args:
+        hits: int64 [L, E].
+        misses: int64 [L, E].
+        policy: name of the policy.
+        cache: further fields of the cache.
+        pinned: (layer, expert) of all pinned experts.
+        warm, prefetcher, monitor, adapting, sizing: the components of the run, if any.
+        stalls: stall seconds by cause.
+    """
+    total_hits, total_misses = int(hits.sum()), int(misses.sum())
+    accesses = total_hits + total_misses
+    return {
+        "format": FORMAT,
+        "policy": policy,
+        "overall": {
+            "accesses": accesses,
+            "hits": total_hits,
+            "misses": total_misses,
+            "hit_rate": total_hits / accesses if accesses else 0.0,
+        },
+        "cache": dict(cache) if cache is not None else None,
+        "layers": layer_stats(hits, misses),
+        "pinned": [{"layer": int(layer), "expert": int(expert)} for layer, expert in sorted(pinned)],
+        "warm_pin": warm.as_dict(total_hits, total_misses) if warm is not None else None,
+        "predictor": _predictor(prefetcher) if prefetcher is not None else None,
+        "stalls": dict(stalls) if stalls is not None else None,
+        "monitor": {"now": monitor.now(), "notes": list(monitor.notes)} if monitor is not None else None,
+        "adaptations": adapting.as_dict() if adapting is not None else None,
+        "sizing": sizing.as_dict() if sizing is not None else None,
+    }
+
+
+def _predictor(prefetcher: Prefetcher) -> dict[str, Any]:
+    rules = prefetcher.rules
+    quality = {name: found.as_dict() for name, found in prefetcher.qualities.items() if name != "none"}
+    return {"strategy": rules.strategy, "budget": rules.budget, "quality": quality}
+
+
+def save_stats(stats: Mapping[str, Any], path: Path) -> None:
+    """Write ``stats`` to ``path`` atomically.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        write_whole(path, json.dumps(stats, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MissPlacement:
+    """Indices into the array of missing experts.
+
+    Attributes:
+        fetched: int64, experts to transfer, in order of transfer.
+        computed: int64, experts computed where they are stored; most tokens first.
+        link_s: seconds until the last transfer has arrived.
+        cpu_s: seconds until the last of the other experts is computed.
+    """
+
+    fetched: Ints
+    computed: Ints
+    link_s: float
+    cpu_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the layer can continue; transfers and computation overlap."""
+        return max(self.link_s, self.cpu_s)
+
+
+def fetch_order(tokens: Ints, *, priority_routing: bool) -> Ints:
+    """Return the transfer order of missing experts: as given, or by descending ``tokens`` [n] (ties as given), so that
+    most work can begin soonest."""
+    return np.argsort(-tokens, kind="stable") if priority_routing else np.arange(len(tokens))
+
+
+def place_misses(
+    tokens: Ints,
+    *,
+    fetch_s: float,
+    cpu_s: Floats,
+    fixed_s: float = 0.0,
+    mode: str = "gpu_only",
+    offload_threshold_s: float = 0.0,
+    priority_routing: bool = False,
+) -> MissPlacement:
+    """Choose for each missing expert to transfer it or to compute it where it is stored.
+
+    ``hybrid`` takes the least time over all subsets. Transfers cost the same each, so for any number of transfers the
+    experts with the highest computation cost are transferred, and one pass over the n + 1 splits finds the best. Of
+    equally fast splits it takes the one with the most transfers, because transferred pages may become resident.
+
+    Args:
+        tokens: int64 [n], tokens of each missing expert.
+        fetch_s: seconds of one page over the link or from the disk; pages are transferred one after the other.
+        cpu_s: float64 [n], seconds to compute each expert where it is stored; experts are computed one after the other.
+        fixed_s: seconds that the hidden states take to the CPU and back, once, if anything is computed there.
+        mode: ``gpu_only`` transfers all, ``cpu_fallback`` none.
+        offload_threshold_s: in ``hybrid``, transfers that take no longer are never avoided.
+        priority_routing: the order of transfers, as in `fetch_order`.
+
+    Raises:
+        ConfigError: an unknown mode.
+        ValueError: arrays of different lengths.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"unknown schedule mode {mode!r}{did_you_mean(mode, MODES)}; known: {', '.join(MODES)}")
+    if tokens.shape != cpu_s.shape or tokens.ndim != 1:
+        raise ValueError(f"tokens {tokens.shape} and cpu_s {cpu_s.shape} must be of one length")
+    n = len(tokens)
+    dearest = np.lexsort((-tokens, -cpu_s))
+    if mode == "cpu_fallback":
+        kept = 0
+    elif mode == "gpu_only" or fetch_s <= offload_threshold_s:
+        kept = n
+    else:
+        kept = _best_split(cpu_s[dearest], fetch_s, fixed_s)
+    fetched, computed = np.sort(dearest[:kept]), dearest[kept:]
+    return MissPlacement(
+        fetched=fetched[fetch_order(tokens[fetched], priority_routing=priority_routing)],
+        computed=computed[fetch_order(tokens[computed], priority_routing=True)],
+        link_s=fetch_s * kept,
+        cpu_s=fixed_s + float(cpu_s[computed].sum()) if kept < n else 0.0,
+    )
+
+
+def _best_split(descending_s: Floats, fetch_s: float, fixed_s: float) -> int:
+    """Return how many of the most expensive experts to transfer, in [0, n]."""
+    n = len(descending_s)
+    computing = np.zeros(n + 1)
+    computing[:n] = fixed_s + np.cumsum(descending_s[::-1])[::-1]
+    seconds = np.maximum(fetch_s * np.arange(n + 1), computing)
+    return n - int(np.argmin(seconds[::-1]))
+
+
+Value = tuple[str, ...] | str | float | int
+PRESSURE_THRESHOLD = 0.9  # of the memory budget, if the policy gives none: the default of the language
+
+
+class Controls:
+    """The components of one policy, as `adapt.Controlled`. ``schedule`` holds the current schedule rules."""
+
+    def __init__(
+        self, policy: ExpertPolicy, cache: ExpertCache, *, page_bytes: int | None = None, most_slots: int | None = None
+    ) -> None:
+        """``page_bytes``: size of one expert, for capacities in bytes; ``most_slots``: allocated slots (None: no
+        limit)."""
+        self.schedule: ScheduleRules = policy.schedule
+        self._policy, self._cache = policy, cache
+        self._page_bytes, self._most_slots = page_bytes, most_slots
+
+    def in_force(self, action: Action) -> bool:
+        """Return True if ``action`` sets the current value, or relieves memory pressure that is watched and would evict
+        nothing. Rebalancing always may change something."""
+        if action.kind == "trigger":
+            return self._cache.pressure is not None and not self._cache.relief
+        return action.kind == "set" and self._now(action.name) == self._meant(action)
+
+    def shown(self, action: Action) -> str | None:
+        """Return the current value in the syntax of the language."""
+        if action.kind != "set":
+            return None
+        now = self._now(action.name)
+        return " | ".join(now) if isinstance(now, tuple) else f"{now}"
+
+    def do(self, action: Action) -> None:
+        """Execute ``action``.
+
+        Raises:
+            ConfigError: the action is not possible; nothing has changed.
+        """
+        if action.kind == "trigger":
+            self._press()
+        elif action.kind == "rebalance":
+            self._cache.rebalance()
+        else:
+            self._set(action)
+
+    def _set(self, action: Action) -> None:
+        name, value, cache = action.name, self._meant(action), self._cache
+        if name == "eviction" and isinstance(value, tuple):
+            cache.swap(value)
+        elif name == "capacity" and isinstance(value, int):
+            self._resize(value)
+        elif name == "frequency_decay" and isinstance(value, (int, float)):
+            cache.swap(rules=replace(cache.rules, decay=float(value)))
+        elif name == "prefetch_strategy" and isinstance(value, str):
+            self._cache.predictor.use(value)
+        elif name == "prefetch_budget" and isinstance(value, int):
+            self._cache.predictor.allow(value)
+        elif name == "schedule_mode" and value in MODES:
+            self.schedule = replace(self.schedule, mode=str(value))
+        else:
+            raise ConfigError(f"adapt: {name} cannot be {value!r}{did_you_mean(str(value), MODES)}")
+
+    def _resize(self, slots: int) -> None:
+        if self._most_slots is not None and slots > self._most_slots:
+            raise ConfigError(f"capacity: {slots} slots were asked for, but only {self._most_slots} are allocated")
+        try:
+            self._cache.resize(slots)
+        except ValueError as error:
+            raise ConfigError(f"capacity: {slots} slots are not possible now ({error})") from None
+
+    def _now(self, name: str) -> Value:
+        values: dict[str, Value] = {
+            "eviction": self._cache.eviction,
+            "capacity": self._cache.capacity,
+            "frequency_decay": self._cache.rules.decay,
+            "prefetch_strategy": self._cache.predictor.rules.strategy,
+            "prefetch_budget": self._cache.predictor.rules.budget,
+            "schedule_mode": self.schedule.mode,
+        }
+        if name not in values:
+            raise ConfigError(f"adapt: unknown key {name!r}{did_you_mean(name, ACTION_KEYS)}")
+        return values[name]
+
+    def _meant(self, action: Action) -> Value | None:
+        """Return the value of ``action`` in the form of `_now`: a capacity is in slots of all layers together."""
+        if not isinstance(action.value, Capacity):
+            return action.value
+        cache = self._cache
+        return self._policy.slots_of(action.value, cache.num_layers, cache.num_experts, self._page_bytes)
+
+    def _press(self) -> None:
+        """Enable memory pressure and evict at once down to the headroom."""
+        cache, rules = self._cache, self._policy.cache
+        if cache.pressure is None:
+            cache.pressure = MemoryPressure(
+                threshold=PRESSURE_THRESHOLD,
+                headroom=min(rules.memory_headroom, PRESSURE_THRESHOLD),
+                budget_gb=rules.memory_budget_gb,
+                expert_gb=rules.expert_size_gb,
+            )
+        cache.relieve()
 
 
 class Residency:

@@ -13,7 +13,7 @@ import numpy as np
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.experts.access import FloatArray, IntArray
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import ScheduleRules
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moelight.core.errors import ConfigError, did_you_mean
-from moelight.experts.access import FloatArray, IntArray
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.profiles.model import MOST_EXPERTS, MOST_LAYERS
 
 KEYS = ("l", "e", "s")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from moelight.kernels import checks_ffn, native, reference_ffn
+from moelight.kernels import checks, native, reference
 
 Tensors = Sequence[Tensor | None]
 
@@ -56,11 +56,11 @@ def cpu_linear(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    group_size, threads = checks_ffn.check_ffn_scalars(group_size, threads)
+    group_size, threads = checks.check_ffn_scalars(group_size, threads)
     extension = native.extension()
     if extension is None:
-        checks_ffn.check_linear(x, weight, bias, scale, group_size, out)
-        result = reference_ffn.linear(x, weight, bias, scale=scale, group_size=group_size)
+        checks.check_linear(x, weight, bias, scale, group_size, out)
+        result = reference.linear(x, weight, bias, scale=scale, group_size=group_size)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty((_rows("x", x), _rows("weight", weight)), dtype=x.dtype)
@@ -109,8 +109,8 @@ def cpu_expert_ffn(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or offset.
     """
-    group_size, threads = checks_ffn.check_ffn_scalars(group_size, threads)
-    checks_ffn.check_activation(activation)
+    group_size, threads = checks.check_ffn_scalars(group_size, threads)
+    checks.check_activation(activation)
     optional = {
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
@@ -119,11 +119,9 @@ def cpu_expert_ffn(
     }
     extension = native.extension()
     if extension is None:
-        checks_ffn.check_experts(x, gate_up, down, offsets, optional, group_size, out)
+        checks.check_experts(x, gate_up, down, offsets, optional, group_size, out)
         cuts = offsets.tolist()
-        result = reference_ffn.expert_ffn(
-            x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional
-        )
+        result = reference.expert_ffn(x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional)
         return result if out is None else out.copy_(result)
     rows = _view("x", x)
     if out is None:
@@ -157,9 +155,9 @@ def cpu_linear_workspace(
 
     Raises ValueError, naming the argument, for a size or dtype that the call rejects.
     """
-    types = checks_ffn.check_types(dtype, weight_dtype)
-    checks_ffn.check_sizes(tokens=tokens, outputs=outputs, inputs=inputs)
-    _, threads = checks_ffn.check_ffn_scalars(None, threads)
+    types = checks.check_types(dtype, weight_dtype)
+    checks.check_sizes(tokens=tokens, outputs=outputs, inputs=inputs)
+    _, threads = checks.check_ffn_scalars(None, threads)
     extension = native.extension()
     return 0 if extension is None else int(extension.linear_workspace(*types, tokens, outputs, inputs, threads))
 
@@ -181,9 +179,9 @@ def cpu_expert_ffn_workspace(
 
     Raises ValueError, naming the argument, for a size or dtype that the call rejects.
     """
-    types = checks_ffn.check_types(dtype, weight_dtype)
-    checks_ffn.check_sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
-    _, threads = checks_ffn.check_ffn_scalars(None, threads)
+    types = checks.check_types(dtype, weight_dtype)
+    checks.check_sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
+    _, threads = checks.check_ffn_scalars(None, threads)
     extension = native.extension()
     if extension is None:
         return 0

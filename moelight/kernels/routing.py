@@ -1,6 +1,6 @@
 """Routing on the CPU: the experts of each token, rows sorted by expert, and the weighted sum back.
 
-Selects the implementation: the extension where it is built, else `reference_routing.py`. Does not depend on the weights
+Selects the implementation: the extension where it is built, else `reference.py`. Does not depend on the weights
 of experts. Every wrong argument is a ValueError that names it.
 
 Legend: T tokens, E experts, k experts per token, H hidden size, R = T * k routed rows (token * k + rank).
@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moelight.kernels import checks, native
-from moelight.kernels import reference_routing as reference
+from moelight.kernels import checks, native, reference
 from moelight.kernels.dlpack import as_dlpack
 
 MOST_EXPERTS = 1 << 16

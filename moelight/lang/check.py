@@ -5,29 +5,288 @@ One call finds all errors of a text; legal statements without effect become warn
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moelight.core.errors import did_you_mean
-from moelight.experts.policy import METRICS, Action, AdaptRule, ExpertPolicy
-from moelight.lang import lint
-from moelight.lang.adapt_rules import read_condition, read_rule
+from moelight.experts.policy import (
+    ACTION_KEYS,
+    METRICS,
+    OPERATORS,
+    TRIGGERS,
+    Action,
+    AdaptRule,
+    CacheRules,
+    Capacity,
+    ExpertPolicy,
+    MonitorRules,
+    PerLayerRules,
+    PrefetchRules,
+    ScheduleRules,
+)
 from moelight.lang.diagnostics import Diagnostic, LanguageError, located
 from moelight.lang.keys import (
     BLOCKS,
     FOREIGN_BLOCKS,
     KEYS,
+    SWAPS,
     UNMEASURED,
     UNSUPPORTED,
     VERSION,
     Key,
     WrongValueError,
     typed_value,
+    word_of,
 )
-from moelight.lang.lower import lower
 from moelight.lang.parse import parse
 from moelight.lang.rules import BrokenRule, Place, broken_rules, swapped
-from moelight.lang.syntax import Assignment, Block, Conditional, Name, PolicyNode, PolicyText, Rule, Span
+from moelight.lang.syntax import (
+    Assignment,
+    Block,
+    Command,
+    Condition,
+    Conditional,
+    Name,
+    PolicyNode,
+    PolicyText,
+    Rule,
+    Span,
+    Value,
+)
+
+_MEMORY_KEYS = ("memory_headroom", "memory_budget_gb", "expert_size_gb")
+_ENTROPY_KEYS = ("entropy_window", "rebalance_interval")
+_READ_BY_EVICTION = {
+    "frequency_decay": ("lfu",),
+    "freq_threshold": ("frequency_threshold",),
+    "freq_window": ("frequency_threshold",),
+    "score_ema_alpha": ("score",),
+}
+_READ_BY_STRATEGY = {
+    "lookahead": ("lookahead",),
+    "affinity_threshold": ("affinity",),
+    "history_window": ("history", "lookahead"),
+}
+
+
+def reached(policy: ExpertPolicy, swap: str, first: tuple[str, ...]) -> set[str]:
+    """The values of ``swap`` that may be in force: the ``first`` ones and those that a rule may set."""
+    found = set(first)
+    for rule in policy.adapt:
+        if rule.action.name == swap:
+            found.update((rule.action.value,) if isinstance(rule.action.value, str) else _words(rule.action.value))
+    return found
+
+
+def _words(value: object) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else ()
+
+
+def unread_keys(policy: ExpertPolicy) -> Iterator[BrokenRule]:
+    """The keys that no eviction, strategy or mode that the policy has or may switch to reads."""
+    evictions = reached(policy, "eviction", policy.cache.eviction)
+    strategies = reached(policy, "prefetch_strategy", (policy.prefetch.strategy,))
+    modes = reached(policy, "schedule_mode", (policy.schedule.mode,))
+    pressed = policy.cache.memory_threshold is not None or any(r.action.kind == "trigger" for r in policy.adapt)
+    for key, readers in _READ_BY_EVICTION.items():
+        if not evictions & set(readers):
+            yield _unread("cache", key, f"eviction = {readers[0]}", f"eviction is {' | '.join(policy.cache.eviction)}")
+    if not pressed:
+        for key in _MEMORY_KEYS:
+            yield _unread("cache", key, "memory_threshold", "there is none")
+    for key, users in _READ_BY_STRATEGY.items():
+        if not strategies & set(users):
+            yield _unread(
+                "prefetch", key, f"strategy = {' or '.join(users)}", f"the strategy is {policy.prefetch.strategy}"
+            )
+    if strategies == {"none"}:
+        yield _unread("prefetch", "budget", "a strategy other than none", "the strategy is none")
+    if "hybrid" not in modes:
+        yield _unread("schedule", "offload_threshold_ms", "mode = hybrid", f"mode is {policy.schedule.mode}")
+    if policy.per_layer is not None and policy.per_layer.allocation == "uniform":
+        for key in _ENTROPY_KEYS:
+            yield _unread("per_layer", key, "allocation = entropy", "uniform budgets never change")
+
+
+def _unread(block: str, key: str, reader: str, instead: str) -> BrokenRule:
+    message = f"{key} is read only by {reader}, and {instead}"
+    return BrokenRule(code="unread", message=message, places=((block, key),))
+
+
+def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
+    """Values that contain duplicates."""
+    cache = policy.cache
+    if len(set(cache.pin)) < len(cache.pin):
+        yield BrokenRule(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
+    if len(cache.eviction) > 1 and len(set(cache.eviction)) == 1:
+        message = f"two layers of the same policy; write eviction = {cache.eviction[0]}"
+        yield BrokenRule(code="pointless", message=message, places=(("cache", "eviction"),))
+    if policy.monitor is not None and len(set(policy.monitor.metrics)) < len(policy.monitor.metrics):
+        yield BrokenRule(code="pointless", message="metrics names one twice", places=(("monitor", "metrics"),))
+
+
+def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> str:
+    """The reason why ``rule`` of ``policy`` can never change anything, or an empty string."""
+    action = rule.action
+    if action.kind == "rebalance":
+        if policy.per_layer is None:
+            return "there is nothing to rebalance without a per_layer block"
+        if policy.per_layer.allocation == "uniform":
+            return "uniform budgets are the same after a rebalance"
+        return ""
+    others = [other.action for other in policy.adapt if other is not rule]
+    if any(other.name == action.name for other in others):
+        return ""
+    if swapped(policy, action) == policy:
+        return "the policy says so already, and no other rule changes it"
+    return ""
+
+
+def never_or_always(rule: AdaptRule) -> str:
+    """A warning if the condition of ``rule`` never or always holds, or an empty string. Both metrics lie in [0, 1]."""
+    op, threshold = rule.op, rule.threshold
+    never = (op == "<" and threshold <= 0) or (op == ">" and threshold >= 1) or (op == ">=" and threshold > 1)
+    always = (op == "<" and threshold > 1) or (op == "<=" and threshold >= 1) or (op == ">=" and threshold <= 0)
+    if never or always:
+        words = "never" if never else "always"
+        return f"{rule.metric} lies within 0 and 1: {rule.metric} {op} {threshold:g} {words} holds"
+    return ""
+
+
+# Replaces a missing or unreadable capacity: rules about counts do not apply to a share.
+UNKNOWN_CAPACITY = Capacity(value=100.0, unit="percent")
+
+
+def lower(
+    name: str, values: Mapping[Place, Any], *, blocks: Iterable[str] = (), adapt: Iterable[AdaptRule] = ()
+) -> ExpertPolicy:
+    """The policy of ``values`` by block and key; missing keys take the language's defaults. ``blocks``: those present
+    in the text, empty ones included."""
+    sections: dict[str, dict[str, Any]] = {block: {} for block in blocks}
+    for (block, key), value in values.items():
+        sections.setdefault(block, {})["strategy" if key == "predictor" else key] = value
+    cache = {"capacity": UNKNOWN_CAPACITY, **sections.get("cache", {})}
+    layers = sections.get("per_layer")
+    if layers is not None and layers.get("total_budget") == 0:
+        layers["total_budget"] = None  # the reference's spelling of: not given
+    return ExpertPolicy(
+        name=name,
+        cache=CacheRules(**cache),
+        prefetch=PrefetchRules(**sections.get("prefetch", {})),
+        schedule=ScheduleRules(**sections.get("schedule", {})),
+        monitor=MonitorRules(**sections["monitor"]) if "monitor" in sections else None,
+        per_layer=None if layers is None else PerLayerRules(**layers),
+        adapt=tuple(adapt),
+    )
+
+
+_OLD_NAMES = {"lfu_decay": "frequency_decay"}
+# Likely misnomers of actions.
+_MISNOMERS = {
+    "strategy": "prefetch_strategy",
+    "predictor": "prefetch_strategy",
+    "budget": "prefetch_budget",
+    "mode": "schedule_mode",
+}
+_VERBS = ("trigger", "rebalance")
+
+
+def read_condition(condition: Condition, errors: list[LanguageError]) -> tuple[str, str, float] | None:
+    """Metric, operator and threshold; None if any of them is invalid, with an error appended for each."""
+    before = len(errors)
+    threshold: Any = None
+    metric, operator = condition.metric, condition.operator
+    for attempt in (
+        lambda: word_of("metric", METRICS, _as_value(metric)),
+        lambda: word_of("comparison", OPERATORS, _as_value(operator)),
+    ):
+        _try(attempt, errors)
+    threshold = _try(lambda: typed_value("the threshold", KEYS["cache"]["freq_threshold"], condition.threshold), errors)
+    if len(errors) > before:
+        return None
+    return metric.text, operator.text, threshold
+
+
+def read_rule(rule: Rule, errors: list[LanguageError], *, whole: bool) -> tuple[AdaptRule, Span] | None:
+    """The rule and the span of its action's value; None if the rule is invalid, with errors appended. ``whole``: no
+    part of the text was unreadable, so that a rule without an action is an error."""
+    condition = read_condition(rule.condition, errors)
+    accesses = _accesses(rule, errors)
+    if len(rule.commands) != 1:
+        if whole:
+            extra = rule.commands[1].verb.span if rule.commands else rule.condition.metric.span
+            message = f"a rule has exactly one action, and this one has {len(rule.commands)}"
+            errors.append(LanguageError(code="adapt", message=message, span=extra))
+        for command in rule.commands:
+            _action(command, errors)
+        return None
+    command = rule.commands[0]
+    action = _action(command, errors)
+    if condition is None or accesses is None or action is None:
+        return None
+    metric, operator, threshold = condition
+    found = AdaptRule(metric=metric, op=operator, threshold=threshold, accesses=accesses, action=action)
+    return found, (command.value.span if command.value is not None else (command.what or command.verb).span)
+
+
+def _as_value(name: Name) -> Value:
+    return Value("name", name.text, name.span)
+
+
+def _try(attempt: Any, errors: list[LanguageError]) -> Any:
+    try:
+        return attempt()
+    except WrongValueError as error:
+        errors.append(LanguageError(code=error.code, message=str(error), span=error.span))
+        return None
+
+
+def _accesses(rule: Rule, errors: list[LanguageError]) -> int | None:
+    """The number of consecutive accesses over which the condition must hold; 1 if the rule has none."""
+    if rule.count is None or rule.unit is None:
+        return 1
+    if rule.unit.text != "accesses":
+        message = f"{rule.unit.text!r} is not counted; write for N accesses"
+        errors.append(LanguageError(code="unknown_value", message=message, span=rule.unit.span))
+    counted = rule.count
+    count = _try(lambda: typed_value("for", KEYS["cache"]["ttl"], counted), errors)
+    if count == 0:
+        message = "for 0 accesses would fire at once, whatever the condition; write at least 1"
+        errors.append(LanguageError(code="range", message=message, span=counted.span))
+        return None
+    return count if rule.unit.text == "accesses" and isinstance(count, int) else None
+
+
+def _action(command: Command, errors: list[LanguageError]) -> Action | None:
+    verb, span = command.verb.text, command.verb.span
+    if command.value is not None:
+        return _setting(verb, span, command.value, errors)
+    what = command.what
+    if verb not in _VERBS or what is None:
+        message = f"{verb!r} is no action{did_you_mean(verb, _VERBS)}; write KEY = VALUE, trigger or rebalance"
+        errors.append(LanguageError(code="unknown_key", message=message, span=span))
+        return None
+    if verb == "trigger" and _try(lambda: word_of("trigger", TRIGGERS, _as_value(what)), errors) is None:
+        return None
+    return Action(kind=verb, name=what.text)
+
+
+def _setting(verb: str, span: Span, value: Value, errors: list[LanguageError]) -> Action | None:
+    name = _OLD_NAMES.get(verb, verb)
+    if name != verb:
+        message = f"{verb} is an old name; write {name}"
+        errors.append(LanguageError(code="deprecated", message=message, span=span, warning=True))
+    if name not in ACTION_KEYS:
+        near = _MISNOMERS.get(name)
+        guess = f" (did you mean {near!r}?)" if near else did_you_mean(name.lower(), ACTION_KEYS)
+        message = f"rules cannot set {verb!r}{guess}; they set {', '.join(ACTION_KEYS)}"
+        errors.append(LanguageError(code="unknown_key", message=message, span=span))
+        return None
+    block, key = SWAPS[name]
+    found = _try(lambda: typed_value(name, KEYS[block][key], value), errors)
+    return None if found is None else Action(kind="set", name=name, value=found)
+
 
 _SHARED = ("prefetch", "strategy")  # two spellings, one place
 _EXAMPLE = "policy NAME { cache { capacity = 16 } }"
@@ -219,14 +478,14 @@ class _PolicyReading:
         for found in broken:
             if not self.spoiled.intersection(found.places):
                 self._error(found.code, found.message, self._span(found, name))
-        unread = list(lint.unread_keys(policy))
+        unread = list(unread_keys(policy))
         for rule, span in rules:
             self._judge_rule(policy, rule, span, broken)
             for found in unread:
                 if not rule.conditional and _changes(rule.action, found.places[0]):
                     self._error(found.code, found.message, span, warning=True)
         written = self.written.keys()
-        for found in (*unread, *lint.pointless(policy)):
+        for found in (*unread, *pointless(policy)):
             if found.places[0] in written and found.places[0] not in self.spoiled:
                 span = self.written[found.places[0]].span if found.code == "unread" else self._span(found, name)
                 self._error(found.code, found.message, span, warning=True)
@@ -243,7 +502,7 @@ class _PolicyReading:
                 wrong = True
                 self._error(found.code, f"after this change {found.message}", span)
         if not wrong:
-            for words in filter(None, (lint.never_or_always(rule), lint.pointless_rule(policy, rule))):
+            for words in filter(None, (never_or_always(rule), pointless_rule(policy, rule))):
                 self._error("pointless", words, span, warning=True)
 
     def _excused(self, found: BrokenRule, action: Action) -> bool:

@@ -19,9 +19,8 @@ from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.explain import what_if, why
+from moelight.optimizer.explain import infeasible_error, what_if, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
-from moelight.optimizer.infeasible import infeasible_error
 from moelight.optimizer.plan import Plan, TierUse
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.runnable import why_not

@@ -13,12 +13,12 @@ Builder = Callable[[Layout, PassShape], Schedule]
 SCHEDULES: Registry[Builder] = Registry(
     "schedule",
     {
-        "cgopipe": "moelight.scheduler.cgopipe:build_cgopipe",
-        "fastdecode": "moelight.scheduler.blocks:build_fastdecode",
-        "flexgen-c": "moelight.scheduler.blocks:build_flexgen_c",
-        "flexgen": "moelight.scheduler.blocks:build_flexgen",
-        "flexgen-loop": "moelight.scheduler.blocks:build_flexgen_loop",
-        "serial": "moelight.scheduler.serial:build_serial",
-        "module": "moelight.scheduler.module:build_module",
+        "cgopipe": "moelight.scheduler.schedules:build_cgopipe",
+        "fastdecode": "moelight.scheduler.schedules:build_fastdecode",
+        "flexgen-c": "moelight.scheduler.schedules:build_flexgen_c",
+        "flexgen": "moelight.scheduler.schedules:build_flexgen",
+        "flexgen-loop": "moelight.scheduler.schedules:build_flexgen_loop",
+        "serial": "moelight.scheduler.schedules:build_serial",
+        "module": "moelight.scheduler.schedules:build_module",
     },
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from moelight.core.schedule import Schedule
 from moelight.hrm import schedule_time
-from moelight.scheduler.draft import LayerWriter
+from moelight.scheduler.builder import ScheduleBuilder
 from moelight.scheduler.layout import Layout
 
 
@@ -38,7 +38,7 @@ def pays(
     )
 
 
-def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
+def write(draft: ScheduleBuilder, builder: str, *, whole: bool = False) -> Schedule:
     """For each layer: all micro-batches through attention and router, the chosen pages, the experts.
 
     The CPU's experts beside a GPU that hold no streamed pages need not wait, but separating them does not pay in so
@@ -72,7 +72,7 @@ def write(draft: LayerWriter, builder: str, *, whole: bool = False) -> Schedule:
     return draft.finish(builder)
 
 
-def _look_ahead(draft: LayerWriter, layer: int) -> None:
+def _look_ahead(draft: ScheduleBuilder, layer: int) -> None:
     """Predict the experts of the next layer with experts, and begin to fetch their pages."""
     moe_layers = draft.layout.model.moe_layers
     coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)

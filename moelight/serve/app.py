@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal
 
+import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -14,11 +18,124 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.serve.auth import Guard
-from moelight.serve.batches import BatchRoutes
 from moelight.serve.data import DataDirectory
 from moelight.serve.errors import ApiError, on_fault, on_refusal, on_storage
-from moelight.serve.files import FileRoutes
-from moelight.serve.store import BatchFailure
+from moelight.serve.files import FileRoutes, page_object
+from moelight.serve.request_body import page_of, read_body
+from moelight.serve.store import MOVES, OPEN, Batch, BatchFailure, Store
+from moelight.serve.validate import ENDPOINTS
+
+_HOUR_S = 3600
+_TIMES = tuple(f"{state}_at" for state in MOVES if state != "validating")
+_Key = Annotated[str, msgspec.Meta(max_length=64)]
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    input_file_id: str
+    endpoint: str
+    completion_window: Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,3}h$")]
+    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
+    output_expires_after: Literal[None] = None
+
+
+def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) -> dict[str, Any]:
+    """The batch as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
+    told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
+    faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in told]
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": model,
+        "errors": {"object": "list", "data": faults} if faults else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "expires_at": batch.expires_at,
+        **{name: getattr(batch, name) for name in _TIMES},
+        "request_counts": {
+            "total": batch.counts.total,
+            "completed": batch.counts.completed,
+            "failed": batch.counts.failed,
+        },
+        "metadata": batch.metadata,
+    }
+
+
+class BatchRoutes:
+    """The routes below ``/v1/batches``."""
+
+    def __init__(
+        self, store: Store, *, model: str, wake: Callable[[], None], waits: Callable[[str], BatchFailure | None]
+    ) -> None:
+        self._store, self._model, self._wake, self._waits = store, model, wake, waits
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.page, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        asked = await read_body(request, _BatchBody)
+        if asked.endpoint not in ENDPOINTS:
+            message = f"endpoint {asked.endpoint[:80]!r} is not served; {' and '.join(ENDPOINTS)} are"
+            raise ApiError(400, message, param="endpoint", code="invalid_endpoint")
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(16)}",
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            created_at=now,
+            expires_at=now + int(asked.completion_window[:-1]) * _HOUR_S,
+            metadata=asked.metadata,
+        )
+        if not await run_in_threadpool(self._store.add_batch, batch):
+            message = f"there is no file {asked.input_file_id[:80]!r}; upload one with purpose batch"
+            raise ApiError(400, message, param="input_file_id", code="invalid_input_file")
+        self._wake()
+        return self._answer(batch)
+
+    def page(self, request: Request) -> Response:
+        after, limit = page_of(request, limit=20, most=100)
+        found = self._store.page_of_batches(after=after, limit=limit)
+        if found is None:
+            raise ApiError(400, f"there is no batch {str(after)[:80]!r}", param="after", code="invalid_request")
+        return JSONResponse(page_object([self._object(batch) for batch in found[0]], found[1]))
+
+    def retrieve(self, request: Request) -> Response:
+        return self._answer(self._find(request))
+
+    def cancel(self, request: Request) -> Response:
+        batch = self._find(request)
+        if not self._store.cancel(batch.id):
+            batch = self._find(request)
+            if batch.status not in {"cancelling", "cancelled"}:
+                message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
+                raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
+        self._wake()
+        return self._answer(self._find(request))
+
+    def _find(self, request: Request) -> Batch:
+        batch_id = request.path_params["batch_id"]
+        batch = self._store.batch(batch_id)
+        if batch is None:
+            raise ApiError(404, f"there is no batch {batch_id[:80]!r}", param="batch_id", code="not_found")
+        return batch
+
+    def _answer(self, batch: Batch) -> Response:
+        return JSONResponse(self._object(batch))
+
+    def _object(self, batch: Batch) -> dict[str, Any]:
+        return batch_object(batch, self._model, self._waits(batch.id))
+
 
 MOST_REQUESTS = 64  # at once
 

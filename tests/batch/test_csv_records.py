@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch import csv_records
-from moelight.batch.csv_records import MOST_LINES, CsvRecords, Record
+from moelight.batch import columns
+from moelight.batch.columns import MOST_LINES, CsvRecords, Record
 from moelight.batch.input import open_input
 from moelight.batch.source import LONGEST_LINE, open_input_source
 from tests.cli.program import moelight
@@ -112,15 +112,15 @@ def test_what_a_writer_wrote_is_read(tmp_path: Path) -> None:
 def test_lines_are_not_read_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line of the file begins a quote that nothing closes, wherever the reader stands."""
     read = 0
-    inner = csv_records._Lines.__next__
+    inner = columns._Lines.__next__
 
-    def counting(self: csv_records._Lines) -> str:
+    def counting(self: columns._Lines) -> str:
         nonlocal read
         text = inner(self)
         read += 1
         return text
 
-    monkeypatch.setattr(csv_records._Lines, "__next__", counting)
+    monkeypatch.setattr(columns._Lines, "__next__", counting)
     count = 5000
     found = records(tmp_path / "a.csv", 'x",",\n' * count)
     assert len(found) == count and all(each.error for each in found)

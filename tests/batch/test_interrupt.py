@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moelight.batch.interrupt import Interrupt, terminable
+from moelight.batch.job import Interrupt, terminable
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 

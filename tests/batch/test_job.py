@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from moelight.batch import run_trace
-from moelight.batch.job import run_job
-from moelight.batch.job_plan import plan_job
+from moelight.batch import job
+from moelight.batch.job import plan_job, run_job
 from moelight.batch.options import JobOptions
 from moelight.batch.output import whole_file
 from moelight.batch.progress import Progress
@@ -163,7 +162,7 @@ def test_a_disk_too_full_for_the_trace_costs_no_answers(
 
             yield some
 
-    monkeypatch.setattr(run_trace, "whole_file", full)
+    monkeypatch.setattr(job, "whole_file", full)
     out, stats, trace = tmp_path / "out.jsonl", tmp_path / "stats.json", tmp_path / "trace.json"
     trace.write_text("earlier")
     path = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"})

@@ -17,7 +17,7 @@ import pytest
 
 from moelight.batch import append, faults
 from moelight.batch import journal as journal_module
-from moelight.batch.differences import differences
+from moelight.batch.fingerprint import differences
 from moelight.batch.journal import Journal
 from moelight.batch.journal_file import to_line
 from moelight.batch.paths import Outputs

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch.metrics import MetricsFile
 from moelight.batch.progress import JobCounts, JobStart
+from moelight.batch.status import MetricsFile
 from moelight.batch.time_left import TimeLeft
 from moelight.core.request import Completion
 from moelight.core.schedule import Lane

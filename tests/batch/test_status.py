@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch.live_file import LiveFile
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, JobStart
-from moelight.batch.status import BatchFacts, StatusFile, without_extra
+from moelight.batch.status import BatchFacts, LiveFile, StatusFile, file_watchers, without_extra
 from moelight.batch.time_left import TimeLeft
-from moelight.batch.watchers import file_watchers
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from moelight.batch.lengths import Lengths
 from moelight.batch.progress import JobCounts, JobStart
-from moelight.batch.time_left import TimeLeft
+from moelight.batch.time_left import Lengths, TimeLeft
 from moelight.core.request import Completion
 
 MAX_TOKENS = 200

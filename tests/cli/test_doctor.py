@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from moelight import __version__
-from moelight.cli import facts
-from moelight.cli import machine_facts as machine_facts_room
-from moelight.cli.machine_facts import machine_facts, machine_lines
+from moelight.cli import doctor
+from moelight.cli.doctor import machine_facts, machine_lines
 from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.serving import serving
@@ -68,8 +67,8 @@ def test_no_such_model_is_refused() -> None:
 
 def test_a_big_machine_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     there = topology(16, nodes=2, siblings=2)
-    monkeypatch.setattr(machine_facts_room, "read_topology", lambda: there)
-    monkeypatch.setattr(machine_facts_room, "refusal", lambda: None)
+    monkeypatch.setattr(doctor, "read_topology", lambda: there)
+    monkeypatch.setattr(doctor, "refusal", lambda: None)
     found = machine_facts(16, [PciSlot(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
     weights = found["numa"]["placement"]["for_bytes"]
     lines = [f"{name}: {said}" for name, said in machine_lines(json.loads(json.dumps(found)))]
@@ -116,14 +115,14 @@ def test_a_broken_torch_is_a_fact_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = facts.facts()
+    found = doctor.facts()
     assert found["torch"]["fault"]
-    facts.print_facts(found)
+    doctor.print_facts(found)
     assert "does not load" in capsys.readouterr().out
 
 
 def test_a_limit_below_the_physical_memory_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = facts.facts()
+    found = doctor.facts()
     found["memory"]["limit_bytes"] = 1 << 30
-    facts.print_facts(found)
+    doctor.print_facts(found)
     assert "1.0GiB is the limit of this control group" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moelight.batch.forecast import Forecast, predicted_prompt_s
 from moelight.batch.summary import InputProblem, ScanSummary
-from moelight.cli.dry_run_view import print_forecast
+from moelight.cli.job_display import print_forecast
 from moelight.core.policy import Policy
 from moelight.hrm.estimate import Estimate, Phase
 from moelight.optimizer.plan import Plan, TierUse

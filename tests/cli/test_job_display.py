@@ -11,8 +11,16 @@ from rich.console import Console
 from moelight.batch.progress import JobCounts, JobStart, ProgressFields, ProgressGroup
 from moelight.batch.time_left import TimeLeft
 from moelight.cli import job_display
-from moelight.cli.job_display import Bar, LogLines, TableOfRows
-from moelight.cli.job_text import about_text, end_line, interrupted_line, log_line, start_line
+from moelight.cli.job_display import (
+    Bar,
+    LogLines,
+    TableOfRows,
+    about_text,
+    end_line,
+    interrupted_line,
+    log_line,
+    start_line,
+)
 from moelight.cli.tables import printable
 from moelight.core.schedule import Lane
 from moelight.observe.stats import Binding, LaneStats, RunStats

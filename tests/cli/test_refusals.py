@@ -14,8 +14,7 @@ import pytest
 
 from moelight.cli import main as program
 from moelight.core.errors import InputError
-from moelight.experts.profile import ActivationProfile, facts_of_model
-from moelight.experts.profile_files import save_profile
+from moelight.experts.profile import ActivationProfile, facts_of_model, save_profile
 from tests.cli.program import DEMO, ROOT, moelight, moelight_inside, write_prompts
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from moelight.cli.commands import COMMANDS
-from moelight.cli.main import app
+from moelight.cli.main import COMMANDS, app
 from tests.cli.program import ROOT, moelight
 from tests.observe.traces import write_passes
 

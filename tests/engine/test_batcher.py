@@ -279,9 +279,7 @@ def test_a_long_prompt_is_cut_in_order_and_its_end_comes_last() -> None:
     batcher = small()
     batcher.add([generation(0, 21, 1), generation(1, 3, 1)])
     loads = batcher.next_pass()
-    mine = [
-        (chunk.start, chunk.count) for load in loads for chunk in load.chunks if chunk.sequence.request.index == 0
-    ]
+    mine = [(chunk.start, chunk.count) for load in loads for chunk in load.chunks if chunk.sequence.request.index == 0]
     assert mine == [(0, 8), (8, 8), (16, 5)]
     assert [load.tokens for load in loads] == [8, 8, 8]
     assert [chunk.completes for load in loads for chunk in load.chunks].count(True) == 2
@@ -381,8 +379,7 @@ def test_partition_puts_each_piece_in_exactly_one_part(
 def test_partition_balances_tokens_then_context() -> None:
     """Equal token counts, as when all decode, are spread by what attention will cost."""
     decoding = [
-        SequenceChunk(sequence=generation(i, 1, 1), start=s, count=1)
-        for i, s in enumerate([900, 10, 20, 890, 30, 40])
+        SequenceChunk(sequence=generation(i, 1, 1), start=s, count=1) for i, s in enumerate([900, 10, 20, 890, 30, 40])
     ]
     parts = partition(decoding, max_items=3, max_tokens=100)
     assert sorted(sum(p.start for p in part) for part in parts) == pytest.approx([945, 945], abs=10)

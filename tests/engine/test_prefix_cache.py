@@ -14,9 +14,8 @@ import pytest
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams
-from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
+from moelight.engine.batcher import MOST_WAITS, Batcher, MicroBatchPlan, RunningSequence, SequenceChunk, keys_of
 from moelight.engine.engine import Engine
-from moelight.engine.prefix_cache import MOST_WAITS, keys_of
 from moelight.memory.kv import BlockPool
 from tests.engine.test_invariance import DEVICES, MODELS
 from tests.engines import Tiny

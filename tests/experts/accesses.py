@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moelight.core.errors import ConfigError
-from moelight.experts.adapt import AdaptRules
+from moelight.experts.adapt import AdaptRules, Monitor
 from moelight.experts.policy import Action, AdaptRule
-from moelight.experts.windowed_stats import Monitor
 
 Accesses = list[tuple[bool, int]]
 

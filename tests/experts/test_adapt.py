@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.adapt import AdaptRules
+from moelight.experts.adapt import AdaptRules, Monitor
 from moelight.experts.policy import Action, AdaptRule, MonitorRules
-from moelight.experts.windowed_stats import Monitor
 from tests.experts.accesses import BUDGET, PRESSURE, Accesses, Panel, adapting, one_by_one, rates
 
 OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
 from moelight.experts import ExpertCache
-from moelight.experts.budgets import Selections, share_out
+from moelight.experts.cache import Selections, share_out
 from moelight.experts.policy import PerLayerRules
 
 

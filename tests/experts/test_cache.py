@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
 from moelight.experts import ExpertCache
+from moelight.experts.cache import MemoryPressure
 from moelight.experts.eviction import EvictionRules
-from moelight.experts.expiry import MemoryPressure
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.predict import Floats, Ints, NoPredictor
 from moelight.experts.prefetch import Prefetcher

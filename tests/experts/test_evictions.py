@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelight.experts.cache import ExpertCache
-from moelight.experts.eviction import EVICTIONS, EvictionRules
-from moelight.experts.layered import split
+from moelight.experts.eviction import EVICTIONS, EvictionRules, split
 from tests.experts import slow
 
 RULES = EvictionRules(decay=0.5, threshold=0.15, window=12, alpha=0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moelight.experts.expiry import MemoryPressure
+from moelight.experts.cache import MemoryPressure
 from tests.experts.test_cache import EXPERTS, make
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
-from moelight.experts.placement import fetch_order, place_misses
+from moelight.experts.residency import fetch_order, place_misses
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,8 +10,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.predict import Transitions
-from moelight.experts.profile import ActivationProfile, Facts
-from moelight.experts.profile_files import load_profile, save_profile
+from moelight.experts.profile import ActivationProfile, Facts, load_profile, save_profile
 from tests.hostile.endless import ENDLESS, guarded, put
 
 MODEL: Facts = {"model_type": "olmoe", "num_layers": 2, "num_experts": 3, "top_k": 1, "norm_topk_prob": False}

@@ -11,7 +11,6 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.cache import ExpertCache
-from moelight.experts.controls import Controls
 from moelight.experts.policy import (
     STRATEGIES,
     Action,
@@ -26,7 +25,7 @@ from moelight.experts.policy import (
 )
 from moelight.experts.predict import Ints
 from moelight.experts.profile import ActivationProfile
-from moelight.experts.residency import Residency
+from moelight.experts.residency import Controls, Residency
 
 LAYERS, EXPERTS, CAPACITY = 3, 8, 9
 ALWAYS = {"metric": "hit_rate", "op": ">=", "threshold": 0.0}

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelight.experts import ExpertCache
-from moelight.experts.layered import Layered
-from moelight.experts.slru import Slru
+from moelight.experts.eviction import Layered, Slru
 
 EXPERTS = 40
 

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.adapt import AdaptRules
+from moelight.experts.adapt import AdaptRules, Monitor
 from moelight.experts.policy import MonitorRules, PrefetchRules
 from moelight.experts.prefetch import Prefetcher
+from moelight.experts.residency import WarmPin, expert_stats, save_stats
 from moelight.experts.sizing import plan_slots
-from moelight.experts.stats import expert_stats, save_stats
-from moelight.experts.warm import WarmPin
-from moelight.experts.windowed_stats import Monitor
 from tests.experts.accesses import BUDGET, adapting
 
 HITS = np.array([[6, 0, 1, 0], [0, 0, 0, 0]])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.warm import WarmPin, busiest_residents
+from moelight.experts.residency import WarmPin, busiest_residents
 
 COUNTS = np.array([[1, 2, 3, 0], [0, 0, 0, 0], [9, 0, 7, 8], [2, 2, 2, 0]])
 ALL = np.ones_like(COUNTS, dtype=np.bool_)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
+from moelight.experts.adapt import NOTES_KEPT, Monitor
 from moelight.experts.policy import MonitorRules
-from moelight.experts.windowed_stats import NOTES_KEPT, Monitor
 from tests.experts.accesses import Accesses, one_by_one, rates
 
 

@@ -32,8 +32,7 @@ from moelight.experts.policy import (
     PerLayerRules,
     PrefetchRules,
 )
-from moelight.experts.profile import ActivationProfile
-from moelight.experts.profile_files import save_profile
+from moelight.experts.profile import ActivationProfile, save_profile
 from moelight.integrations import transformers as attaching
 from moelight.integrations.layers import moe_layers
 from moelight.integrations.links import StreamLink

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.kernels import reference_prefill
-from moelight.kernels.prefill_cpu import cpu_prefill_attention
+from moelight.kernels import reference
+from moelight.kernels.attention import cpu_prefill_attention
 from tests.kernels.paged import relative_error
 
 
@@ -36,7 +36,7 @@ class Prompts:
         if (sinks := options.get("sinks")) is not None:
             options["sinks"] = sinks.double()
         wide = (each.double() for each in (self.q, self.k, self.v))
-        return reference_prefill.prefill_attention(*wide, self.cu_seqlens, self.scale, **options)
+        return reference.prefill_attention(*wide, self.cu_seqlens, self.scale, **options)
 
     def error(self) -> float:
         return relative_error(self.run(), self.truth())

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moelight.kernels import reference_ffn
+from moelight.kernels import reference
 from moelight.kernels.ffn import cpu_expert_ffn
 from tests.kernels.paged import TOLERANCE, relative_error
 from tests.kernels.stored import KINDS, LANES, Stored, generator, refused, serving, stored
@@ -82,7 +82,7 @@ class Layer:
         )
         arguments = exact.arguments()
         arguments["offsets"] = arguments["offsets"].tolist()
-        return reference_ffn.expert_ffn(**arguments, activation=activation)
+        return reference.expert_ffn(**arguments, activation=activation)
 
 
 def layer(
@@ -157,7 +157,7 @@ def test_types_of_weights_may_differ(server):
 def test_agrees_with_the_twin_in_use(server):
     call = layer([4, 0, 9], 64, 96, dtype=torch.float32, kind="float32")
     weights = [kept.weight for kept in call.up], [kept.weight for kept in call.down]
-    expected = reference_ffn.expert_ffn(call.x, *weights, call.offsets.tolist())
+    expected = reference.expert_ffn(call.x, *weights, call.offsets.tolist())
     assert relative_error(cpu_expert_ffn(call.x, *weights, call.offsets), expected.double()) <= 1e-5
 
 
@@ -322,5 +322,5 @@ def test_experts_are_refused_or_right(server, data):
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in call
         return
-    expected = reference_ffn.expert_ffn(**call, offsets=offsets.tolist())
+    expected = reference.expert_ffn(**call, offsets=offsets.tolist())
     assert relative_error(found, expected.double()) <= 1e-5

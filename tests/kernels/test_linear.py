@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moelight.kernels import native, reference_ffn
+from moelight.kernels import native, reference
 from moelight.kernels.ffn import cpu_linear
 from tests.kernels.paged import TOLERANCE, relative_error
 from tests.kernels.stored import KINDS, LANES, generator, refused, serving, stored
@@ -46,7 +46,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def truth(x, kept, bias=None):
     kept = kept.double()
     bias = None if bias is None else bias.double()
-    return reference_ffn.linear(x.double(), kept.weight, bias, scale=kept.scale, group_size=kept.group_size)
+    return reference.linear(x.double(), kept.weight, bias, scale=kept.scale, group_size=kept.group_size)
 
 
 def linear(x, kept, bias=None, **rest):
@@ -92,7 +92,7 @@ def test_whole_numbers_are_exact(server, kind):
         else:
             weight = kept.weight
         scale = None if kept.scale is None else torch.full((rows,), 0.5)
-        expected = reference_ffn.linear(x.double(), weight.double() if scale is None else weight, scale=scale)
+        expected = reference.linear(x.double(), weight.double() if scale is None else weight, scale=scale)
         assert torch.equal(cpu_linear(x, weight, scale=scale).double(), expected)
         found = cpu_linear(x.bfloat16(), weight, scale=scale)
         assert torch.equal(found, expected.bfloat16())
@@ -102,7 +102,7 @@ def test_rows_may_be_strided(server):
     randn = generator(3)
     x, weight = randn(9, 50)[:, :40], randn(30, 64)[:, 3:43]
     out = torch.zeros(9, 31)[:, :30]
-    expected = reference_ffn.linear(x.double(), weight.double())
+    expected = reference.linear(x.double(), weight.double())
     assert cpu_linear(x, weight, out=out) is out
     assert relative_error(out, expected) <= 1e-5
     half = torch.zeros(9, 31, dtype=torch.bfloat16)
@@ -243,6 +243,6 @@ def test_linear_refuses_or_is_right(server, data):
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in arguments
         return
-    expected = reference_ffn.linear(**arguments)
+    expected = reference.linear(**arguments)
     assert found.shape == expected.shape
     assert relative_error(found, expected.double()) <= 1e-2

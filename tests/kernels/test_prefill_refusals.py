@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels import native
-from moelight.kernels.prefill_cpu import cpu_prefill_attention
+from moelight.kernels.attention import cpu_prefill_attention
 from tests.kernels.packed import prompts
 from tests.kernels.paged import relative_error
 

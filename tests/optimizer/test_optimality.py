@@ -14,7 +14,7 @@ from moelight.core.errors import BudgetError
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.infeasible import infeasible_error
+from moelight.optimizer.explain import infeasible_error
 from moelight.optimizer.optimize import policy_of
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import search

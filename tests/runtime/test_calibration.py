@@ -24,11 +24,10 @@ from moelight.core.units import KiB, MiB
 from moelight.kernels import native
 from moelight.profiles.hardware import EFFICIENCY, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
-from moelight.runtime.calibration import disk, layer, links, machine, memory, surfaces, timing
+from moelight.runtime.calibration import disk, machine, memory, surfaces, timing
 from moelight.runtime.calibration.effort import FULL, QUICK, Effort
-from moelight.runtime.calibration.others import Others
 from moelight.runtime.calibration.pool import LEAST_TURNS, Pool
-from moelight.runtime.calibration.timing import Measurement, best_of_rounds, reading_of, sample
+from moelight.runtime.calibration.timing import Measurement, Others, best_of_rounds, reading_of, sample
 from moelight.runtime.machine import Machine, find_machine
 
 CPU = torch.device("cpu")
@@ -159,19 +158,19 @@ def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
 
 def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
     with torch.inference_mode():
-        reading = layer.cost_model(pool)(0.05)
+        reading = surfaces.cost_model(pool)(0.05)
     assert 2e-6 < 1 / reading.rate < 0.05
 
 
 def test_the_arithmetic_of_acts_is_taken_off() -> None:
-    rest = layer._in_turn(lambda: time.sleep(3e-3), lambda: time.sleep(1e-3), 0.05)
+    rest = surfaces._in_turn(lambda: time.sleep(3e-3), lambda: time.sleep(1e-3), 0.05)
     assert len(rest) > 5 and 1e-3 < sorted(rest)[len(rest) // 2] < 2.9e-3
-    assert all(each > 0 for each in layer._in_turn(lambda: None, lambda: time.sleep(1e-3), 0.01))
+    assert all(each > 0 for each in surfaces._in_turn(lambda: None, lambda: time.sleep(1e-3), 0.01))
 
 
 def test_norms_and_sums_are_read_by_the_bytes_an_act_touches(pool: Pool) -> None:
     with torch.inference_mode():
-        points = layer.elementwise_points("cpu_elementwise", pool, (2, 8))
+        points = surfaces.elementwise_points("cpu_elementwise", pool, (2, 8))
         assert list(points) == [("cpu_elementwise", 0, 2 * 2048 * 40), ("cpu_elementwise", 0, 8 * 2048 * 40)]
         assert all(1e5 < gauge(0.01).rate < 1e12 for gauge in points.values())
 
@@ -185,10 +184,10 @@ def test_no_block_is_read_after_its_neighbour_and_each_once() -> None:
 
 def test_transfers_and_launches_with_the_cpu_as_its_own_device() -> None:
     turns = []
-    measurements = links.measure_links(CPU, 64 * KiB, lambda: turns.append(time.sleep(1e-4)))
+    measurements = machine.measure_links(CPU, 64 * KiB, lambda: turns.append(time.sleep(1e-4)))
     assert all(gauge(0.005).rate > 1e3 for gauge in measurements.values())
     assert turns and not [thread for thread in threading.enumerate() if "beside" in thread.name]
-    assert links.launches(CPU)(0.005).rate > 1e3
+    assert machine.launches(CPU)(0.005).rate > 1e3
 
 
 def scratch_files(directory: Path) -> list[Path]:
@@ -341,7 +340,7 @@ def test_others_are_seen_on_every_core_that_a_thread_is_bound_to(
     """Own work on both cores, 0.2 s in all, in a second in which the worker's core was busy throughout."""
     mine, theirs = bound_apart
     clock = SimpleNamespace(perf_counter=lambda: 0.0, process_time=lambda: 0.0)
-    monkeypatch.setattr("moelight.runtime.calibration.others.time", clock)
+    monkeypatch.setattr("moelight.runtime.calibration.timing.time", clock)
     stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
     names = [f"cpu{number}" for number in dict.fromkeys((mine, theirs))]
     stat.write_text("".join(f"{name} 0 0 0 0 0 0 0 0 0 0\n" for name in names))

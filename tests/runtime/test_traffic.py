@@ -21,7 +21,7 @@ from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
 from moelight.runtime.on_demand import PassPages
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import PassShape
-from moelight.scheduler.validate import validate
+from tests.scheduler.validate import validate
 from tests.tiny import save_tiny
 
 HERE = Shares(device=0.25, host=0.5, disk=0.25)

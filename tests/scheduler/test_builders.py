@@ -18,10 +18,9 @@ from moelight.hrm.placement import moved, place
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.profiles.tensor_list import pages
 from moelight.scheduler import SCHEDULES
-from moelight.scheduler.expected import expected_bytes
 from moelight.scheduler.layout import EXPERT_PLACES, Layout, MicroBatchShape, PassShape, layout_of
 from moelight.scheduler.requirements import misfit
-from moelight.scheduler.validate import validate
+from tests.scheduler.validate import expected_bytes, validate
 from tests.shapes import examples, layouts, micro_batches, models, small_policy
 from tests.virtual import VirtualMachine
 

@@ -14,9 +14,9 @@ from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.hrm.task_cost import TaskCost
 from moelight.scheduler import SCHEDULES
-from moelight.scheduler.blocks import loop
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape, layout_of
 from moelight.scheduler.requirements import NEEDS, check_policy
+from moelight.scheduler.schedules import loop
 from moelight.scheduler.simulate import Price, steady_pass
 from tests.shapes import FLOAT32, small_layout, small_model, small_policy
 

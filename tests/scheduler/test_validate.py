@@ -16,7 +16,7 @@ from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
 from moelight.scheduler.requirements import misfit
-from moelight.scheduler.validate import HappensBefore, validate
+from tests.scheduler.validate import HappensBefore, validate
 from tests.shapes import examples, small_layout
 from tests.virtual import VirtualMachine
 

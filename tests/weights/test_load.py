@@ -24,7 +24,7 @@ from moelight.kernels.reads import FileReader, ReadPart
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
-from moelight.weights import extent_reader
+from moelight.weights import load
 from moelight.weights.load import LayerWeights, ModelWeights, PageReader, load_dense, page_files, page_views
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_map import WeightMap, locate
@@ -121,7 +121,7 @@ def test_biases_are_stacked_like_their_matrices(family: str, tmp_path: Path) -> 
 
 
 def test_a_bounce_much_smaller_than_a_tensor_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extent_reader, "BOUNCE_BYTES", 64)
+    monkeypatch.setattr(load, "BOUNCE_BYTES", 64)
     check_all(save_tiny(tmp_path, "mixtral", num_hidden_layers=1), torch.bfloat16)
 
 

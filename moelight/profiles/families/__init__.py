@@ -13,17 +13,17 @@ from moelight.profiles.model import ModelProfile
 FAMILIES: Registry[ModelFamily] = Registry(
     "model_type",
     {
-        "mixtral": "moelight.profiles.families.mixtral:FAMILY",
-        "qwen3_moe": "moelight.profiles.families.qwen_moe:QWEN3_MOE",
-        "olmoe": "moelight.profiles.families.olmoe:FAMILY",
-        "qwen2_moe": "moelight.profiles.families.qwen_moe:QWEN2_MOE",
-        "deepseek": "moelight.profiles.families.deepseek:DEEPSEEK",
-        "deepseek_v2": "moelight.profiles.families.deepseek:DEEPSEEK_V2",
-        "deepseek_v3": "moelight.profiles.families.deepseek:DEEPSEEK_V3",
-        "dbrx": "moelight.profiles.families.dbrx:FAMILY",
-        "gpt_oss": "moelight.profiles.families.gpt_oss:FAMILY",
-        "phimoe": "moelight.profiles.families.phimoe:FAMILY",
-        "glm4_moe": "moelight.profiles.families.glm_moe:GLM4_MOE",
+        "mixtral": "moelight.profiles.families.known:MIXTRAL",
+        "qwen3_moe": "moelight.profiles.families.known:QWEN3_MOE",
+        "olmoe": "moelight.profiles.families.known:OLMOE",
+        "qwen2_moe": "moelight.profiles.families.known:QWEN2_MOE",
+        "deepseek": "moelight.profiles.families.known:DEEPSEEK",
+        "deepseek_v2": "moelight.profiles.families.known:DEEPSEEK_V2",
+        "deepseek_v3": "moelight.profiles.families.known:DEEPSEEK_V3",
+        "dbrx": "moelight.profiles.families.known:DBRX",
+        "gpt_oss": "moelight.profiles.families.known:GPT_OSS",
+        "phimoe": "moelight.profiles.families.known:PHIMOE",
+        "glm4_moe": "moelight.profiles.families.known:GLM4_MOE",
     },
 )
 

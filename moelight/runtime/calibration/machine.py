@@ -5,29 +5,96 @@ Maps measurements to figures of the profile. Does not depend on files or command
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.errors import ConfigError
-from moelight.core.units import MiB, format_bytes
+from moelight.core.units import KiB, MiB, format_bytes
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
-from moelight.runtime.calibration import disk, links, memory, surfaces
+from moelight.runtime.calibration import disk, memory, surfaces
 from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.identity import describe
-from moelight.runtime.calibration.layer import cost_model, elementwise_points
 from moelight.runtime.calibration.pool import SHARE_OF_FREE, Pool
-from moelight.runtime.calibration.timing import DISTURBED_CORES, Measure, Measurement, best_of_rounds, sample
+from moelight.runtime.calibration.surfaces import cost_model, elementwise_points
+from moelight.runtime.calibration.timing import (
+    DISTURBED_CORES,
+    Measure,
+    Measurement,
+    Work,
+    best_of_rounds,
+    finisher,
+    sample,
+)
 from moelight.runtime.machine import Machine
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.weights.torch_dtypes import to_torch
+
+SMALL_BYTES = 4 * KiB
+
+
+def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Measure]:
+    """Measurements of transfers of ``size`` bytes by kind in bytes/s, and of small ``transfers`` per second.
+
+    ``attend`` keeps the CPU busy during ``host_to_device_under_attention``.
+    """
+    finish, crosses = finisher(device), device.type != "cpu"
+    pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
+    plain = torch.zeros(size, dtype=torch.uint8)
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def copy(into: torch.Tensor, source: torch.Tensor, amount: float, seconds: float) -> Measurement:
+        work = partial(into.copy_, source, non_blocking=True)
+        return sample(work, seconds=seconds, amount=amount, finish=finish)
+
+    def copy_beside(seconds: float) -> Measurement:
+        with kept_busy(attend):
+            return copy(there, pinned, size, seconds)
+
+    return {
+        "host_to_device": partial(copy, there, pinned, size),
+        "device_to_host": partial(copy, pinned, there, size),
+        "host_to_device_pageable": partial(copy, there, plain, size),
+        "device_to_host_pageable": partial(copy, plain, there, size),
+        "host_to_device_under_attention": copy_beside,
+        "transfers": partial(copy, there[:SMALL_BYTES], pinned[:SMALL_BYTES], 1.0),
+    }
+
+
+def launches(device: torch.device) -> Measure:
+    """Launches per second of a kernel with next to nothing to do, one after another."""
+    number, finish = torch.zeros(1, device=device), finisher(device)
+    return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
+
+
+@contextlib.contextmanager
+def kept_busy(work: Work) -> Iterator[None]:
+    """Run ``work`` over and over on a thread of its own within the context."""
+    enough = threading.Event()
+
+    def toil() -> None:
+        with torch.inference_mode():
+            while not enough.is_set():
+                work()
+
+    worker = threading.Thread(target=toil, name="moelight-attention-beside", daemon=True)
+    worker.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        worker.join()
+
 
 Say = Callable[[str], None]
 Measures = dict[str | surfaces.Point, tuple[Measure, float]]
@@ -192,8 +259,8 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
     figures: dict[str, Measure] = {
         "tiers.device.bandwidth": memory.reads(pool),
-        "launches": links.launches(device),
-        **links.measure_links(device, min(effort.link_bytes, host.nbytes), attend),
+        "launches": launches(device),
+        **measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
     points = _points("gpu", pool, effort, effort.gpu_rows, effort.gpu_large)
     measurements: Measures = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}

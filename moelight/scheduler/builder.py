@@ -5,18 +5,49 @@ A builder decides only the order of the calls; dependencies, buffers and bytes o
 
 from __future__ import annotations
 
-from moelight.core.schedule import Buffer, Lane, Task, TaskKind
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
-from moelight.scheduler.stream import ALL, PageWriter
-from moelight.scheduler.writer import drop_none
+
+ALL = -1  # the "micro-batch" of a task that serves all micro-batches
 
 
-class LayerWriter(PageWriter):
-    """Writes a schedule. Micro-batches attend layer by layer, first to last."""
+def drop_none(*tasks: int | None) -> tuple[int, ...]:
+    """The positions among ``tasks`` that are not None."""
+    return tuple(task for task in tasks if task is not None)
+
+
+class ScheduleBuilder:
+    """Writes a schedule task by task; methods return task positions. Micro-batches attend layer by layer, in order.
+
+    Page k of the pass is in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own pages into those of the
+    next pass. A slot is refilled only after the last experts of its former layer have read it.
+
+    ``chained``: every task also waits for the one before. Consecutive disk reads wait for the dependencies of the first
+    of them, and the next task waits for all of them.
+    """
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
-        super().__init__(layout, shape, chained=chained)
+        self.layout = layout
+        self.shape = shape
+        self.tasks: list[Task] = []
+        self._chained = chained
+        self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before
+        self._waits_for: tuple[int, ...] = ()
+        self._since: dict[Lane, int] = {}
+        self._buffers: dict[tuple[str, int], Buffer] = {}
+        self._fetched: dict[int, int] = {}
+        self._delivered: dict[int, int] = {}
+        self._last_read: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
+        self._waiting: deque[int] = deque()
+        self._routed: dict[int, int] = {}
+        self._brought: dict[int, int] = {}
+        self._rings: dict[int, tuple[Buffer, ...]] = {}
         self._ready: dict[int, int] = {}
         self._sent_down: dict[int, int] = {}
         self._stored: dict[int, int] = {}
@@ -26,6 +57,240 @@ class LayerWriter(PageWriter):
         self._context_used: dict[int, int] = {}
         self._device_part: dict[int, int] = {}
         self._returning: dict[int, int] = {}
+        lane = Lane.H2D if layout.pages_cross else Lane.DISK
+        for k in range(shape.prefetched):
+            page, slot = self._page_slot(k)
+            taken = [self.buffer("ring", slot)]
+            if layout.stops(k):  # the page may still be in flight from the pinned slot
+                taken.append(self.buffer("pinned", k % layout.pinned_slots))
+            kind = TaskKind.PREFETCHED_PAGE
+            self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
+
+    # ---- tasks
+
+    def buffer(self, space: str, index: int) -> Buffer:
+        """Slot ``index`` of ``space``: one object for all tasks that touch it."""
+        found = self._buffers.get((space, index))
+        if found is None:
+            found = self._buffers[space, index] = Buffer(space=space, index=index)
+        return found
+
+    def barrier(self) -> None:
+        """Make every later task wait for every earlier one: a device-wide synchronisation."""
+        if self._since:
+            self._waits_for = tuple(self._since.values())
+            self._since = {}
+
+    def cross(
+        self, kind: TaskKind, lane: Lane, layer: int, j: int, deps: Sequence[int], size: int, source: str, target: str
+    ) -> int:
+        """Add a transfer of ``size`` bytes of micro-batch ``j`` from buffer ``source`` to ``target``."""
+        return self.add(
+            Task(
+                kind=kind,
+                lane=lane,
+                layer=layer,
+                micro_batch=j,
+                bytes=size,
+                deps=tuple(deps),
+                reads=(self.buffer(source, j),),
+                writes=(self.buffer(target, j),),
+            )
+        )
+
+    def compute(
+        self,
+        kind: TaskKind,
+        layer: int,
+        j: int,
+        deps: Sequence[int],
+        *,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
+        also_reads: tuple[Buffer, ...] = (),
+        lane: Lane | None = None,
+    ) -> int:
+        """Add a task on buffers of micro-batch ``j``, on the compute lane unless ``lane`` is given."""
+        return self.add(
+            Task(
+                kind=kind,
+                lane=lane or self.layout.compute,
+                layer=layer,
+                micro_batch=j,
+                deps=tuple(deps),
+                reads=(*[self.buffer(space, j) for space in reads], *also_reads),
+                writes=tuple([self.buffer(space, j) for space in writes]),
+            )
+        )
+
+    def add(self, task: Task) -> int:
+        """Add ``task`` with the dependencies of the chain and of the last barrier; return its position."""
+        position = len(self.tasks)
+        extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane] if self._waits_for else []
+        if self._chained and self.tasks and task.kind is not TaskKind.PREFETCHED_PAGE:
+            if not self.tasks[-1].lane is task.lane is Lane.DISK:
+                self._link, self._before_link = position, range(self._link, position)
+            extra.extend(self._before_link)
+        if extra:
+            task = replace(task, deps=tuple(dict.fromkeys((*task.deps, *extra))))
+        self.tasks.append(task)
+        self._since[task.lane] = position
+        return position
+
+    # ---- pages
+
+    def layer_pages(self, layer: int) -> range:
+        """The stream positions of ``layer``; ``num_layers`` stands for layer 0 of the next pass."""
+        if layer < self.layout.model.num_layers:
+            return self.layout.layer_pages[layer]
+        if not self.shape.wraps or self.shape.routed_only:
+            return range(0)
+        first, total = self.layout.layer_pages[0], len(self.layout.streamed)
+        return range(first.start + total, first.stop + total)
+
+    def fetch(self, k: int) -> None:
+        """Transfer page ``k`` from its tier to a pinned slot.
+
+        Does nothing where the page needs no pinned slot, or while the slot's former page has not been sent on.
+        """
+        if not self.layout.stops(k) or k in self._fetched or k in self._delivered:
+            return
+        slot, former_k = k % self.layout.pinned_slots, k - self.layout.pinned_slots
+        while former_k >= 0 and not self.layout.stops(former_k):
+            former_k -= self.layout.pinned_slots
+        if former_k >= 0 and former_k not in self._delivered:
+            return
+        page, _ = self._page_slot(k)
+        from_disk = self.layout.from_disk[k % len(self.layout.streamed)]
+        self._fetched[k] = self.add(
+            Task(
+                kind=TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE,
+                lane=Lane.DISK if from_disk else Lane.STAGE,
+                page=page,
+                slot=slot,
+                bytes=self.layout.bytes_at(k),
+                deps=drop_none(self._delivered.get(former_k)),
+                writes=(self.buffer("pinned", slot),),
+            )
+        )
+
+    def deliver(self, k: int) -> None:
+        """Transfer page ``k`` into its ring slot. Where two layers do not fit the ring, the transfer is deferred until
+        the experts that read the slot's former page are written."""
+        if k in self._delivered or k in self._waiting:
+            return
+        former_k = k - self.layout.ring_slots
+        if self._waiting or (former_k >= 0 and not self._is_read(self._layer_of(former_k))):
+            self._waiting.append(k)
+            return
+        self.fetch(k)
+        page, slot = self._page_slot(k)
+        crosses, stops = self.layout.pages_cross, self.layout.stops(k)
+        former = self._last_read.get(self._layer_of(former_k)) if former_k >= 0 else None
+        self._delivered[k] = self.add(
+            Task(
+                kind=TaskKind.SEND_PAGE if crosses else TaskKind.READ_PAGE,
+                lane=Lane.H2D if crosses else Lane.DISK,
+                page=page,
+                slot=slot,
+                bytes=self.layout.bytes_at(k),
+                deps=drop_none(self._fetched.get(k) if stops else None, former),
+                reads=(self.buffer("pinned", k % self.layout.pinned_slots),) if stops else (),
+                writes=(self.buffer("ring", slot),),
+            )
+        )
+
+    def deliver_layer(self, layer: int) -> None:
+        """Deliver all pages of ``layer`` as one block."""
+        for page in self.layer_pages(layer):
+            self.deliver(page)
+
+    def transfer_chosen(self, layer: int) -> None:
+        """Transfer the offloaded pages that the routers of ``layer`` chose, in one task per lane that they pass."""
+        prefetched = tuple(self._delivered[k] for k in range(self.shape.prefetched))
+        routed = self._routed[layer]
+        for lane in self.layout.page_lanes:
+            first = lane is self.layout.page_lanes[0]
+            self._brought[layer] = self.add(
+                Task(
+                    kind=TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS,
+                    lane=lane,
+                    layer=layer,
+                    bytes=self.layout.most_chosen_bytes(layer, lane),
+                    deps=(routed, *prefetched) if first else (self._brought[layer],),
+                    reads=() if first else (self.buffer("chosen_pinned", layer),),
+                    writes=(self._chosen_buffer(layer, lane),),
+                )
+            )
+
+    def prefetch_predicted(self, layer: int, after: int) -> None:
+        """Begin to fetch the predicted pages of ``layer`` once ``after`` is done.
+
+        No task depends on this one; an expert that needs one of its pages waits for that page's transfer.
+        """
+        lane = self.layout.page_lanes[-1]
+        kind = TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD
+        self.add(Task(kind=kind, lane=lane, layer=layer, deps=(after,)))
+
+    def fetch_layer(self, layer: int) -> None:
+        """`fetch` as many first pages of ``layer`` as there are pinned slots."""
+        if layer <= self.layout.model.num_layers:
+            for page in self.layer_pages(layer)[: self.layout.pinned_slots]:
+                self.fetch(page)
+
+    def ring(self, layer: int) -> tuple[Buffer, ...]:
+        """The slots of transferred pages that the experts of ``layer`` read."""
+        if self.shape.routed_only:
+            return (self.buffer("chosen", layer),) if layer in self._brought else ()
+        if layer not in self._rings:  # every micro-batch reads all of the slots
+            slots = self.layout.ring_slots
+            self._rings[layer] = tuple([self.buffer("ring", k % slots) for k in self.layer_pages(layer)])
+        return self._rings[layer]
+
+    def arrived(self, layer: int) -> tuple[int, ...]:
+        """The task that the experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last
+        arrival implies all others."""
+        if self.shape.routed_only:
+            return drop_none(self._brought.get(layer))
+        mine = self.layer_pages(layer)
+        return (self._delivered[mine[-1]],) if mine else ()
+
+    def read_ring(self, layer: int, task: int) -> None:
+        """Record that ``task`` read the slots of ``layer``, and deliver the pages that were deferred until then."""
+        self._last_read[layer] = task
+        micro_batches = self.tasks[task].micro_batch == ALL
+        self._reads[layer] = len(self.shape.micro_batches) if micro_batches else self._reads.get(layer, 0) + 1
+        if self._waiting and self._is_read(layer):
+            waiting, self._waiting = self._waiting, deque()
+            for k in waiting:
+                self.deliver(k)
+
+    def _is_read(self, layer: int) -> bool:
+        """True if all experts of ``layer`` of this pass are written."""
+        return self._reads.get(layer, 0) >= len(self.shape.micro_batches)
+
+    def finish(self, builder: str) -> Schedule:
+        """The finished schedule."""
+        total = len(self.layout.streamed)
+        ahead = sorted(k for k in self._delivered if k >= total)
+        return Schedule(
+            builder=builder,
+            tasks=tuple(self.tasks),
+            stream_advance=total,
+            prefetched_next=tuple(self._delivered[k] for k in ahead),
+        )
+
+    def _page_slot(self, k: int) -> tuple[Page, int]:
+        return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
+
+    def _chosen_buffer(self, layer: int, lane: Lane) -> Buffer:
+        """The buffer of the chosen experts of ``layer`` after ``lane``."""
+        return Buffer(space="chosen" if lane is self.layout.page_lanes[-1] else "chosen_pinned", index=layer)
+
+    def _layer_of(self, k: int) -> int:
+        return self.layout.streamed[k % len(self.layout.streamed)].layer
+
+    # ---- layers
 
     @property
     def count(self) -> int:
