@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNTIME := $(VENV)/.runtime
 CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
 INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 
@@ -14,12 +15,23 @@ help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 # The constraints also bind what the build itself fetches. Installed editable: only the extension needs making anew.
-$(STAMP): $(INPUTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@
+# Running needs the package and its dependencies alone; tests and checks add the rest. A failure shows pip's output.
+define install
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'installing $(1) into $(VENV) (log: $(VENV)/install.log)'
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --editable '$(1)' \
+	  > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
+	@touch $@
+endef
 
-demo: $(STAMP)  ## run the bundled model on examples/prompts.jsonl, prompts beside completions
+$(RUNTIME): $(INPUTS)
+	$(call install,.)
+
+$(STAMP): $(INPUTS)
+	$(call install,.[dev])
+	@touch $(RUNTIME)
+
+demo: $(RUNTIME)  ## run the bundled model on examples/prompts.jsonl, prompts beside completions
 	$(BIN)/moelight generate examples/prompts.jsonl --show
 
 # Processes, not `auto`: that is the cores of the machine, of which a container may have few. `-n 0` in ARGS: in this one.

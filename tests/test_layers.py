@@ -37,7 +37,7 @@ TORCH_FREE = 3  # the highest layer that imports none of these
 TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
 # Modules without code, and the package's interface, which imports nothing by itself.
 NO_PACKAGE = {"__init__.py", "__main__.py"}
-MOST_LINES = 60  # of a function
+MOST_LINES = 60  # of the body of a function
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")
 
 
@@ -113,7 +113,8 @@ def test_no_modules_import_each_other() -> None:
     for name, path in names.items():
         free = typing_only(path)
         wanted = {imported for line, imported in imports(path) if line not in free}
-        graph[name] = {each for each in names if each in wanted or each in {w.rpartition(".")[0] for w in wanted}}
+        modules_of = wanted | {each.rpartition(".")[0] for each in wanted}
+        graph[name] = modules_of & names.keys() - {name}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -148,14 +149,16 @@ def test_a_public_function_name_means_one_thing() -> None:
     assert not {name: places for name, places in shared.items() if any(not p.startswith("kernels/") for p in places)}
 
 
-def test_no_function_is_longer_than_a_page() -> None:
-    found = {
-        f"{path.relative_to(PACKAGE)}: {node.name}": lines
-        for path in modules()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
-    }
+def test_no_function_body_is_longer_than_a_page() -> None:
+    """Signature and docstring apart: an option or an argument is a line of its own."""
+    found = {}
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+                lines = (node.end_lineno or 0) - body[0].lineno + 1
+                if lines > MOST_LINES:
+                    found[f"{path.relative_to(PACKAGE)}: {node.name}"] = lines
     assert not found
 
 
@@ -173,8 +176,8 @@ def test_no_function_is_longer_than_a_page() -> None:
         ("hrm/a.py", "def f():\n    import torch.nn", True),
         ("hrm/a.py", "if TYPE_CHECKING:\n    import torch", False),
         ("hrm/a.py", "if TYPE_CHECKING:\n    from moelight.models import decoder", True),
-        ("observe/a.py", "from moelight.scheduler import serial", True),
-        ("optimizer/a.py", "from moelight.scheduler import serial", False),
+        ("observe/a.py", "from moelight.scheduler import schedules", True),
+        ("optimizer/a.py", "from moelight.scheduler import schedules", False),
         ("scheduler/a.py", "from moelight.optimizer import plan", True),
         ("lang/a.py", "from moelight import experts", False),
         ("experts/a.py", "from moelight import lang", True),

@@ -149,5 +149,5 @@ def told(place: OutputPath) -> Iterator[None]:
 
 def failed(error: OSError, place: OutputPath) -> InputError:
     """Return the one-line error of a write to ``place`` that the system refused."""
-    kept = "; every row that was on the disk is kept: mend that, and the same command goes on from there"
+    kept = "; every row that was on the disk is kept: put that right, and the same command goes on from there"
     return refused_write(error, str(place), kept=kept)

@@ -401,7 +401,7 @@ class MetricsFile(Progress):
         yield _gauge("moelight_peak_resident_memory_bytes", "The largest resident set of the process.", peak)
         for name in ("hits", "misses"):
             if name in self._experts:
-                help_ = f"Experts asked for that were {'near' if name == 'hits' else 'not near'}."
+                help_ = f"Routed experts that were {'resident' if name == 'hits' else 'offloaded'}."
                 yield _counter(f"moelight_expert_cache_{name}_total", help_, int(self._experts[name]))
 
 

@@ -97,7 +97,7 @@ BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a pass;
 MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences in a micro-batch; planned if not given.")]
 Schedule = Annotated[
     str | None,
-    typer.Option(help="The order of work: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."),
+    typer.Option(help="The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."),
 ]
 PolicyFile = Annotated[
     Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
@@ -127,7 +127,7 @@ ExpertPolicy = Annotated[
     str | None,
     typer.Option(
         metavar="FILE.moe|static|default",
-        help="Which experts stay near and which are fetched ahead in small passes; static: those that the plan placed.",
+        help="Which experts stay resident and which are prefetched in on-demand passes; static: those of the plan.",
     ),
 ]
 ExpertProfile = Annotated[
@@ -138,10 +138,10 @@ SaveExpertProfile = Annotated[
 ]
 RoutingTrace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.jsonl", help="Write who was routed where, for policy replay and tune."),
+    typer.Option(metavar="FILE.jsonl", help="Write the routed experts of each pass, for policy replay and tune."),
 ]
 ExpertStats = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Write hits, misses, guesses and stalls, layer by layer.")
+    Path | None, typer.Option(metavar="FILE.json", help="Write hits, misses, predictions and stalls, layer by layer.")
 ]
 
 

@@ -48,7 +48,7 @@ _Policy = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Run thi
 _Hw = Annotated[str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine to plan for.")]
 _Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, xpu, or twin.")]
 _ExpertPolicy = Annotated[
-    str | None, typer.Option(metavar="FILE.moe|static|default", help="Which experts stay near in small passes.")
+    str | None, typer.Option(metavar="FILE.moe|static|default", help="Which experts stay resident in on-demand passes.")
 ]
 
 

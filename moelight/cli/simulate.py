@@ -20,7 +20,7 @@ ALL = "all"
 _MOST_BARS = 250
 
 _Schedule = Annotated[
-    str | None, typer.Option("--schedule", metavar="NAME|all", help="The order of work; the policy's if not given.")
+    str | None, typer.Option("--schedule", metavar="NAME|all", help="The schedule; the policy's if not given.")
 ]
 _Passes = Annotated[int, typer.Option("--passes", min=1, max=1000, help="Decode passes, one after another.")]
 _Trace = Annotated[

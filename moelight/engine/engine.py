@@ -424,7 +424,9 @@ class Engine:
                 `ExpertOptions.record` counts in that case too.
         """
         if self._experts is None:
-            raise ConfigError(f"{path}: nobody counted who was chosen; open the engine with ExpertOptions(record=True)")
+            raise ConfigError(
+                f"{path}: routed experts were not recorded; open the engine with ExpertOptions(record=True)"
+            )
         save_profile(self._experts.residency.profile(), path)
 
     @property

@@ -173,14 +173,14 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
     if policy.host_pages != "auto":
         return policy, "the policy says so"
     if not place(model, policy).on("host") or policy.ffn_device == "cpu":
-        return staged("no expert crosses from a home in host memory")
+        return staged("no expert page is transferred from host memory")
     if machine.twin or not locks_in_place(machine.device.type):
         return staged(f"{'a twin' if machine.twin else machine.device.type} locks no memory in place")
     pinned = replace(policy, host_pages="pinned")
     need, there = footprint(model, pinned, dtype=dtype, kv_dtype=dtype).total("host"), memory_limit_bytes()
     if need > FREE_SHARE * there:
         return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
-    return pinned, "memory is locked in place, so experts cross from their homes"
+    return pinned, "memory is locked in place, so expert pages are transferred directly"
 
 
 def choose_residents(
@@ -208,7 +208,7 @@ def resolve_residents(
         return static("the policy says so")
     placement = place(model, policy)
     if not placement.streamed or not placement.resident:
-        return static("every expert is resident" if placement.resident else "no expert stays resident")
+        return static("every expert is resident" if placement.resident else "no expert is resident")
     if policy.schedule not in ON_DEMAND_SCHEDULES:
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
@@ -221,7 +221,7 @@ def resolve_residents(
         need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)
         if need > max(limit, before.total(tier)):
             return static(f"copies of the experts on the device take {format_bytes(need)} of {tier} memory")
-    return fitting, "small passes exchange experts that are resident for those that are asked for"
+    return fitting, "on-demand passes exchange resident experts for routed ones"
 
 
 def decodes_on_demand(model: ModelProfile, policy: Policy) -> bool:

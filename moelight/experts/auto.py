@@ -26,10 +26,10 @@ from moelight.profiles.model import ModelProfile
 
 KV_TOKENS = 1024  # KV cache tokens of a sequence of unknown length, as in `Policy`
 _WHY_EVICTION = {
-    "lru": "who was not asked for longest leaves: on recorded traces no fixed order of the others was faster for all",
-    "slru": "who was asked for twice is kept from those that were once; of these, the least asked for leave first",
-    "reuse": "who is least likely to be asked for at the layer's next visit leaves, learned as the job runs; a missing "
-    "expert that is less likely still passes through without a place",
+    "lru": "the least recently used expert is evicted: on recorded traces no other fixed order was faster for all",
+    "slru": "experts used twice are protected from those used once; of these, the least used are evicted first",
+    "reuse": "the expert least likely to be used at the layer's next visit is evicted, learned as the job runs; a "
+    "missing expert that is less likely still passes through without a slot",
 }
 
 
@@ -187,7 +187,7 @@ def _why_capacity(model: ModelProfile, plan: SlotPlan, batch_size: int) -> str:
     if met > 2 * active:
         rule = f"recommended are {each:g} a layer, as many as {batch_size} tokens are expected to meet"
     if plan.slots >= layers * experts:
-        return f"all {layers * experts:,} have room, so that nobody ever leaves; {rule}"
+        return f"all {layers * experts:,} have a slot, so that none is ever evicted; {rule}"
     verdict = "below that, so expect many misses" if plan.status is Status.BELOW_RECOMMENDED else "enough"
     return f"room for {plan.slots:,} of {layers * experts:,}, {plan.slots / layers:.1f} a layer; {rule}: {verdict}"
 

@@ -289,9 +289,9 @@ class Replay:
 
 def _notes(policy: ExpertPolicy, may_compute: bool) -> Iterator[str]:
     if policy.prefetch.strategy == "next_router":
-        yield "next_router guesses from hidden states, which a trace does not hold; here it guesses nothing"
+        yield "next_router predicts from hidden states, which a trace does not hold; here it predicts nothing"
     if policy.cache.profile is not None:
-        yield f"profile {policy.cache.profile!r} is not read; every replay begins with no expert near"
+        yield f"profile {policy.cache.profile!r} is not read; every replay begins with no resident expert"
     if policy.schedule.mode != "gpu_only" and not may_compute:
         yield f"{policy.schedule.mode} needs a GPU's --hw (and --model) to decide by; here every miss is fetched"
 

@@ -406,8 +406,8 @@ def _stats(attachment: Attachment) -> dict[str, Any]:
             "streamed": moved.streamed,
         },
         "experts": pager.residency.stats({"link": moved.stall_s}),
-        "near_bytes": attachment.resident_bytes,
-        "away_bytes": attachment.offloaded_bytes,
+        "resident_bytes": attachment.resident_bytes,
+        "offloaded_bytes": attachment.offloaded_bytes,
     }
 
 

@@ -87,7 +87,7 @@ def _threshold(policy: ExpertPolicy) -> str:
 _KEYS: Mapping[Place, str | Callable[[ExpertPolicy], str]] = {
     ("cache", "capacity"): _capacity,
     ("cache", "eviction"): _eviction,
-    ("cache", "pin"): lambda p: f"{len(p.cache.pin)} experts of every layer never leave, as far as there is room",
+    ("cache", "pin"): lambda p: f"{len(p.cache.pin)} experts of every layer are never evicted, as far as there is room",
     ("cache", "frequency_decay"): "for lfu, uses fade to {:g} of their weight, again and again",
     ("cache", "freq_threshold"): "for frequency_threshold, the share of recent accesses that lets an expert stay: {:g}",
     ("cache", "freq_window"): "for frequency_threshold, recent means the last {} accesses",

@@ -84,7 +84,7 @@ def _together(policy: ExpertPolicy) -> Iterator[BrokenRule]:
     cache, prefetch, schedule, layers = policy.cache, policy.prefetch, policy.schedule, policy.per_layer
     strategy = ("prefetch", "strategy")
     if prefetch.strategy != "none" and cache.capacity.unit == "slots" and prefetch.budget > cache.capacity.value:
-        message = f"budget is {prefetch.budget}, and capacity is {cache.capacity.value:g}; guesses must have room"
+        message = f"budget is {prefetch.budget}, and capacity is {cache.capacity.value:g}; predictions must have room"
         yield BrokenRule(code="V10", message=message, places=(("prefetch", "budget"), strategy, ("cache", "capacity")))
     if schedule.mode == "hybrid" and not schedule.overlap:
         message = "mode = hybrid computes while experts are fetched: overlap must be true"

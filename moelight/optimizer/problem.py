@@ -244,7 +244,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
         )
     if not found:
         named = " and ".join(f"--fix {key}={value}" for key, value in fixed.items() if key in _DEVICE_KEYS)
-        raise ConfigError(f"{named} contradict each other: no devices and order of work here have them all")
+        raise ConfigError(f"{named} contradict each other: no devices and schedule here have them all")
 
 
 def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:

@@ -49,7 +49,7 @@ MEASURED = {
     "host_to_device_under_attention": Figure(unit=BYTES_PER_S, says="a pinned transfer while the CPU attends"),
     "disk_direct": Figure(unit=BYTES_PER_S, says="several readers past the page cache"),
     "disk_cached": Figure(unit=BYTES_PER_S, says="a read that the page cache serves"),
-    "cpu_task": Figure(unit=SECONDS, says="one act of a micro-batch on the CPU beside its arithmetic"),
+    "cpu_task": Figure(unit=SECONDS, says="one layer phase of a micro-batch on the CPU beside its arithmetic"),
     "gpu_launch": Figure(unit=SECONDS, says="one kernel launch"),
     "transfer": Figure(unit=SECONDS, says="one transfer beside its bytes"),
     "cpu_under_disk": Figure(unit=SHARE, says="of its speed the CPU keeps while the disk lane reads at full rate"),

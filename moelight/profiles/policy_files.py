@@ -39,7 +39,7 @@ _WORDS = (
 _COMMENT_WIDTH = 100
 _NOTE_COLUMN = 32
 _NOTES = {
-    "batch_size": "N, the most sequences alive in one pass",
+    "batch_size": "N, the most sequences running in one pass",
     "micro_batch_size": "μ, the most sequences in one micro-batch",
     "num_micro_batches": "N / μ, rounded up; follows from the two",
     "micro_batch_tokens": "the most tokens in one micro-batch; longer prompts are cut",
@@ -48,14 +48,14 @@ _NOTES = {
     "kv_block_size": "tokens in one block of the KV cache",
     "attention_device": "where decoding sequences attend: cpu or gpu",
     "ffn_device": "where experts are computed: cpu, gpu or split",
-    "weights": "where expert weights are at home, as shares that sum to 1",
+    "weights": "the tiers of expert weights, as shares that sum to 1",
     "cpu_experts": "share of the expert weights that the CPU computes in place (split only)",
-    "kv": "where keys and values are at home, as shares that sum to 1",
-    "schedule": "the order of work",
+    "kv": "the tiers of keys and values, as shares that sum to 1",
+    "schedule": "the schedule",
     "look_ahead": "micro-batches that attend ahead of the experts",
     "admission": "refill: places are refilled at once; static: batch by batch",
-    "host_pages": "auto, pinned (experts cross from their home) or staged (copied first)",
-    "residents": "auto, static (experts near stay near) or learned (small passes exchange them)",
+    "host_pages": "auto, pinned (transferred directly) or staged (copied first)",
+    "residents": "auto, static (resident experts stay) or learned (on-demand passes exchange them)",
     "gpus": "GPUs that share each layer; generate uses one",
 }
 

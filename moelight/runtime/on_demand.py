@@ -152,7 +152,7 @@ class LayerDemand:
 
 
 @dataclass(slots=True)
-class _Prefetch:
+class _PredictedPage:
     """A page that was prefetched into page ``ring`` of the ring because a predictor named it."""
 
     page: Page
@@ -185,7 +185,7 @@ class Pager:
         self.store, self.residency = store, residency
         self.start_page, self.num_experts, self.leave = start_page, store.table.shape[1], leave
         self.remembers = remembers
-        self.predictions: list[_Prefetch] = []
+        self.predictions: list[_PredictedPage] = []
         self.prefetched: dict[Page, int] = {}
         self.transfer_stats = TransferStats()
         self.free_slots = FreeSlots()
@@ -324,7 +324,7 @@ class OnDemandPass:
                     store.ring_pages[ring].copy_(far, non_blocking=True)
                 else:
                     arriving = pager.start_page(page, store.ring_pages[ring], 0)
-                pager.predictions.append(_Prefetch(page, ring, arriving, time.perf_counter()))
+                pager.predictions.append(_PredictedPage(page, ring, arriving, time.perf_counter()))
                 moved += store.page_bytes
                 pager.transfer_stats.ahead_pages += 1
             self._ahead[layer] = moved

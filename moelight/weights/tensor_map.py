@@ -45,7 +45,7 @@ class AuditErrors:
         }.get(part, f"model_type {model.model_type}")
         self.found.append(
             f"{self._listing}: tensor {name!r} {list(shape)} is missing, but config.json asks for it ({reason}, "
-            f"num_hidden_layers {model.num_layers}); mend config.json or fetch the whole checkpoint"
+            f"num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
         )
 
     def wrong_shape(self, part: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -193,7 +193,7 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
         if count > most:
             raise CheckpointError(
                 f"{checkpoint.listing}: holds {len(tensors)} tensors, too few for {key} {count} of config.json; "
-                "mend config.json or fetch the whole checkpoint"
+                "correct config.json or fetch the whole checkpoint"
             )
 
 

@@ -68,7 +68,7 @@ def test_no_such_model_is_refused() -> None:
 def test_a_big_machine_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     there = topology(16, nodes=2, siblings=2)
     monkeypatch.setattr(doctor, "read_topology", lambda: there)
-    monkeypatch.setattr(doctor, "refusal", lambda: None)
+    monkeypatch.setattr(doctor, "why_not_placed", lambda: None)
     found = machine_facts(16, [PciSlot(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
     weights = found["numa"]["placement"]["for_bytes"]
     lines = [f"{name}: {said}" for name, said in machine_lines(json.loads(json.dumps(found)))]

@@ -44,18 +44,18 @@ def imported(*arguments: str) -> set[str]:
     return {name.removeprefix("moelight.") for name in names}
 
 
-PROGRAM = {"cli", "cli.main", "cli.commands", "cli.streams", "core", "core.errors"}
+PROGRAM = {"cli", "cli.main", "core", "core.errors"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
 def test_help_imports_no_command(arguments: list[str]) -> None:
-    """What help costs is the interpreter and typer: of ours it loads three files and the tree of errors."""
+    """What help costs is the interpreter and typer: of the package it loads one file and the errors."""
     assert imported(*arguments) == PROGRAM
 
 
 def test_a_command_imports_its_own_files() -> None:
     found = imported("roofline", "--help")
-    assert found - PROGRAM == {"cli.roofline", "cli.question", "core.units"}
+    assert found - PROGRAM == {"cli.roofline", "cli.planning_options", "core.units"}
 
 
 def test_help_says_what_the_commands_say() -> None:

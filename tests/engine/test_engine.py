@@ -305,10 +305,10 @@ def test_homes_are_pinned_where_the_machine_locks_memory(model: Path, monkeypatc
         return found.host_pages, why
 
     monkeypatch.setattr(planning, "locks_in_place", lambda kind: kind == "cuda")
-    assert decided(policy) == ("pinned", "memory is locked in place, so experts cross from their homes")
+    assert decided(policy) == ("pinned", "memory is locked in place, so expert pages are transferred directly")
     assert decided(policy, twin) == ("staged", "a twin locks no memory in place")
     assert decided(policy, replace(cuda, device=torch.device("xpu", 0)))[0] == "staged"
-    assert decided(replace(policy, weights=Shares(disk=1.0)))[1] == "no expert crosses from a home in host memory"
+    assert decided(replace(policy, weights=Shares(disk=1.0)))[1] == "no expert page is transferred from host memory"
     assert decided(replace(policy, host_pages="staged")) == ("staged", "the policy says so")
     monkeypatch.setattr(planning, "memory_limit_bytes", lambda: 1 << 20)
     assert decided(policy)[0] == "staged" and "too much to lock" in decided(policy)[1]
@@ -343,7 +343,7 @@ def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
         assert engine.plan is not None
         assert engine.policy.batch_size == 3
         assert engine.policy == replace(engine.plan.policy, host_pages="staged", residents="static")
-        assert engine.residents_reason == "every expert is near"
+        assert engine.residents_reason == "every expert is resident"
         assert engine.plan.use_of("host").total_bytes <= 300 << 20
         assert engine.generate([[BOS, 65]], EIGHT)[0].completion_tokens == 8
 

@@ -33,21 +33,21 @@ def here(resident: int, **changes: object) -> Policy:
     ("policy", "wanted", "why"),
     [
         (here(4, residents="static"), True, "the policy says so"),
-        (here(16), True, "every expert is near"),
-        (here(0), True, "no expert stays near"),
+        (here(16), True, "every expert is resident"),
+        (here(0), True, "no expert is resident"),
         (here(4, schedule="flexgen"), True, "flexgen moves every expert in every pass"),
         (here(12, batch_size=12), False, "the ring beside the experts holds less than a layer"),
-        (here(1, batch_size=1), True, "small passes"),
-        (here(4, batch_size=12), False, "small passes"),
-        (here(12, batch_size=12), True, "small passes"),
-        (here(12, batch_size=1), False, "small passes"),
-        (here(12, batch_size=12, residents="learned"), False, "small passes"),
+        (here(1, batch_size=1), True, "on-demand passes"),
+        (here(4, batch_size=12), False, "on-demand passes"),
+        (here(12, batch_size=12), True, "on-demand passes"),
+        (here(12, batch_size=1), False, "on-demand passes"),
+        (here(12, batch_size=12, residents="learned"), False, "on-demand passes"),
     ],
 )
 def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
     found, said = resolved(policy, wanted=wanted)
     assert said.startswith(why)
-    assert found.residents == ("learned" if why == "small passes" else "static")
+    assert found.residents == ("learned" if why == "on-demand passes" else "static")
     if found.residents == "static":
         assert found == replace(policy, residents="static")
 

@@ -325,7 +325,7 @@ def test_stats_are_plain_and_add_up(qwen: PreTrainedModel) -> None:
     cache, placement = found["policy"]["cache"], found["placement"]
     assert found["policy"]["name"] == "small"
     assert cache["hit_rate"] == cache["hits"] / (cache["hits"] + cache["misses"])
-    assert placement["bytes"] == placement["transfers"] * found["near_bytes"] // (16 + 4)
+    assert placement["bytes"] == placement["transfers"] * found["resident_bytes"] // (16 + 4)
     assert placement["transfer_s"] > 0
     assert found["experts"]["cache"]["residents"] <= found["experts"]["cache"]["capacity"] == 16
 

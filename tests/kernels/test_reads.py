@@ -323,17 +323,17 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import torch
 from moelight.kernels import native
-from moelight.kernels.reads import FileReader, Part
+from moelight.kernels.reads import FileReader, ReadPart
 if {reads!r} == "python":
-    native.module = lambda: None
+    native.extension = lambda: None
 file = Path({str(file)!r})
 reader = FileReader([file])
 dest = torch.empty({MIB}, dtype=torch.uint8)
-reader.submit([Part(file, 0, dest)]).wait()
-ticket = reader.submit([Part(file, 0, dest)])
+reader.submit([ReadPart(file, 0, dest)]).wait()
+ticket = reader.submit([ReadPart(file, 0, dest)])
 child = os.fork()
 if not child:
-    for call in (lambda: reader.submit([Part(file, 0, dest)]), reader.counts):
+    for call in (lambda: reader.submit([ReadPart(file, 0, dest)]), reader.counts):
         try:
             call()
         except RuntimeError:
@@ -343,12 +343,12 @@ if not child:
     reader.close()
     del reader, ticket
     own = FileReader([file])
-    own.submit([Part(file, 0, dest)]).wait()
+    own.submit([ReadPart(file, 0, dest)]).wait()
     sys.exit(7)
 ticket.wait()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 left_open = FileReader([file])
-left_open.submit([Part(file, 0, dest)] * 20, print)
+left_open.submit([ReadPart(file, 0, dest)] * 20, print)
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=100, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "None\n")

@@ -73,7 +73,7 @@ def test_the_text_is_for_people_too(tmp_path: Path) -> None:
     text = policy_text(SPLIT, comments=["word " * 60, "line\nbreak\x1b[31m"])
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert max(map(len, head)) <= 102 and "# line break [31m" in head
-    assert "# N, the most sequences alive in one pass" in text
+    assert "# N, the most sequences running in one pass" in text
     assert yaml.safe_load(text)["num_micro_batches"] == 16
     assert max(map(len, text.splitlines())) <= 120
 

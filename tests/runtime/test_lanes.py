@@ -345,25 +345,25 @@ def test_spans_of_streams_are_on_the_hosts_clock() -> None:
 @pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
 @pytest.mark.parametrize("device", [False, True])
 def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lane that computes works on its own gang, a twin's all on one; every gang is closed."""
+    """Each lane that computes works on its own thread team, lanes of the emulated device on one; every team is closed."""
     here, closed = threading.local(), []
 
     class Noted(ThreadTeam):
         @contextmanager
         def working(self) -> Iterator[None]:
-            before, here.team = getattr(here, "gang", None), self
+            before, here.team = getattr(here, "team", None), self
             yield
             here.team = before
 
         def close(self) -> None:
             closed.append(self)
 
-    monkeypatch.setattr(machine_room, "Gang", Noted)
+    monkeypatch.setattr(machine_room, "ThreadTeam", Noted)
     demands = Demands(device=device, stages=device)
     shares = share_cores(topology(8), demands, at_most=6)
     lanes, seen = open_lanes(TWIN, kind, shares), {}
     for lane, runner in lanes.items():
-        runner.submit(lambda lane=lane: seen.update({lane: getattr(here, "gang", None)}), ()).wait()  # type: ignore[misc]
+        runner.submit(lambda lane=lane: seen.update({lane: getattr(here, "team", None)}), ()).wait()  # type: ignore[misc]
     for runner in lanes.values():
         runner.close()
     sizes = {lane: team.threads for lane, team in seen.items() if team is not None}
@@ -373,10 +373,10 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
         assert sizes == dict.fromkeys(set(Lane) - {Lane.DISK}, 6)
         assert len({id(team) for team in seen.values() if team is not None}) == 1
     assert {id(team) for team in closed} == {id(team) for team in seen.values() if team is not None}
-    assert getattr(here, "gang", None) is None
+    assert getattr(here, "team", None) is None
 
 
-def test_a_lanes_own_thread_stays_on_the_cores_of_its_gang() -> None:
+def test_a_lanes_own_thread_stays_on_the_cores_of_its_team() -> None:
     mine = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
     lane = ThreadLane("near", ThreadTeam(1, [[mine[-1]]]))

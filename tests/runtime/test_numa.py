@@ -137,7 +137,7 @@ def test_what_is_asked_for_is_all_host_memory(monkeypatch: pytest.MonkeyPatch) -
     )
     machine.allocate_for(machine.find_machine("cpu"), footprint)
     machine.allocate_for(machine.find_machine("twin"), footprint)
-    monkeypatch.setattr(machine, "plug_of", lambda _: None)
+    monkeypatch.setattr(machine, "pci_slot_of", lambda _: None)
     monkeypatch.setattr(machine, "allocate", lambda *_, **__: {"kv": torch.empty(0)})
     machine.allocate_for(machine.Machine(device=torch.device("meta"), discrete=True), footprint)
     assert asked == [110, 110, 10]
