@@ -345,7 +345,7 @@ def test_spans_of_streams_are_on_the_hosts_clock() -> None:
 @pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
 @pytest.mark.parametrize("device", [False, True])
 def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lane that computes works on its own thread team, lanes of the emulated device on one; every team is closed."""
+    """Each lane that computes has its own thread team, those of the emulated device one; every team is closed."""
     here, closed = threading.local(), []
 
     class Noted(ThreadTeam):
