@@ -38,6 +38,34 @@ TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvisio
 # Modules without code, and the package's interface, which imports nothing by itself.
 NO_PACKAGE = {"__init__.py", "__main__.py"}
 MOST_LINES = 60  # of the body of a function
+# Modules that only one module of their own package imports, and why they are files of their own.
+SINGLE_IMPORTER = {
+    "batch.columns": "a row format of the registry",
+    "batch.journal": "the durable output, beside the one over pipes",
+    "batch.openai": "a row format of the registry",
+    "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",
+    "batch.status": "status and metrics files, which other programs read",
+    "cli.job_display": "rich output, imported only where something is shown",
+    "engine.adaptation": "off by a switch",
+    "engine.grammars": "also a process of its own, which a grammar may end",
+    "engine.sampling": "tensor code, no state of sequences",
+    "engine.sandbox": "the security boundary of chat templates",
+    "experts.adapt": "rules of the language, independent of caches",
+    "integrations.paged_modules": "modules that transformers calls",
+    "optimizer.cache": "plans on disk",
+    "optimizer.milp": "the only module that depends on HiGHS",
+    "optimizer.paper": "the published planner",
+    "profiles.families.known": "families as data",
+    "runtime.calibration.disk": "one kind of measurement",
+    "runtime.calibration.surfaces": "one kind of measurement",
+    "runtime.emulated_device": "a device without hardware",
+    "scheduler.schedules": "the builders of the registry",
+    "serve.app": "routes, independent of the server",
+    "serve.child_process": "the program of a process of its own",
+    "serve.files": "the Files API and its upload parser",
+    "serve.worker": "the life of a batch, independent of HTTP",
+    "weights.safetensors": "one file format",
+}
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")
 
 
@@ -119,6 +147,31 @@ def test_no_modules_import_each_other() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def importers() -> dict[str, set[str]]:
+    """For each module, below the package's root, the modules that import it, types included."""
+    names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in modules()}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for path in modules():
+        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for _, imported in imports(path):
+            name = imported.removeprefix("moelight.")
+            name = name if name in names else name.rpartition(".")[0]
+            if imported.startswith("moelight.") and name in names and name != own:
+                found[name].add(own)
+    return found
+
+
+def test_a_module_for_a_single_importer_has_a_reason() -> None:
+    """Modules that only one module of their own package imports are these; another one joins its importer."""
+    single = {
+        name
+        for name, others in importers().items()
+        if len(others) == 1 and name.count(".") and name.split(".")[0] == next(iter(others)).split(".")[0]
+    }
+    assert single == SINGLE_IMPORTER.keys()
+    assert len(SINGLE_IMPORTER) <= 25
 
 
 def test_every_package_and_module_has_a_docstring() -> None:

@@ -64,7 +64,7 @@ def test_no_pass_waits_for_the_host(model: Path, monkeypatch: pytest.MonkeyPatch
         return land(self, *args)
 
     monkeypatch.setattr(PassRunner, "launch", launching)
-    monkeypatch.setattr(PassRunner, "collect", collecting)
+    monkeypatch.setattr(PassRunner, "land", collecting)
     with Engine(policy(model), device="twin") as engine:
         engine.generate(PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True))
         passes = engine.stats.passes
