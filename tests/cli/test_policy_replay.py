@@ -63,7 +63,7 @@ def test_the_table_says_what_was_replayed(trace: Path, tmp_path: Path) -> None:
     assert lines[0] == "t.jsonl of olmoe-1b-7b on t4"
     assert lines[1] == "1,024 accesses, 16 layers of 64 experts"
     assert [line.split()[0] for line in lines[3:7]] == ["policy", "plain", "foresees", "belady@64"]
-    assert "foresees: next_router guesses from hidden states" in done.stdout
+    assert "foresees: next_router predicts from hidden states" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
     model = tiny("mixtral", **MODELS["mixtral"])
     asked = experts(cache={"eviction": eviction, "freq_threshold": 0.0})
     with opened(here(model), asked) as engine:
-        before = engine._experts.resident.pages()  # type: ignore[union-attr]
+        before = engine._experts.residency.pages()  # type: ignore[union-attr]
         assert tokens_of(engine) == truth(model)
-        assert engine._experts.resident.pages() != before  # type: ignore[union-attr]
+        assert engine._experts.residency.pages() != before  # type: ignore[union-attr]
         assert held(engine) <= 8
         found = engine.expert_stats
     assert found is not None
@@ -304,13 +304,13 @@ def test_a_profile_changes_who_is_near_first_and_no_token(traced: tuple[Path, Pa
     counts = json.loads(saved.read_text())
     assert counts
     with opened(here(model), experts(strategy="affinity"), profile=saved) as engine:
-        first = engine._experts.resident.pages()  # type: ignore[union-attr]
+        first = engine._experts.residency.pages()  # type: ignore[union-attr]
         assert tokens_of(engine) == truth(model)
     with opened(here(model), experts(strategy="affinity")) as engine:
-        assert engine._experts.resident.pages() != first  # type: ignore[union-attr]
+        assert engine._experts.residency.pages() != first  # type: ignore[union-attr]
     in_policy = experts(cache={"profile": str(saved)})
     with opened(here(model), in_policy) as engine:
-        assert engine._experts.resident.pages() == first  # type: ignore[union-attr]
+        assert engine._experts.residency.pages() == first  # type: ignore[union-attr]
 
 
 def test_a_profile_of_another_model_is_refused(traced: tuple[Path, Path], tiny: Tiny) -> None:
@@ -329,7 +329,7 @@ def test_stats_count_every_choice_and_say_which_layers_had_none(tiny: Tiny, lear
         assert [each["layer"] for each in before["layers"]] == [1, 3]
         assert all(each["accesses"] == 0 and each["hit_rate"] is None for each in before["layers"])
         assert tokens_of(engine) == truth(model)
-        after, counted = engine.expert_stats, engine._experts.resident.profile()  # type: ignore[union-attr]
+        after, counted = engine.expert_stats, engine._experts.residency.profile()  # type: ignore[union-attr]
         assert engine.policy.residents == ("learned" if learn else "static")
     assert after is not None
     json.dumps(after)
@@ -343,7 +343,7 @@ def test_a_routing_trace_has_every_choice_and_changes_no_token(tiny: Tiny, devic
     model, path = tiny("qwen3_moe", **MODELS["qwen3_moe"]), tmp_path / "trace.jsonl"
     with opened(here(model, devices), experts(), record=True, trace=path) as engine:
         assert tokens_of(engine) == truth(model)
-        counts = engine._experts.resident.profile().counts  # type: ignore[union-attr]
+        counts = engine._experts.residency.profile().counts  # type: ignore[union-attr]
     found = {1: [0] * 8, 3: [0] * 8}
     for row in read_rows(path):
         for expert in row.ids.tolist():

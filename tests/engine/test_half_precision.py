@@ -87,7 +87,7 @@ def watched(chosen: list[Tensor]) -> Iterator[None]:
         return weights, ids
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "route", watching)
+        patch.setattr(decoder, "route_tokens", watching)
         yield
 
 
