@@ -6,7 +6,9 @@ accelerator.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -19,10 +21,49 @@ from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
 from moelight.memory.arena import allocate
 from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
-from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.numa import place_memory, placing, settle, why_not_placed
 from moelight.runtime.topology import pci_slot_of, read_topology
+
+
+class EmulatedEvent:
+    """An event that holds the time of its recording."""
+
+    def __init__(self) -> None:
+        self._at_s: float | None = None
+
+    def record(self, stream: EmulatedStream) -> None:
+        """Record the current time; everything launched so far is done."""
+        self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return at once; raise RuntimeError if the event was never recorded, where a real device would hang."""
+        if self._at_s is None:
+            raise RuntimeError("waited for an event that was never recorded")
+
+    def elapsed_time(self, later: EmulatedEvent) -> float:
+        """Milliseconds to ``later``."""
+        self.synchronize()
+        later.synchronize()
+        return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
+
+
+class EmulatedStream:
+    """A stream whose work is done at launch."""
+
+    def __enter__(self) -> EmulatedStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        return None
+
+    def wait_event(self, event: EmulatedEvent) -> None:
+        """Return at once; raise RuntimeError if the event was never recorded, where a real stream would race."""
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        """Return at once: no work is outstanding."""
+
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
 LANE_KINDS = ("auto", "inline", "threads")

@@ -40,8 +40,8 @@ from moelight.integrations.page_stores import DiskStore
 from moelight.integrations.transformers import Attachment
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
-from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import StreamLane
+from moelight.runtime.machine import EmulatedEvent, EmulatedStream
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
 
 POLICIES = sorted((Path(__file__).parents[2] / "examples" / "policies").glob("*.moe"))

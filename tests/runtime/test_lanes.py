@@ -18,7 +18,6 @@ from moelight.core.schedule import Lane
 from moelight.kernels.threads import ThreadTeam
 from moelight.runtime import machine as machine_room
 from moelight.runtime.cores import Demands, share_cores
-from moelight.runtime.emulated_device import EmulatedEvent, EmulatedStream
 from moelight.runtime.lanes import (
     SKIPPED,
     InlineLane,
@@ -29,7 +28,7 @@ from moelight.runtime.lanes import (
     StreamTicket,
     ThreadLane,
 )
-from moelight.runtime.machine import Machine, find_machine, open_lanes
+from moelight.runtime.machine import EmulatedEvent, EmulatedStream, Machine, find_machine, open_lanes
 from tests.runtime.machines import topology
 
 PATIENCE_S = 10.0
