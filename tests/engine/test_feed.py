@@ -17,8 +17,8 @@ from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
 from moelight.engine.output_processor import OutputProcessor
 from moelight.memory.kv import BlockPool
-from tests.engine.test_answers import Words
 from tests.engine.test_invariance import DEVICES
+from tests.engine.test_output_processor import Words
 from tests.engines import Tiny
 
 

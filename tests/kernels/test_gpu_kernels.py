@@ -244,7 +244,7 @@ def test_imports_and_serves_without_triton():
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from moelight.kernels.gpu import grouped, pages, routing, serving\n"
-        "assert not serving.available() and 'triton' in serving.reason(), serving.reason()\n"
+        "assert not serving.triton_available() and 'triton' in serving.triton_reason(), serving.triton_reason()\n"
         "found = routing.route(torch.randn(2, 4), 2, normalize=True)\n"
         "assert found[1].dtype == torch.int32"
     )

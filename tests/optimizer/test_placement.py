@@ -146,7 +146,7 @@ def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
             problem, some.cells, RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none)
         )
         slots = np.floor(np.maximum(free.device, 0) / free.slot_bytes)
-        for least, free in zip(filled.placed.computed, slots, strict=True):
+        for least, space in zip(filled.placed.computed, slots, strict=True):
             others = free.pages - int(least) + 1
             rings = {stays: 2 * -(-(others - stays) // free.layers) for stays in range(others + 1)}
-            assert least == 0 or all(stays + ring > free for stays, ring in rings.items())
+            assert least == 0 or all(stays + ring > space for stays, ring in rings.items())
