@@ -46,9 +46,9 @@ from moelight.engine.engine import Engine
 from moelight.engine.planning import PlanConstraints, plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
-from moelight.memory.locking import page_locked
 from moelight.observe.trace import TraceHeader, write_trace
 from moelight.optimizer.plan import Plan, policy_as_dict
+from moelight.paging.locking import page_locked
 from moelight.runtime.allocator import limit_device_memory
 from moelight.runtime.machine import Machine, find_machine
 from moelight.runtime.measure import available_bytes

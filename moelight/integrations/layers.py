@@ -80,6 +80,12 @@ class MoeLayer:
         """Bytes of an expert, its tensors aligned."""
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
+    def tensors(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield ``(expert, first byte in its page, tensor)`` of all experts."""
+        for held in self.parameters:
+            for expert, tensor in held.parts(held.parameter.detach()):
+                yield expert, held.piece.offset, tensor
+
     @property
     def device(self) -> torch.device:
         """The device on which the layer computes."""

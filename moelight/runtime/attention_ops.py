@@ -17,7 +17,7 @@ from moelight.core.schedule import Task, TaskKind
 from moelight.hrm.footprint import GATHER_BYTES
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.prefill import prefill_attention
-from moelight.memory.kv import KVCache, TokenCache, put
+from moelight.paging.kv import KVCache, TokenCache, put
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 

@@ -19,7 +19,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
-from moelight.memory.arena import allocate
+from moelight.paging.arena import allocate
 from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.numa import place_memory, placing, settle, why_not_placed

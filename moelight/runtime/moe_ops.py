@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.products import Workspace
-from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
 from moelight.models.moe import MoEWeights, Routed, SplitMoE, add_experts, moe_forward
+from moelight.paging.store import PageStore
 from moelight.runtime.lanes import SKIPPED, Outcome
 from moelight.runtime.microbatch import SavedActivations, require
 from moelight.runtime.on_demand import PassPages
@@ -104,7 +104,7 @@ class MoEOps:
             and not self._discrete
             and task.micro_batch + 1 == len(pass_pages.micro_batches)
         ):
-            pass_pages.small.choice(task.layer)  # begin reads at once, before the next task
+            pass_pages.small.demand(task.layer)  # begin reads at once, before the next task
 
     def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
         """Predict the next MoE layer's experts: run its router on the hidden state without this layer's experts."""
@@ -113,9 +113,10 @@ class MoEOps:
         require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
 
     def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
-        mb, choice = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small).choice(task.layer)
+        mb, small = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small)
         first_row = sum(earlier.tokens for earlier in pass_pages.micro_batches[: task.micro_batch]) * self._top_k
-        mb.begun = SplitMoE(require(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
+        experts, late = small.experts(task.layer), small.demand(task.layer).late
+        mb.begun = SplitMoE(require(mb.routed), experts, late, self._decoder.space, first_row)
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
         """Experts on the compute unit: of one micro-batch, except those left to the CPU, or of the whole pass."""
@@ -151,7 +152,7 @@ class MoEOps:
         if self._pages.fast_tier == "host":
             experts = self._layer_experts(task.layer, pass_pages)
         elif pass_pages.small is not None:
-            experts = MoEWeights(pass_pages.small.choice(task.layer).on_cpu)
+            experts = MoEWeights(pass_pages.small.demand(task.layer).on_cpu)
         else:
             experts = MoEWeights(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
         mb.experts_host = require(mb.crossing).experts_output(require(routed).x.shape)
@@ -181,13 +182,13 @@ class MoEOps:
             return True
         if pass_pages.small is None:
             return self._pages.computes(layer)
-        return bool(pass_pages.small.choice(layer).on_cpu)
+        return bool(pass_pages.small.demand(layer).on_cpu)
 
     def _layer_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:
         if not self._moe[layer]:
             return MoEWeights()
         if pass_pages.small is not None:
-            return pass_pages.small.choice(layer).experts
+            return pass_pages.small.experts(layer)
         key = (layer, self._pages.phase(pass_pages.position), pass_pages.residents)
         if key not in self._found:
             if key[2] != self._residents:

@@ -10,7 +10,7 @@ from torch import Tensor
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
-from moelight.memory.locking import on_huge_pages, page_locked
+from moelight.paging.locking import on_huge_pages, page_locked
 
 _PINNED = frozenset({"pinned_ring", "crossing"})
 _BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})

@@ -11,8 +11,8 @@ import torch
 
 from moelight.core.errors import BudgetError
 from moelight.hrm.footprint import ArenaSize, Footprint
-from moelight.memory import locking
-from moelight.memory.arena import allocate
+from moelight.paging import locking
+from moelight.paging.arena import allocate
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20

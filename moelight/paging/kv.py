@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.errors import MoelightError
-from moelight.memory.arena import typed
+from moelight.paging.arena import typed
 from moelight.profiles.model import AttentionSpec
 
 
