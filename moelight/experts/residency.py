@@ -289,13 +289,14 @@ class Controls:
         self.schedule: ScheduleRules = policy.schedule
         self._policy, self._cache = policy, cache
         self._page_bytes, self._most_slots = page_bytes, most_slots
-        self._keys: Mapping[str, tuple[Callable[[], Value], Callable[[Any], None]]] = {  # the value now, and its setter
-            "eviction": (lambda: cache.eviction, cache.swap),
-            "capacity": (lambda: cache.capacity, self._resize),
-            "frequency_decay": (lambda: cache.rules.decay, self._swap_decay),
-            "prefetch_strategy": (lambda: cache.predictor.rules.strategy, cache.predictor.use),
-            "prefetch_budget": (lambda: cache.predictor.rules.budget, cache.predictor.allow),
-            "schedule_mode": (lambda: self.schedule.mode, self._use_mode),
+        # Kind of a value, the value now, and its setter.
+        self._keys: Mapping[str, tuple[Any, Callable[[], Value], Callable[[Any], None]]] = {
+            "eviction": (tuple, lambda: cache.eviction, cache.swap),
+            "capacity": (int, lambda: cache.capacity, self._resize),
+            "frequency_decay": (int | float, lambda: cache.rules.decay, self._swap_decay),
+            "prefetch_strategy": (str, lambda: cache.predictor.rules.strategy, cache.predictor.use),
+            "prefetch_budget": (int, lambda: cache.predictor.rules.budget, cache.predictor.allow),
+            "schedule_mode": (str, lambda: self.schedule.mode, self._use_mode),
         }
 
     def in_force(self, action: Action) -> bool:
@@ -303,13 +304,13 @@ class Controls:
         nothing."""
         if action.kind == "trigger":
             return self._cache.pressure is not None and not self._cache.relief
-        return action.kind == "set" and self._now(action.name) == self._meant(action)
+        return action.kind == "set" and self._key(action.name)[1]() == self._meant(action)
 
     def shown(self, action: Action) -> str | None:
         """Return the current value in the syntax of the language."""
         if action.kind != "set":
             return None
-        now = self._now(action.name)
+        now = self._key(action.name)[1]()
         return " | ".join(now) if isinstance(now, tuple) else f"{now}"
 
     def do(self, action: Action) -> None:
@@ -323,10 +324,10 @@ class Controls:
 
     def _set(self, action: Action) -> None:
         value = self._meant(action)
-        fits = value in MODES if action.name == "schedule_mode" else isinstance(value, type(self._now(action.name)))
-        if not fits and not (action.name == "frequency_decay" and isinstance(value, int)):
+        kind, _, assign = self._key(action.name)
+        if not isinstance(value, kind) or (action.name == "schedule_mode" and value not in MODES):
             raise ConfigError(f"adapt: {action.name} cannot be {value!r}{did_you_mean(str(value), MODES)}")
-        self._keys[action.name][1](value)
+        assign(value)
 
     def _swap_decay(self, decay: float) -> None:
         self._cache.swap(rules=replace(self._cache.rules, decay=float(decay)))
@@ -342,10 +343,10 @@ class Controls:
         except ValueError as error:
             raise ConfigError(f"capacity: {slots} slots are not possible now ({error})") from None
 
-    def _now(self, name: str) -> Value:
+    def _key(self, name: str) -> tuple[Any, Callable[[], Value], Callable[[Any], None]]:
         if name not in self._keys:
             raise ConfigError(f"adapt: unknown key {name!r}{did_you_mean(name, ACTION_KEYS)}")
-        return self._keys[name][0]()
+        return self._keys[name]
 
     def _meant(self, action: Action) -> Value | None:
         """Return the value of ``action``; a capacity is in slots of all layers together."""
