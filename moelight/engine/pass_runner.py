@@ -46,11 +46,10 @@ from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, Targets, find_added, find_context
 from moelight.runtime.executor import Executor, PassInFlight
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
-from moelight.runtime.microbatch import MicroBatch, pack, require
-from moelight.runtime.moe_ops import MoEOps, SavedActivationArena
+from moelight.runtime.microbatch import MicroBatch, SavedActivationArena, StagingArena, pack, require
+from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.on_demand import OnDemandPass, PassPages
 from moelight.runtime.ops import Operations
-from moelight.runtime.staging import StagingArena
 from moelight.scheduler import SCHEDULES, on_demand
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views

@@ -22,7 +22,7 @@ from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.runnable import policy_faults
-from moelight.paging.locking import locks_in_place
+from moelight.paging.arena import locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages

@@ -27,7 +27,7 @@ from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, ask, chosen, 
 from moelight.integrations.paged_modules import PagedExpertList, PagedExperts, PagedFusedExperts
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
-from moelight.paging.locking import on_huge_pages
+from moelight.paging.arena import on_huge_pages
 from moelight.paging.offload import DiskStore, HostStore, OffloadStore, bytes_of
 from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.paging.turns import STAGED, SlotPager
@@ -100,66 +100,57 @@ def residency_of(
     return ResidencyManager(policy, shape, resident=None, profile=known, most_slots=most), most
 
 
-def policy_for(
-    experts: Sequence[int],
-    active: Sequence[int | None],
-    *,
-    page_bytes: int,
-    spare_bytes: int,
-    free_bytes: int,
-    batch: int,
-) -> tuple[ExpertPolicy, str]:
-    """A policy for layers with ``experts`` experts each, of which a token uses ``active`` (None: unknown), and the
-    reason.
-
-    The capacity is twice a token's experts, or the experts that ``batch`` tokens are expected to use
-    (`experts.sizing`), as far as ``free_bytes`` suffice beside ``spare_bytes``. Everything else is as in
-    `DEFAULT_POLICY`.
+def policy_for(model: nn.Module, layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, str]:
+    """A policy for ``model`` and the reason: `DEFAULT_POLICY`, with slots for twice a token's experts, or for the
+    experts that ``batch`` tokens are expected to use, as far as free memory suffices.
 
     Raises:
         BudgetError: there is no memory for a single expert.
     """
-    layers, most, each = len(experts), max(experts), max((k or 1 for k in active), default=1)
+    active = [top_k(layer, getattr(model, "config", None)) for layer in layers]
+    each, experts = max(k or 1 for k in active), sum(layer.num_experts for layer in layers)
+    page_bytes, device = _slot_bytes(layers), layers[0].device
+    free = available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
+    free += sum(layer.num_experts * layer.page_bytes for layer in layers)
+    reserve = RESERVE_BYTES + STAGED * page_bytes
     plan = plan_slots(
-        layers=layers,
-        num_experts=most,
+        layers=len(layers),
+        num_experts=max(layer.num_experts for layer in layers),
         active=each,
-        free_bytes=free_bytes,
+        free_bytes=free,
         per_expert_bytes=page_bytes,
-        reserve_bytes=RESERVE_BYTES + spare_bytes,
+        reserve_bytes=reserve,
         batch=batch,
     )
     if plan.status is Status.BUDGET_EXHAUSTED:
-        needed = RESERVE_BYTES + spare_bytes + page_bytes
         raise BudgetError(
-            f"{format_bytes(free_bytes)} are free, {format_bytes(needed, round_up=True)} is the least to attach with",
+            f"{format_bytes(free)} are free, {format_bytes(reserve + page_bytes, round_up=True)} is the least to "
+            "attach with",
             tier="host",
-            needed_bytes=needed,
+            needed_bytes=reserve + page_bytes,
         )
-    slots = min(plan.slots, plan.recommended, sum(experts))
-    everything = slots >= sum(experts)
-    rules = DEFAULT_POLICY
-    strategy = "none" if everything else "previous" if None in active else rules.prefetch.strategy
+    slots, rules = min(plan.slots, plan.recommended, experts), DEFAULT_POLICY
     if plan.status is not Status.OK:
         why = "as many as there is memory for"
-    elif everything:
+    elif slots >= experts:
         why = "all of them"
     elif batch == 1:
-        why = f"twice the {each} of a token in each of {layers} layers"
+        why = f"twice the {each} of a token in each of {len(layers)} layers"
     else:
-        why = f"what {batch} tokens of {each} experts are expected to meet in each of {layers} layers"
+        why = f"what {batch} tokens of {each} experts are expected to meet in each of {len(layers)} layers"
+    strategy = "none" if slots >= experts else "previous" if None in active else rules.prefetch.strategy
+    even = None if rules.per_layer is None or slots < len(layers) else replace(rules.per_layer, total_budget=slots)
     policy = replace(
         rules,
         name="auto",
         cache=replace(rules.cache, capacity=Capacity(value=slots)),
         prefetch=replace(rules.prefetch, strategy=strategy, budget=each),
-        per_layer=None if rules.per_layer is None or slots < layers else replace(rules.per_layer, total_budget=slots),
+        per_layer=even,
     )
-    reason = (
-        f"room for {slots} of {sum(experts)} experts ({format_bytes(slots * page_bytes)}): {why}, with "
-        f"{format_bytes(free_bytes)} free; {' | '.join(rules.cache.eviction)}, prefetch {strategy}"
+    return policy, (
+        f"room for {slots} of {experts} experts ({format_bytes(slots * page_bytes)}): {why}, with "
+        f"{format_bytes(free)} free; {' | '.join(rules.cache.eviction)}, prefetch {strategy}"
     )
-    return policy, reason
 
 
 def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
@@ -221,17 +212,7 @@ def auto_attach(
     that ``batch`` tokens are expected to use, as far as memory suffices. `Attachment.reason` gives the choice and the
     reason."""
     _refuse_attached(model)
-    layers = moe_layers(model)
-    page_bytes, device = _slot_bytes(layers), layers[0].device
-    free = available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
-    policy, reason = policy_for(
-        [layer.num_experts for layer in layers],
-        [top_k(layer, getattr(model, "config", None)) for layer in layers],
-        page_bytes=page_bytes,
-        spare_bytes=STAGED * page_bytes,
-        free_bytes=free + sum(layer.num_experts * layer.page_bytes for layer in layers),
-        batch=batch,
-    )
+    policy, reason = policy_for(model, moe_layers(model), batch)
     return Attachment(model, policy, home=home, directory=directory, reason=reason)
 
 
@@ -376,7 +357,7 @@ def _refuse_attached(model: nn.Module) -> None:
         raise ConfigError(f"{type(model).__name__} is attached already; detach() it first")
 
 
-def _slot_bytes(layers: list[MoeLayer]) -> int:
+def _slot_bytes(layers: Sequence[MoeLayer]) -> int:
     return align_up(max(layer.page_bytes for layer in layers), PAGE_ALIGNMENT)
 
 

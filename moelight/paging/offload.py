@@ -22,7 +22,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
 from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
-from moelight.paging.locking import on_huge_pages, page_locked
+from moelight.paging.arena import on_huge_pages, page_locked
 from moelight.paging.slots import PendingPage
 
 Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uint8 [n], contiguous)

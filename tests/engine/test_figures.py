@@ -23,8 +23,7 @@ from moelight.hrm.placement import place
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.paging.slots import SlotTable
 from moelight.profiles.workload import Workload
-from moelight.runtime.allocator import device_peak
-from moelight.runtime.machine import find_machine
+from moelight.runtime.machine import device_peak, find_machine
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
