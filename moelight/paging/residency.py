@@ -118,8 +118,7 @@ class ResidencyManager:
     def choose(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
-        """Access the cache for an on-demand pass that routes to ``ids`` int [T, k] of ``layer`` with ``weights`` [T,
-        k].
+        """Access the cache for tokens routed to ``ids`` int [T, k] of ``layer`` with ``weights`` [T, k].
 
         ``leave``: missing experts that are computed where they are stored and not admitted.
         """
@@ -160,7 +159,7 @@ class ResidencyManager:
 
     def missing_share(self, tokens: int) -> float | None:
         """Return the share of the offloaded experts that passes of as many ``tokens`` routed to recently; None if
-        unknown. Tokens of one text route alike, so the share is below that of random routing."""
+        unknown."""
         return self._missing.get(tokens.bit_length())
 
     def _away(self, layer: int) -> int:
@@ -172,8 +171,8 @@ class ResidencyManager:
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
 
     def prediction(self, layer: int) -> IntArray:
-        """Return the experts of ``layer`` to prefetch once the layer before has routed: offloaded and likely enough,
-        the likeliest first."""
+        """Return the offloaded experts of ``layer`` that are worth a prefetch once the layer before has routed, the
+        likeliest first."""
         row, resident = self._row[layer], self.residency.cache.slot_table >= 0
         if self.predicts_experts:
             self.residency.hint(row, *self._decision.likely(row))

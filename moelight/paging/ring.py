@@ -157,10 +157,8 @@ class RingPager:
         return moved
 
     def _settle(self, keep: int | None) -> None:
-        """Wait for prefetches of layers other than ``keep``, which are no longer needed.
-
-        Read errors are ignored: a layer that needs such a page reads it again.
-        """
+        """Wait for prefetches of layers other than ``keep``. Read errors are ignored: a layer that needs such a page
+        reads it again."""
         for transfer in [transfer for transfer in self.ring.in_flight.values() if transfer.page.layer != keep]:
             del self.ring.in_flight[transfer.slot]
             try:
@@ -177,7 +175,7 @@ class RingPager:
         self.residency.end_use()
 
     def _bring(self, page: Page, slot: int, demand: LayerDemand) -> ExpertWeights:
-        """Weights of ``page`` at its destination: resident in ``slot``, or in the ring if that is negative."""
+        """Weights of ``page`` at its destination: resident in ``slot``, or in the ring if ``slot`` is negative."""
         store, ring = self.store, self._in_ring(page, demand)
         if ring is None:
             ring = self.ring.take()
