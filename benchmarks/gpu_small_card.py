@@ -46,11 +46,10 @@ from moelight.engine.engine import Engine
 from moelight.engine.planning import PlanConstraints, plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
-from moelight.memory.locking import page_locked
 from moelight.observe.trace import TraceHeader, write_trace
 from moelight.optimizer.plan import Plan, policy_as_dict
-from moelight.runtime.allocator import limit_device_memory
-from moelight.runtime.machine import Machine, find_machine
+from moelight.paging.arena import page_locked
+from moelight.runtime.machine import Machine, find_machine, limit_device_memory
 from moelight.runtime.measure import available_bytes
 
 CONTESTANTS = {"cgopipe": ("cgopipe", "refill"), "static": ("cgopipe", "static"), "flexgen": ("flexgen", "refill")}

@@ -24,7 +24,7 @@ from experts_sections.value import MODELS, ROOM
 from moelight.core.schedule import Page
 from moelight.experts.cache import ExpertCache
 from moelight.experts.policy import DEFAULT_POLICY
-from moelight.experts.residency_manager import ModelFacts, ResidencyManager
+from moelight.paging.residency import ModelFacts, ResidencyManager
 
 PROMPTS = 480
 PAGE_S, EXPERT_S, LAYER_S = 1e-4 + 3e6 / 3.8e9, 1e-4, 1e-4

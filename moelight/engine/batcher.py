@@ -18,7 +18,7 @@ from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
-from moelight.memory.kv import BlockPool
+from moelight.paging.kv import BlockPool
 
 KEY_BYTES = 16
 MOST_WAITS = 2  # bounds chains of rows that each extend the row before: every link delays its row by a pass

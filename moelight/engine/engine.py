@@ -40,9 +40,8 @@ from moelight.experts.profile import save_profile
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
-from moelight.runtime.allocator import device_peak, limit_device_memory, watch_device_memory
 from moelight.runtime.executor import Idle
-from moelight.runtime.machine import find_machine
+from moelight.runtime.machine import device_peak, find_machine, limit_device_memory, watch_device_memory
 from moelight.runtime.measure import peak_rss_bytes
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]

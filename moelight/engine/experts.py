@@ -18,7 +18,6 @@ from moelight.core.schedule import Page
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY, ExpertPolicy
 from moelight.experts.profile import facts_of_model, load_profile
-from moelight.experts.residency_manager import ModelFacts, ResidencyManager
 from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
@@ -26,6 +25,7 @@ from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place, with_residents
 from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
+from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.profiles.model import ModelProfile
 
 

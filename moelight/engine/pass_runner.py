@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -36,20 +36,20 @@ from moelight.hrm.footprint import (
 from moelight.hrm.placement import moved, place, slot_table
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.memory.arena import typed
-from moelight.memory.kv import BlockPool, KVCache, TokenCache
-from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
 from moelight.optimizer.allocation import Allocation
+from moelight.paging.arena import typed
+from moelight.paging.kv import BlockPool, KVCache, TokenCache
+from moelight.paging.ring import RingPager
+from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, Targets, find_added, find_context
 from moelight.runtime.executor import Executor, PassInFlight
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
-from moelight.runtime.microbatch import MicroBatch, pack, require
-from moelight.runtime.moe_ops import MoEOps, SavedActivationArena
-from moelight.runtime.on_demand import Pager, PassPages
+from moelight.runtime.microbatch import MicroBatch, SavedActivationArena, StagingArena, pack, require
+from moelight.runtime.moe_ops import MoEOps
+from moelight.runtime.on_demand import OnDemandPass, PassPages
 from moelight.runtime.ops import Operations
-from moelight.runtime.staging import StagingArena
 from moelight.scheduler import SCHEDULES, on_demand
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
@@ -138,10 +138,10 @@ class PassRunner:
         )
         self._follow_residents()
         self._pages.load(self._reader.start)
-        self._pager: Pager | None = None
+        self._pager: RingPager | None = None
         if self._experts is not None and self._layout.streamed:
             leave = self._experts.leave if policy.ffn_device == "split" else None
-            self._pager = Pager(
+            self._pager = RingPager(
                 self._pages, self._experts.residency, self._reader.start, leave=leave, remembers=not self._experts.plain
             )
         spaces = {}
@@ -244,10 +244,12 @@ class PassRunner:
             require(score)(packed.plans[j].chunks, first, logits, targets)
 
         schedule = self._schedule(shape)
+        if small is not None:
+            small.begin(*self._in_ring(shape.prefetched))
         pass_pages = PassPages(
             micro_batches=packed.micro_batches,
             position=self._position,
-            small=None if small is None else small.begin(packed.micro_batches, *self._in_ring(shape.prefetched)),
+            small=None if small is None else OnDemandPass(small, packed.micro_batches),
             watch=None if self._experts is None else self._experts.watch(small=small is not None),
             residents=self._residents,
         )
@@ -257,7 +259,7 @@ class PassRunner:
             packed=packed, in_flight=self._executor.launch(schedule, self._operations.bind(pass_pages, sample, note))
         )
 
-    def _small(self, tokens: int) -> Pager | None:
+    def _small(self, tokens: int) -> RingPager | None:
         """The pager, if a pass of ``tokens`` should run on demand; None for a whole pass."""
         policy = self._policy
         missing = None
@@ -306,7 +308,7 @@ class PassRunner:
     @property
     def stalls(self) -> dict[str, float]:
         """Counts and seconds of expert transfers in on-demand passes."""
-        return {} if self._pager is None else asdict(self._pager.transfer_stats)
+        return {} if self._pager is None else self._pager.stats.as_dict()
 
     def close(self) -> None:
         """Stop the lanes and close the files."""

@@ -18,11 +18,11 @@ from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
-from moelight.memory.locking import locks_in_place
 from moelight.optimizer.optimize import best_plan
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.runnable import policy_faults
+from moelight.paging.arena import locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages

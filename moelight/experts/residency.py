@@ -26,18 +26,14 @@ from moelight.experts.sizing import SlotPlan, judge_slots
 
 
 def busiest_residents(counts: Ints, resident: Mask, *, per_layer: int, budget: int) -> Ints:
-    """Return ``(layer, expert)`` [<= budget, 2]: the residents among the ``per_layer`` most used experts of each layer.
-
-    Layers are ordered by descending accesses (ties by number), so that the budget goes to the most used layers; layers
-    without accesses are excluded. ``counts`` and ``resident`` are [L, E].
+    """Return ``(layer, expert)`` [<= budget, 2]: the residents among the ``per_layer`` most used experts of each layer,
+    the most used layers first (ties by number), none of layers without accesses. ``counts``, ``resident`` are [L, E].
     """
     found: list[tuple[int, int]] = []
     of_layer = counts.sum(axis=1)
-    for layer in np.argsort(-of_layer, kind="stable"):
-        if of_layer[layer] == 0:
-            break
+    for layer in np.argsort(-of_layer, kind="stable")[: np.count_nonzero(of_layer)].tolist():
         top = likeliest(counts[layer], per_layer)
-        found += [(int(layer), int(expert)) for expert in top[resident[layer, top]]]
+        found += [(layer, expert) for expert in top[resident[layer, top]].tolist()]
     return np.array(found[: max(0, budget)], dtype=np.int64).reshape(-1, 2)
 
 
@@ -51,8 +47,8 @@ class WarmPin:
     """
 
     def __init__(self, after: int, *, per_layer: int | None = None, active: int | None = None) -> None:
-        """Pin ``per_layer`` experts of each layer (0: off). None: as many as a token chooses (``active``), one if that
-        is unknown, and none if all experts fit.
+        """Pin ``per_layer`` experts of each layer (0: off); None: as many as a token chooses (``active``; None: one),
+        and none if all experts fit.
 
         Raises:
             ConfigError: ``after`` is below 1, or ``per_layer`` below 0.
@@ -88,23 +84,15 @@ class WarmPin:
         """
         self.fired = True
         self.pre_hits, self.pre_misses = int(hits.sum()), int(misses.sum())
-        chosen = busiest_residents(
-            hits + misses,
-            resident,
-            per_layer=self._each(capacity, *hits.shape),
-            budget=min(capacity // 2, pinnable),
-        )
+        each = self._per_layer
+        if each is None:
+            each = 0 if capacity >= hits.size else min(hits.shape[1], self._active or 1)
+        chosen = busiest_residents(hits + misses, resident, per_layer=each, budget=min(capacity // 2, pinnable))
         pinned = [key for key in chosen.tolist() if pin(*key)]
         self.pinned = np.array(sorted(pinned), dtype=np.int64).reshape(-1, 2)
 
-    def _each(self, capacity: int, layers: int, experts: int) -> int:
-        if self._per_layer is not None:
-            return self._per_layer
-        return 0 if capacity >= layers * experts else min(experts, self._active or 1)
-
     def as_dict(self, hits: int, misses: int) -> dict[str, Any]:
-        """Return, for JSON and the current totals, the hit rates before and after pinning and the pinned experts of
-        each layer."""
+        """Return the hit rates before and after pinning, for these totals, and the pinned experts of each layer."""
         before, total = self.pre_hits + self.pre_misses, hits + misses
         after = total - before
         overall = hits / total if total else 0.0
@@ -126,12 +114,7 @@ FORMAT = "moelight expert stats 1"
 TOP = 3  # experts named for each layer
 
 
-def layer_stats(hits: Ints, misses: Ints) -> list[dict[str, Any]]:
-    """Return one entry per layer of ``hits`` and ``misses`` int64 [L, E]; a layer without accesses carries a note."""
-    return [_layer(layer, hits[layer], misses[layer]) for layer in range(len(hits))]
-
-
-def _layer(layer: int, hits: Ints, misses: Ints) -> dict[str, Any]:
+def _layer_stats(layer: int, hits: Ints, misses: Ints) -> dict[str, Any]:
     counts = hits + misses
     accesses = int(counts.sum())
     if accesses == 0:
@@ -162,16 +145,10 @@ def expert_stats(
     sizing: SlotPlan | None = None,
     stalls: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return all statistics of a run for JSON; absent parts are null.
+    """Return all statistics of a run for JSON; absent parts are null, a layer without accesses carries a note.
 
-    Args:
-        hits: int64 [L, E].
-        misses: int64 [L, E].
-        policy: name of the policy.
-        cache: further fields of the cache.
-        pinned: (layer, expert) of all pinned experts.
-        warm, prefetcher, monitor, adapting, sizing: the components of the run, if any.
-        stalls: stall seconds by cause.
+    ``hits``, ``misses``: int64 [L, E]. ``cache``: further fields of the cache. ``pinned``: (layer, expert) of all
+    pinned experts. ``stalls``: stall seconds by cause.
     """
     total_hits, total_misses = int(hits.sum()), int(misses.sum())
     accesses = total_hits + total_misses
@@ -185,10 +162,16 @@ def expert_stats(
             "hit_rate": total_hits / accesses if accesses else 0.0,
         },
         "cache": dict(cache) if cache is not None else None,
-        "layers": layer_stats(hits, misses),
+        "layers": [_layer_stats(layer, *counts) for layer, counts in enumerate(zip(hits, misses, strict=True))],
         "pinned": [{"layer": int(layer), "expert": int(expert)} for layer, expert in sorted(pinned)],
         "warm_pin": warm.as_dict(total_hits, total_misses) if warm is not None else None,
-        "predictor": _predictor(prefetcher) if prefetcher is not None else None,
+        "predictor": None
+        if prefetcher is None
+        else {
+            "strategy": prefetcher.rules.strategy,
+            "budget": prefetcher.rules.budget,
+            "quality": {name: each.as_dict() for name, each in prefetcher.qualities.items() if name != "none"},
+        },
         "stalls": dict(stalls) if stalls is not None else None,
         "monitor": {"now": monitor.now(), "notes": list(monitor.notes)} if monitor is not None else None,
         "adaptations": adapting.as_dict() if adapting is not None else None,
@@ -196,18 +179,8 @@ def expert_stats(
     }
 
 
-def _predictor(prefetcher: Prefetcher) -> dict[str, Any]:
-    rules = prefetcher.rules
-    quality = {name: found.as_dict() for name, found in prefetcher.qualities.items() if name != "none"}
-    return {"strategy": rules.strategy, "budget": rules.budget, "quality": quality}
-
-
 def save_stats(stats: Mapping[str, Any], path: Path) -> None:
-    """Write ``stats`` to ``path`` atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write ``stats`` to ``path`` atomically; raises ConfigError if the file cannot be written."""
     try:
         write_whole(path, json.dumps(stats, indent=2) + "\n")
     except OSError as error:
@@ -237,8 +210,8 @@ class MissPlacement:
 
 
 def fetch_order(tokens: Ints, *, priority_routing: bool) -> Ints:
-    """Return the transfer order of missing experts: as given, or by descending ``tokens`` [n] (ties as given), so that
-    most work can begin soonest."""
+    """Return the transfer order of missing experts: as given, or by descending ``tokens`` [n], so that most work can
+    begin soonest."""
     return np.argsort(-tokens, kind="stable") if priority_routing else np.arange(len(tokens))
 
 
@@ -316,27 +289,32 @@ class Controls:
         self.schedule: ScheduleRules = policy.schedule
         self._policy, self._cache = policy, cache
         self._page_bytes, self._most_slots = page_bytes, most_slots
+        # Kind of a value, the value now, and its setter.
+        self._keys: Mapping[str, tuple[Any, Callable[[], Value], Callable[[Any], None]]] = {
+            "eviction": (tuple, lambda: cache.eviction, cache.swap),
+            "capacity": (int, lambda: cache.capacity, self._resize),
+            "frequency_decay": (int | float, lambda: cache.rules.decay, self._swap_decay),
+            "prefetch_strategy": (str, lambda: cache.predictor.rules.strategy, cache.predictor.use),
+            "prefetch_budget": (int, lambda: cache.predictor.rules.budget, cache.predictor.allow),
+            "schedule_mode": (str, lambda: self.schedule.mode, self._use_mode),
+        }
 
     def in_force(self, action: Action) -> bool:
         """Return True if ``action`` sets the current value, or relieves memory pressure that is watched and would evict
-        nothing. Rebalancing always may change something."""
+        nothing."""
         if action.kind == "trigger":
             return self._cache.pressure is not None and not self._cache.relief
-        return action.kind == "set" and self._now(action.name) == self._meant(action)
+        return action.kind == "set" and self._key(action.name)[1]() == self._meant(action)
 
     def shown(self, action: Action) -> str | None:
         """Return the current value in the syntax of the language."""
         if action.kind != "set":
             return None
-        now = self._now(action.name)
+        now = self._key(action.name)[1]()
         return " | ".join(now) if isinstance(now, tuple) else f"{now}"
 
     def do(self, action: Action) -> None:
-        """Execute ``action``.
-
-        Raises:
-            ConfigError: the action is not possible; nothing has changed.
-        """
+        """Execute ``action``; raises ConfigError if it is not possible, and nothing has changed then."""
         if action.kind == "trigger":
             self._press()
         elif action.kind == "rebalance":
@@ -345,21 +323,17 @@ class Controls:
             self._set(action)
 
     def _set(self, action: Action) -> None:
-        name, value, cache = action.name, self._meant(action), self._cache
-        if name == "eviction" and isinstance(value, tuple):
-            cache.swap(value)
-        elif name == "capacity" and isinstance(value, int):
-            self._resize(value)
-        elif name == "frequency_decay" and isinstance(value, (int, float)):
-            cache.swap(rules=replace(cache.rules, decay=float(value)))
-        elif name == "prefetch_strategy" and isinstance(value, str):
-            self._cache.predictor.use(value)
-        elif name == "prefetch_budget" and isinstance(value, int):
-            self._cache.predictor.allow(value)
-        elif name == "schedule_mode" and value in MODES:
-            self.schedule = replace(self.schedule, mode=str(value))
-        else:
-            raise ConfigError(f"adapt: {name} cannot be {value!r}{did_you_mean(str(value), MODES)}")
+        value = self._meant(action)
+        kind, _, assign = self._key(action.name)
+        if not isinstance(value, kind) or (action.name == "schedule_mode" and value not in MODES):
+            raise ConfigError(f"adapt: {action.name} cannot be {value!r}{did_you_mean(str(value), MODES)}")
+        assign(value)
+
+    def _swap_decay(self, decay: float) -> None:
+        self._cache.swap(rules=replace(self._cache.rules, decay=float(decay)))
+
+    def _use_mode(self, mode: str) -> None:
+        self.schedule = replace(self.schedule, mode=mode)
 
     def _resize(self, slots: int) -> None:
         if self._most_slots is not None and slots > self._most_slots:
@@ -369,21 +343,13 @@ class Controls:
         except ValueError as error:
             raise ConfigError(f"capacity: {slots} slots are not possible now ({error})") from None
 
-    def _now(self, name: str) -> Value:
-        values: dict[str, Value] = {
-            "eviction": self._cache.eviction,
-            "capacity": self._cache.capacity,
-            "frequency_decay": self._cache.rules.decay,
-            "prefetch_strategy": self._cache.predictor.rules.strategy,
-            "prefetch_budget": self._cache.predictor.rules.budget,
-            "schedule_mode": self.schedule.mode,
-        }
-        if name not in values:
+    def _key(self, name: str) -> tuple[Any, Callable[[], Value], Callable[[Any], None]]:
+        if name not in self._keys:
             raise ConfigError(f"adapt: unknown key {name!r}{did_you_mean(name, ACTION_KEYS)}")
-        return values[name]
+        return self._keys[name]
 
     def _meant(self, action: Action) -> Value | None:
-        """Return the value of ``action`` in the form of `_now`: a capacity is in slots of all layers together."""
+        """Return the value of ``action``; a capacity is in slots of all layers together."""
         if not isinstance(action.value, Capacity):
             return action.value
         cache = self._cache
@@ -435,9 +401,9 @@ class Residency:
             most_slots: largest number of slots that will be allocated (None: no limit).
 
         Raises:
-            ConfigError: the policy cannot be applied to this model, or uses something that is not implemented.
+            ConfigError: the policy cannot be applied to this model.
         """
-        self.policy, self.counted, self._active = policy, counted, active
+        self.policy, self.counted = policy, counted
         self.cache = ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes)
         self._sizing: SlotPlan | None = None  # experts per token not given
         if active is not None:
@@ -456,18 +422,13 @@ class Residency:
         after = policy.cache.warm_pin
         self.warm = WarmPin(after, active=active) if after is not None else None
         self.begin_with = np.array(self.cache.preload, dtype=np.int64).reshape(-1, 3)
-        if known is not None:
-            self._start_from(known)
-
-    def _start_from(self, known: ActivationProfile) -> None:
-        """Take residents, use rates and affinities from ``known``."""
-        layers = self.policy.per_layer
-        wanted = known.residents(self.cache.capacity if layers is None else np.array(self.cache.budgets))
+        if known is None:
+            return
+        wanted = known.residents(self.cache.capacity if policy.per_layer is None else np.array(self.cache.budgets))
         self.begin_with = np.concatenate([self.begin_with, self.cache.fill(wanted)])
-        counts = known.counts
-        totals = counts.sum(axis=1, keepdims=True)
-        if self._active and totals.all():
-            self.cache.expect(counts / totals * self._active)
+        totals = known.counts.sum(axis=1, keepdims=True)
+        if active and totals.all():
+            self.cache.expect(known.counts / totals * active)
         if known.transitions is not None:
             self.cache.predictor.know(known.transitions)
 
@@ -483,7 +444,15 @@ class Residency:
     ) -> Access:
         """Serve one batch as `ExpertCache.access`, count it, and apply the adaptation ``rules`` and warm-pinning."""
         if self.warm is not None and self.warm.due(self.cache.clock):
-            self._warm_pin(self.warm)
+            stats, capacity = self.cache.stats, self.cache.capacity
+            self.warm.fire(
+                stats.hits,
+                stats.misses,
+                self.cache.slot_table >= 0,
+                capacity=capacity,
+                pinnable=capacity,  # `pin` rejects experts beyond the protected slots
+                pin=self.cache.pin,
+            )
         found = self.cache.access(layer, ids, scores, admit=admit, keep_out=keep_out)
         if self.counted is not None:
             distinct = np.flatnonzero(found.counts)
@@ -555,15 +524,4 @@ class Residency:
             adapting=self.adapting,
             sizing=self._sizing,
             stalls=stalls,
-        )
-
-    def _warm_pin(self, warm: WarmPin) -> None:
-        stats, cache = self.cache.stats, self.cache
-        warm.fire(
-            stats.hits,
-            stats.misses,
-            cache.slot_table >= 0,
-            capacity=cache.capacity,
-            pinnable=cache.capacity,  # `pin` rejects experts beyond the protected slots
-            pin=cache.pin,
         )

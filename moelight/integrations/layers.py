@@ -2,8 +2,7 @@
 
 Supports two forms: `fused`, an experts module with one tensor over all experts of a layer (transformers 5), and
 `listed`, a `ModuleList` of identical modules beside a router (transformers 4, and code that ships with checkpoints).
-Both are detected by structure, never by class name. Does not depend on where pages are stored or when they are
-transferred.
+Both are detected by structure, never by class name.
 
 Shapes: E experts of a layer, H hidden, I expert width.
 """
@@ -11,7 +10,7 @@ Shapes: E experts of a layer, H hidden, I expert width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,12 +72,18 @@ class MoeLayer:
     router: nn.Module | None
     num_experts: int
     pieces: tuple[TensorSlice, ...]
-    parameters: list[ExpertParameter] = field(default_factory=list)
+    parameters: list[ExpertParameter]
 
     @property
     def page_bytes(self) -> int:
         """Bytes of an expert, its tensors aligned."""
         return self.pieces[-1].offset + self.pieces[-1].nbytes
+
+    def tensors(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield ``(expert, first byte in its page, tensor)`` of all experts."""
+        for held in self.parameters:
+            for expert, tensor in held.parts(held.parameter.detach()):
+                yield expert, held.piece.offset, tensor
 
     @property
     def device(self) -> torch.device:
@@ -109,12 +114,12 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
         ConfigError: there are none, or some cannot be moved: quantised, offloaded, shared between modules, on several
             devices.
     """
-    found = []
-    for name, block in model.named_modules():
-        for key, child in block.named_children():
-            layer = _fused(name, key, block, child) or _listed(name, key, block, child)
-            if layer is not None:
-                found.append(layer)
+    every = [
+        _layer(name, key, block, child)
+        for name, block in model.named_modules()
+        for key, child in block.named_children()
+    ]
+    found = [layer for layer in every if layer is not None]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no experts that moelight knows: neither transformers' fused experts nor a "
@@ -124,56 +129,53 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
     return found
 
 
-def _fused(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
+Found = tuple[tuple[TensorSlice, ...], "list[ExpertParameter]"]
+
+
+def _layer(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
     # Attributes that transformers' decorator of experts classes sets on every instance.
-    if not (hasattr(child, "has_gate") and hasattr(child, "is_transposed") and hasattr(child, "num_experts")):
+    fused = hasattr(child, "has_gate") and hasattr(child, "is_transposed") and hasattr(child, "num_experts")
+    if not fused and (not isinstance(child, nn.ModuleList) or len(child) < 2):
         return None
-    count = int(child.num_experts)  # type: ignore[arg-type]
-    own = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
-    pieces = _lay_out({key: value[0] for key, value in own.items()})
-    layer = MoeLayer(
+    count = int(child.num_experts) if fused else len(child)  # type: ignore[arg-type]
+    router = _router(block, child, count)
+    found = _fused(child, count) if fused else None if router is None else _listed(list(child.children()))
+    if found is None:
+        return None
+    return MoeLayer(
         name=f"{name}.{key}".lstrip("."),
         experts=child,
-        fused=True,
+        fused=fused,
         block=block,
-        router=_router(block, child, count),
+        router=router,
         num_experts=count,
-        pieces=pieces,
+        pieces=found[0],
+        parameters=found[1],
     )
-    layer.parameters = [
+
+
+def _fused(child: nn.Module, count: int) -> Found:
+    own = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
+    pieces = _lay_out({key: value[0] for key, value in own.items()})
+    return pieces, [
         ExpertParameter(owner=child, key=piece.name, parameter=own[piece.name], piece=piece, expert=None)
         for piece in pieces
     ]
-    return layer
 
 
-def _listed(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
-    if not isinstance(child, nn.ModuleList) or len(child) < 2:
+def _listed(experts: list[nn.Module]) -> Found | None:
+    shapes = [[(key, value.shape, value.dtype) for key, value in each.named_parameters()] for each in experts]
+    if not shapes[0] or any(other != shapes[0] for other in shapes):
         return None
-    router = _router(block, child, len(child))
-    shapes = [[(key, value.shape, value.dtype) for key, value in each.named_parameters()] for each in child]
-    if router is None or not shapes[0] or any(other != shapes[0] for other in shapes):
-        return None
-    pieces = _lay_out(dict(child[0].named_parameters()))
-    layer = MoeLayer(
-        name=f"{name}.{key}".lstrip("."),
-        experts=child,
-        fused=False,
-        block=block,
-        router=router,
-        num_experts=len(child),
-        pieces=pieces,
-    )
-    for expert, module in enumerate(child):
+    pieces, parameters = _lay_out(dict(experts[0].named_parameters())), []
+    for expert, module in enumerate(experts):
         for piece in pieces:
             path, _, last = piece.name.rpartition(".")
             owner = module.get_submodule(path)
             parameter = owner._parameters[last]
             assert parameter is not None  # named_parameters() has just returned it
-            layer.parameters.append(
-                ExpertParameter(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert)
-            )
-    return layer
+            parameters.append(ExpertParameter(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert))
+    return pieces, parameters
 
 
 def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, UserError
 from moelight.integrations.layers import MoeLayer, TensorSlice
-from moelight.integrations.pager import ExpertPager, Slots, Turn
+from moelight.paging.turns import SlotPager, Slots, Turn
 
 # A call of transformers' experts over all slots costs as much as a call for a single expert, plus a twenty-fifth of
 # that for each slot without tokens (3 us of 80; docs/log.md).
@@ -48,7 +48,7 @@ class PagedExperts:
     """One layer's experts under a pager, from `install` to `remove`. ``ahead`` is called with the hidden states that
     enter the layer's experts, before anything is prefetched."""
 
-    def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
+    def __init__(self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None]) -> None:
         self.layer, self.number, self.pager, self.ahead = layer, number, pager, ahead
         self._undo: list[Callable[[], None]] = []
 
@@ -79,7 +79,7 @@ class PagedExperts:
 class PagedFusedExperts(PagedExperts):
     """Experts of one module, called once per layer with (hidden states [T, H], ids [T, k], weights [T, k])."""
 
-    def __init__(self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None]) -> None:
+    def __init__(self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None]) -> None:
         super().__init__(layer, number, pager, ahead)
         self._signature = inspect.signature(type(layer.experts).forward)
         if len(self._signature.parameters) != 1 + _ARGUMENTS:
@@ -184,7 +184,7 @@ class PagedExpertList(PagedExperts):
     if ``asked`` can decode it."""
 
     def __init__(
-        self, layer: MoeLayer, number: int, pager: ExpertPager, ahead: Callable[[Tensor], None], asked: Asked
+        self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None], asked: Asked
     ) -> None:
         super().__init__(layer, number, pager, ahead)
         self._asked = asked

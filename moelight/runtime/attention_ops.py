@@ -17,7 +17,7 @@ from moelight.core.schedule import Task, TaskKind
 from moelight.hrm.footprint import GATHER_BYTES
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.prefill import prefill_attention
-from moelight.memory.kv import KVCache, TokenCache, put
+from moelight.paging.kv import KVCache, TokenCache, put
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 
@@ -163,8 +163,7 @@ class DeviceAttention:
 
 
 def attend_one(q: Tensor, run: Tensor, scale: float) -> Tensor:
-    """Attention of one token over keys and values ``run`` [L, 2, Hkv, D], the last of them its own: q [Hq, D] -> [Hq,
-    D]."""
+    """Attention of one token over keys and values ``run`` [L, 2, Hkv, D], the last its own: q [Hq, D] -> [Hq, D]."""
     keys, values = run.permute(1, 2, 0, 3).unsqueeze(1)
     grouped = q.unflatten(0, (keys.shape[1], -1)).unsqueeze(0)  # the queries of a group are rows of one product
     return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(0, 2)
@@ -181,7 +180,7 @@ def attend_prefill(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
 
 
 def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """Rows of ``tensor`` selected by ``rows``; all rows if ``rows`` is None."""
+    """The given rows of ``tensor``; None: all."""
     return tensor if rows is None else tensor.index_select(0, rows)
 
 

@@ -181,21 +181,21 @@ class ThreadLane:
         if self._team is not None:
             self._team.settle()
         with _working(self._team):
-            self._carry_out_all()
+            while (item := self._queue.get()) is not None:
+                work, after, ticket, done = item
+                try:
+                    self._wait_for(after)
+                    ticket.carry_out(work)
+                except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+                    self._broken = ticket.error = error
+                finally:
+                    done.set()
 
-    def _carry_out_all(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, after, ticket, done = item
-            try:
-                if self._broken is not None:
-                    raise self._broken
-                for earlier in after:
-                    earlier.wait()
-                ticket.carry_out(work)
-            except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
-                self._broken = ticket.error = error
-            finally:
-                done.set()
+    def _wait_for(self, after: Sequence[Ticket]) -> None:
+        if self._broken is not None:
+            raise self._broken
+        for earlier in after:
+            earlier.wait()
 
 
 _Begun = tuple[Outcome, HostTicket, threading.Event]
@@ -224,10 +224,7 @@ class PendingLane(ThreadLane):
             work, after, ticket, done = item
             outcome: Outcome = None
             try:
-                if self._broken is not None:
-                    raise self._broken
-                for earlier in after:
-                    earlier.wait()
+                self._wait_for(after)
                 ticket.start_s = time.perf_counter()
                 outcome = work()
             except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
@@ -256,7 +253,7 @@ class StreamTicket:
 
     __slots__ = ("_clock", "_done", "_start", "found_bytes", "skipped")
 
-    def __init__(self, start: Any, done: Any, clock: StreamClock, outcome: Outcome = None) -> None:
+    def __init__(self, start: Any, done: Any, clock: Callable[[Any], float], outcome: Outcome = None) -> None:
         self._start, self._done, self._clock = start, done, clock
         self.skipped = isinstance(outcome, Skipped)
         self.found_bytes = outcome.bytes if isinstance(outcome, MovedBytes) else None
@@ -270,21 +267,7 @@ class StreamTicket:
         self._done.synchronize()
 
     def span(self) -> tuple[float, float]:
-        return self._clock.at(self._start), self._clock.at(self._done)
-
-
-class StreamClock:
-    """Converts a device's event times to the host clock, through one event whose host time is known."""
-
-    def __init__(self, new_event: Callable[[], Any], stream: Any) -> None:
-        self._origin = new_event()
-        self._origin.record(stream)
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
-
-    def at(self, event: Any) -> float:
-        """Host seconds of a completed ``event``."""
-        return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
+        return self._clock(self._start), self._clock(self._done)
 
 
 class StreamLane:
@@ -297,8 +280,11 @@ class StreamLane:
     def __init__(self, stream: Any, new_event: Callable[[], Any], team: ThreadTeam | None = None) -> None:
         self._team = team
         self._stream, self._new_event = stream, new_event
-        self._clock = StreamClock(new_event, stream)
         self._broken: BaseException | None = None
+        self._origin = new_event()  # an event whose host time is known
+        self._origin.record(stream)
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
 
     @classmethod
     def on(cls, device: torch.device) -> StreamLane:
@@ -325,7 +311,10 @@ class StreamLane:
             start.record(self._stream)
             outcome = work()
             done.record(self._stream)
-        return StreamTicket(start, done, self._clock, outcome)
+        return StreamTicket(start, done, self._host_s, outcome)
+
+    def _host_s(self, event: Any) -> float:
+        return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -1,7 +1,7 @@
-"""The machine that passes run on: the compute device, and the lanes beside it.
+"""The machine that passes run on: the compute device with its lanes, arenas and allocator; the emulated device.
 
 The emulated device (``twin``) replaces a GPU in host memory: the same tiers, transfers and lanes without an
-accelerator.
+accelerator, and no memory of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
-from moelight.memory.arena import allocate
+from moelight.paging.arena import allocate
 from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.numa import place_memory, placing, settle, why_not_placed
@@ -88,11 +89,7 @@ class Machine:
         return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
 
     def device_memory_bytes(self) -> int:
-        """Free memory of the device in bytes.
-
-        Raises:
-            ConfigError: the emulated device, which has no memory of its own.
-        """
+        """Free memory of the device in bytes; raises ConfigError for the emulated device, which has none."""
         if self.device.type == "cpu":
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
         free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
@@ -128,12 +125,10 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     """
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
-    host = _HOST_LANES if machine.discrete else (Lane.DISK, Lane.CPU)
     teams = {} if shares is None else teams_of(shares)
     lanes: dict[Lane, LaneRunner] = {}
-    for lane in host:
-        inline = kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete)
-        if inline:
+    for lane in _HOST_LANES if machine.discrete else (Lane.DISK, Lane.CPU):
+        if kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete):
             lanes[lane] = InlineLane(teams.get(lane))
         elif lane is Lane.DISK:
             lanes[lane] = PendingLane(str(lane))
@@ -165,7 +160,7 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
 
 
 def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
-    """Allocate the arenas of ``footprint`` (`memory.arena.allocate`); those in host memory on suitable NUMA nodes."""
+    """Allocate the arenas of ``footprint`` (`paging.arena.allocate`); those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
     place = place_memory(
@@ -188,3 +183,54 @@ def _device_lane(machine: Machine, lane: Lane, kind: str, team: ThreadTeam | Non
     if kind == "auto":
         return StreamLane(EmulatedStream(), EmulatedEvent, team)
     return InlineLane(team) if kind == "inline" else ThreadLane(str(lane), team)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicePeak:
+    """Most bytes held by tensors (``allocated``) and kept for them by the allocator (``reserved``)."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+
+def limit_device_memory(device: torch.device, limit_bytes: int | None) -> None:
+    """Limit the allocator to ``limit_bytes`` of ``device`` (None: all of it); larger requests fail from now on.
+
+    On CUDA its segments grow in place, so that memory freed by one size serves another. The device's own context (some
+    hundred MiB) is not counted. Does nothing where the device has no memory or no such limit.
+    """
+    module = _module(device)
+    if module is None or not hasattr(module, "set_per_process_memory_fraction"):
+        return
+    if device.type == "cuda" and torch.version.hip is None:
+        _change_settings("expandable_segments:True")
+    _, whole = module.mem_get_info(device)
+    share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
+    module.set_per_process_memory_fraction(share, device)
+
+
+def watch_device_memory(device: torch.device) -> None:
+    """Free unused cached memory and reset the peaks."""
+    module = _module(device)
+    if module is not None:
+        module.empty_cache()
+        module.reset_peak_memory_stats(device)
+
+
+def device_peak(device: torch.device) -> DevicePeak:
+    """Peaks since `watch_device_memory`; zeros where the device has no memory of its own."""
+    module = _module(device)
+    if module is None:
+        return DevicePeak()
+    return DevicePeak(
+        allocated=int(module.max_memory_allocated(device)), reserved=int(module.max_memory_reserved(device))
+    )
+
+
+def _change_settings(settings: str) -> None:
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.9 and later
+    (change or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def _module(device: torch.device) -> Any:
+    return None if device.type == "cpu" else torch.get_device_module(device)

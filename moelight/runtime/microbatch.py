@@ -1,11 +1,12 @@
-"""The micro-batch: packed tokens and their intermediate tensors on the way through the layers of one pass.
+"""The micro-batch: packed tokens and their intermediate tensors on the way through the layers of one pass, and the
+arenas from which micro-batches take their shares.
 
 Legend: T tokens, D decoding sequences (one token each, the first rows), B block-table width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,19 +14,82 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelight.core.dtypes import DType
 from moelight.core.errors import ScheduleError
+from moelight.core.policy import Policy
+from moelight.hrm import costs
 from moelight.models.moe import Routed, SplitMoE
 from moelight.models.rope import Rotation
+from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
-from moelight.runtime.staging import StagingBuffers
+from moelight.weights.torch_dtypes import to_torch
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StagingBuffers:
+    """Pinned staging buffers of one micro-batch, through which activations cross between device and CPU; all uint8.
+
+    ``down`` receives queries, keys and values (or keys and values only), ``up`` holds the attention output; ``routing``
+    and ``routed`` receive the inputs of the CPU's experts, ``experts`` holds their output.
+    """
+
+    dtype: torch.dtype
+    down: Tensor
+    up: Tensor
+    routing: Tensor
+    routed: Tensor
+    experts: Tensor
+
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy q, k and v to host memory; the copies are complete when the lane's event is."""
+        sizes = [part.numel() * part.element_size() for part in (q, k, v)]
+        places = self.down[: sum(sizes)].split(sizes)
+        return _land(places[0], q), _land(places[1], k), _land(places[2], v)
+
+    def take_routed(self, routed: Routed) -> Routed:
+        """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
+        weights, ids = self.routing.chunk(2)
+        return Routed(
+            x=_land(self.routed, routed.x), weights=_land(weights, routed.weights), ids=_land(ids, routed.ids)
+        )
+
+    def attention_output(self, shape: torch.Size) -> Tensor:
+        """View of ``up`` for the attention output ``[T, Hq, D]``."""
+        return self.up.view(self.dtype).view(shape)
+
+    def experts_output(self, shape: torch.Size) -> Tensor:
+        """View of ``experts`` for the output ``[T, H]`` of the CPU's experts."""
+        return self.experts.view(self.dtype).view(shape)
+
+
+class StagingArena:
+    """The ``crossing`` arena: each of the five regions, sized for a whole pass."""
+
+    def __init__(self, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> None:
+        """``arena`` uint8, of `staging_token_bytes` for each of ``tokens``."""
+        on_host, beside = policy.attention_device == "cpu", policy.ffn_device != "gpu"
+        residual = costs.residual_bytes(model, dtype, 1) if beside else 0
+        each = {  # bytes per token; the region of the widest elements first
+            "routing": costs.routing_bytes(model) if beside else 0,
+            "down": costs.qkv_bytes(model, dtype, 1) if on_host else costs.kv_bytes(model, dtype, 1),
+            "up": costs.hidden_bytes(model, dtype, 1) if on_host else 0,
+            "routed": residual,
+            "experts": residual,
+        }
+        self._dtype, self._regions = to_torch(dtype), _regions(arena, tokens, each)
+
+    def share(self, row: int, tokens: int) -> StagingBuffers:
+        """Buffers of ``tokens`` tokens from row ``row`` of the pass on."""
+        cut = {name: region[row : row + tokens].reshape(-1) for name, region in self._regions.items()}
+        return StagingBuffers(dtype=self._dtype, **cut)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SavedActivations:
-    """A micro-batch's share of the activations saved for experts that run once per pass: their inputs ``routed``, and
-    the sums of their outputs, ``sums`` float32 [T, H]."""
+    """Activations of one micro-batch, saved for experts that run once per pass: the inputs ``routed``, and the sums of
+    the outputs, ``sums`` float32 [T, H]."""
 
     routed: Routed
     sums: Tensor
@@ -36,6 +100,33 @@ class SavedActivations:
         self.routed.weights.copy_(routed.weights)
         self.routed.ids.copy_(routed.ids)
         self.sums.zero_()
+
+
+class SavedActivationArena:
+    """The ``mixture`` arena: activations saved for experts that run once for all micro-batches of a pass."""
+
+    def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
+        """``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
+        each = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
+        found = _regions(arena, tokens, each)
+        self._sums, self._weights = found["sums"].view(torch.float32), found["weights"].view(torch.float32)
+        self._ids, self._x = found["ids"].view(torch.int32), found["x"].view(dtype)
+
+    def rows(self, first: int, count: int) -> SavedActivations:
+        """Saved activations of ``count`` tokens from row ``first`` of the pass on."""
+        rows = slice(first, first + count)
+        routed = Routed(x=self._x[rows], weights=self._weights[rows], ids=self._ids[rows])
+        return SavedActivations(routed=routed, sums=self._sums[rows])
+
+
+def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, Tensor]:
+    """Consecutive regions ``[tokens, bytes per token]`` of ``arena``, by name."""
+    parts = arena[: tokens * sum(each.values())].split([tokens * size for size in each.values()])
+    return {name: part.view(tokens, size) for (name, size), part in zip(each.items(), parts, strict=True)}
+
+
+def _land(place: Tensor, source: Tensor) -> Tensor:
+    return place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,14 +208,8 @@ def pack(
     prefill_only: bool,
     kept: SavedActivations | None = None,
 ) -> MicroBatch:
-    """Pack ``chunks`` (decoding ones first) into a micro-batch.
-
-    Args:
-        hidden: [T, H], its share of the hidden arena.
-        sampled: host memory for the new tokens.
-        crossing: its staging buffers, if a link separates device and host.
-        kept: its saved activations, where experts run once per pass.
-    """
+    """Pack ``chunks`` (decoding ones first) into a micro-batch, with its shares of the arenas: ``hidden`` [T, H], and
+    ``sampled`` in host memory."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
     rest = chunks[len(decoding) :]
     first = len(decoding)
@@ -171,19 +256,14 @@ def pack(
 
 
 def require(value: T | None) -> T:
-    """Return ``value``, which an earlier task of the same pass has set.
-
-    Raises:
-        ScheduleError: ``value`` is None.
-    """
+    """Return ``value``, which an earlier task of the same pass has set; raises ScheduleError if it is None."""
     if value is None:
         raise ScheduleError("a task ran before the one that feeds it")
     return value
 
 
 def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Arguments of the host's prefill kernel for all prompts in one call: their ends, block tables and earlier
-    positions."""
+    """Arguments of the host's prefill kernel for all prompts: their ends, block tables and earlier positions."""
     if not chunks:
         return None
     ends = np.cumsum([0, *(chunk.count for chunk in chunks)]).astype(np.int32)

@@ -9,42 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor
-
 from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.products import Workspace
-from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
-from moelight.models.moe import MoEWeights, Routed, SplitMoE, add_experts, moe_forward
+from moelight.models.moe import MoEWeights, SplitMoE, add_experts, moe_forward
+from moelight.paging.store import PageStore
 from moelight.runtime.lanes import SKIPPED, Outcome
-from moelight.runtime.microbatch import SavedActivations, require
+from moelight.runtime.microbatch import SavedActivationArena, require
 from moelight.runtime.on_demand import PassPages
 
 CPU_ROWS = 256  # torch caches a CPU kernel per row count, and more rows at once are no faster
 
 MoEOperation = Callable[[Task, PassPages], Outcome]
-
-
-class SavedActivationArena:
-    """The ``mixture`` arena: activations saved for experts that run once for all micro-batches of a pass."""
-
-    def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
-        """``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
-        parts: list[Tensor] = []
-        start = 0
-        for width, kind in ((hidden, torch.float32), (top_k, torch.float32), (top_k, torch.int32), (hidden, dtype)):
-            size = tokens * width * kind.itemsize
-            parts.append(arena[start : start + size].view(kind).view(tokens, width))
-            start += size
-        self._sums, self._weights, self._ids, self._x = parts
-
-    def rows(self, first: int, count: int) -> SavedActivations:
-        """Saved activations of ``count`` tokens from row ``first`` of the pass on."""
-        rows = slice(first, first + count)
-        return SavedActivations(
-            routed=Routed(x=self._x[rows], weights=self._weights[rows], ids=self._ids[rows]), sums=self._sums[rows]
-        )
 
 
 class MoEOps:
@@ -99,12 +75,9 @@ class MoEOps:
             mb.routed = routed
         else:
             mb.kept.keep(routed)
-        if (
-            pass_pages.small is not None
-            and not self._discrete
-            and task.micro_batch + 1 == len(pass_pages.micro_batches)
-        ):
-            pass_pages.small.choice(task.layer)  # begin reads at once, before the next task
+        last = task.micro_batch + 1 == len(pass_pages.micro_batches)
+        if pass_pages.small is not None and last and not self._discrete:
+            pass_pages.small.demand(task.layer)  # begin reads at once, before the next task
 
     def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
         """Predict the next MoE layer's experts: run its router on the hidden state without this layer's experts."""
@@ -113,9 +86,10 @@ class MoEOps:
         require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
 
     def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
-        mb, choice = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small).choice(task.layer)
+        mb, small = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small)
         first_row = sum(earlier.tokens for earlier in pass_pages.micro_batches[: task.micro_batch]) * self._top_k
-        mb.begun = SplitMoE(require(mb.routed), choice.experts, choice.late, self._decoder.space, first_row)
+        experts, late = small.experts(task.layer), small.demand(task.layer).late
+        mb.begun = SplitMoE(require(mb.routed), experts, late, self._decoder.space, first_row)
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
         """Experts on the compute unit: of one micro-batch, except those left to the CPU, or of the whole pass."""
@@ -125,9 +99,8 @@ class MoEOps:
                 mb.begun.end(into=mb.hidden)
                 mb.begun = None
             else:
-                moe_forward(
-                    require(mb.routed), self._layer_experts(task.layer, pass_pages), self._decoder.space, into=mb.hidden
-                )
+                experts = self._layer_experts(task.layer, pass_pages)
+                moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden)
             return
         experts = self._layer_experts(task.layer, pass_pages)
         everyone = require(self._kept).rows(0, sum(mb.tokens for mb in pass_pages.micro_batches))
@@ -147,15 +120,16 @@ class MoEOps:
     def _cpu_experts(self, task: Task, pass_pages: PassPages) -> Outcome:
         if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
-        mb, routed = pass_pages.micro_batches[task.micro_batch], pass_pages.micro_batches[task.micro_batch].routed_host
+        mb = pass_pages.micro_batches[task.micro_batch]
+        routed = require(mb.routed_host)
         if self._pages.fast_tier == "host":
             experts = self._layer_experts(task.layer, pass_pages)
         elif pass_pages.small is not None:
-            experts = MoEWeights(pass_pages.small.choice(task.layer).on_cpu)
+            experts = MoEWeights(pass_pages.small.demand(task.layer).on_cpu)
         else:
             experts = MoEWeights(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
-        mb.experts_host = require(mb.crossing).experts_output(require(routed).x.shape)
-        mb.experts_host.copy_(moe_forward(require(routed), experts, require(self._host_space)))
+        mb.experts_host = require(mb.crossing).experts_output(routed.x.shape)
+        mb.experts_host.copy_(moe_forward(routed, experts, require(self._host_space)))
         return None
 
     def _load_experts(self, task: Task, pass_pages: PassPages) -> Outcome:
@@ -181,13 +155,13 @@ class MoEOps:
             return True
         if pass_pages.small is None:
             return self._pages.computes(layer)
-        return bool(pass_pages.small.choice(layer).on_cpu)
+        return bool(pass_pages.small.demand(layer).on_cpu)
 
     def _layer_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:
         if not self._moe[layer]:
             return MoEWeights()
         if pass_pages.small is not None:
-            return pass_pages.small.choice(layer).experts
+            return pass_pages.small.experts(layer)
         key = (layer, self._pages.phase(pass_pages.position), pass_pages.residents)
         if key not in self._found:
             if key[2] != self._residents:

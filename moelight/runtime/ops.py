@@ -12,9 +12,9 @@ from torch import Tensor
 from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Task, TaskKind
 from moelight.hrm.footprint import sample_rows
 from moelight.kernels.copies import copy_pages
-from moelight.memory.pages import PageStore, StartPage
 from moelight.models.decoder import Decoder
 from moelight.models.rope import rotation
+from moelight.paging.store import PageStore, StartPage
 from moelight.runtime.attention_ops import Act
 from moelight.runtime.executor import Perform
 from moelight.runtime.lanes import Work

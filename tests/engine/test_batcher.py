@@ -14,7 +14,7 @@ from moelight.core.policy import ADMISSIONS, Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk, partition
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
-from moelight.memory.kv import BlockPool
+from moelight.paging.kv import BlockPool
 from tests.shapes import examples
 
 BLOCK = 16

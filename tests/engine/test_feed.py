@@ -16,7 +16,7 @@ from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
 from moelight.engine.output_processor import OutputProcessor
-from moelight.memory.kv import BlockPool
+from moelight.paging.kv import BlockPool
 from tests.engine.test_invariance import DEVICES
 from tests.engine.test_output_processor import Words
 from tests.engines import Tiny

@@ -21,10 +21,9 @@ from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint
 from moelight.hrm.placement import place
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
+from moelight.paging.slots import SlotTable
 from moelight.profiles.workload import Workload
-from moelight.runtime.allocator import device_peak
-from moelight.runtime.machine import find_machine
-from moelight.runtime.on_demand import FreeSlots
+from moelight.runtime.machine import device_peak, find_machine
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
@@ -251,7 +250,7 @@ def test_a_token_alone_brings_its_own_experts(
 ) -> None:
     """Three of six a layer: what moves them does nothing for the others, on any lane."""
     monkeypatch.setattr(costs, "PART_BYTES", costs.PAGE_ALIGNMENT)
-    monkeypatch.setattr(FreeSlots, "find", lambda *_: None)  # nothing is found of what earlier passes left
+    monkeypatch.setattr(SlotTable, "find", lambda *_: None)  # nothing is found of what earlier passes left
     beside = {"ffn_device": "gpu", "weights": Shares(host=0.5, disk=0.5)} if devices == "twin" else {}
     sizes: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "weights": Shares(disk=1.0), **beside}
     with Engine(Policy(model=str(model), schedule=schedule, **sizes), device=devices) as engine:

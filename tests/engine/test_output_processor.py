@@ -12,7 +12,7 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import Batcher
 from moelight.engine.constraints import Constraints
 from moelight.engine.output_processor import OutputProcessor, most_tokens
-from moelight.memory.kv import BlockPool
+from moelight.paging.kv import BlockPool
 
 EOS, STOPPER = 9, 5
 

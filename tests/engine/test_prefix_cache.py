@@ -16,7 +16,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import MOST_WAITS, Batcher, MicroBatchPlan, RunningSequence, SequenceChunk, keys_of
 from moelight.engine.engine import Engine
-from moelight.memory.kv import BlockPool
+from moelight.paging.kv import BlockPool
 from tests.engine.test_invariance import DEVICES, MODELS
 from tests.engines import Tiny
 

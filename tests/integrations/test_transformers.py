@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 import moelight
 from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import CheckpointError, ConfigError, MoelightError, UserError
+from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.engine.experts import facts_of
 from moelight.experts.policy import (
@@ -33,14 +34,12 @@ from moelight.experts.policy import (
     PrefetchRules,
 )
 from moelight.experts.profile import ActivationProfile, save_profile
-from moelight.integrations import transformers as attaching
 from moelight.integrations.layers import moe_layers
-from moelight.integrations.links import StreamLink
-from moelight.integrations.page_stores import DiskStore
 from moelight.integrations.transformers import Attachment
+from moelight.paging import offload
+from moelight.paging.offload import CopyStream, DiskStore
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
-from moelight.runtime.lanes import StreamLane
 from moelight.runtime.machine import EmulatedEvent, EmulatedStream
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
 
@@ -77,7 +76,7 @@ def test_a_profile_that_an_engine_saved_serves_the_attached_model(family: str, t
     asked = policy(2 * layers)
     asked = replace(asked, cache=replace(asked.cache, profile=str(path)))
     with moelight.attach(model, asked) as attached:
-        near = attached.pager.residency.cache.slot_table >= 0
+        near = attached.pager.residency.table >= 0
         assert np.argwhere(near).tolist() == [[layer, e] for layer in range(layers) for e in (2, experts - 1)]
     other = build(family, num_experts_per_tok=1)
     with pytest.raises(ConfigError, match=r"profile\.json.*top_k"):
@@ -211,18 +210,18 @@ def test_what_a_slot_is_said_to_hold_is_in_it() -> None:
         tokens(model)
         pager, seen = attachment.pager, 0
         with pager.turn(0) as turn:
-            for layer, experts_of in enumerate(pager.cache.slot_table.tolist()):
+            for layer, experts_of in enumerate(pager.residency.table.tolist()):
                 for expert, slot in enumerate(experts_of):
                     if slot >= 0:
-                        pager._await(layer, expert, slot)
+                        pager.wait(Page(layer=layer, expert=expert), slot)
                         gate_up, down = (piece.of(pager.slots[slot]) for piece in moe_pieces(attachment))
                         assert torch.equal(gate_up, weights[layer][0][expert])
                         assert torch.equal(down, weights[layer][1][expert])
                         seen += 1
-            assert len(pager.cache) == seen == 9
-            slot = int(pager.cache.slot_table.max())
+            assert len(pager.residency.pages()) == seen == 9
+            slot = int(pager.residency.table.max())
             with pytest.raises(MoelightError, match="was expected"):
-                pager._await(*wrong(pager._tags[slot]), slot)
+                pager.wait(wrong(pager.table.pages[slot]), slot)
             assert len(turn) == 0
 
 
@@ -230,9 +229,9 @@ def moe_pieces(attachment: Attachment) -> Any:
     return attachment._layers[0].pieces
 
 
-def wrong(tag: tuple[int, int] | None) -> tuple[int, int]:
-    assert tag is not None
-    return tag[0], tag[1] + 1
+def wrong(page: Page | None) -> Page:
+    assert page is not None
+    return replace(page, expert=page.expert + 1)
 
 
 def test_the_memory_of_the_experts_is_really_given_back(tmp_path: Path) -> None:
@@ -256,12 +255,15 @@ def test_a_model_that_is_dropped_takes_its_pages_with_it(tmp_path: Path) -> None
     model = build("mixtral")
     moelight.attach(model, policy(), directory=tmp_path)
     tokens(model, new=1)
-    assert pager_threads()
+    assert open_files(tmp_path)
     del model
     gc.collect()
-    assert not pager_threads()
+    assert not open_files(tmp_path)
+
+
+def open_files(directory: Path) -> list[str]:
     held = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    assert not [name for name in held if name.startswith(str(tmp_path))]
+    return [name for name in held if name.startswith(str(directory))]
 
 
 def test_two_threads_may_generate_at_once() -> None:
@@ -279,10 +281,8 @@ def test_two_threads_may_generate_at_once() -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "listed"])
 def test_streams_of_a_device_do_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, greedy, _, _ = untouched(family)
-    compute = StreamLane(EmulatedStream(), EmulatedEvent)
-    monkeypatch.setattr(
-        attaching, "_link", lambda _: StreamLink(StreamLane(EmulatedStream(), EmulatedEvent), lambda: compute)
-    )
+    compute = EmulatedStream()
+    monkeypatch.setattr(offload, "copies_to", lambda _: CopyStream(EmulatedStream(), lambda: compute, EmulatedEvent))
     with moelight.attach(model, policy(12, eviction=("lru",)), home="memory") as attachment:
         assert torch.equal(tokens(model), greedy)
         tokens(model, count=1)

@@ -19,8 +19,8 @@ from moelight.hrm.footprint import kv_blocks
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place
 from moelight.hrm.task_cost import MicroBatchLoad, pass_costs
-from moelight.memory.kv import BlockPool
 from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
+from moelight.paging.kv import BlockPool
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape, layout_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelight.runtime import allocator
-from moelight.runtime.allocator import DevicePeak, device_peak, limit_device_memory, watch_device_memory
+from moelight.runtime import machine
+from moelight.runtime.machine import DevicePeak, device_peak, limit_device_memory, watch_device_memory
 
 CUDA = torch.device("cuda", 0)
 
@@ -47,7 +47,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def test_a_limit_is_a_share_of_the_whole_device(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     changed: list[str] = []
-    monkeypatch.setattr(allocator, "_change_settings", changed.append)
+    monkeypatch.setattr(machine, "_change_settings", changed.append)
     limit_device_memory(CUDA, 4 << 30)
     assert played.share == 0.25
     assert changed == ["expandable_segments:True"]

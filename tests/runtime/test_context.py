@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.memory.kv import TokenCache, put
+from moelight.paging.kv import TokenCache, put
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.context import Chunk, find_added, find_context, seen_before
 from moelight.runtime.microbatch import pack

@@ -14,7 +14,7 @@ from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.footprint import staging_token_bytes
 from moelight.models.moe import Routed
-from moelight.runtime.staging import StagingArena, StagingBuffers
+from moelight.runtime.microbatch import StagingArena, StagingBuffers
 from moelight.weights.torch_dtypes import to_torch
 from tests.shapes import small_model, small_policy
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
-from moelight.experts.residency_manager import ModelFacts, ResidencyManager
-from moelight.memory.pages import PageStore
 from moelight.models.moe import Routed
+from moelight.paging.residency import ModelFacts, ResidencyManager
+from moelight.paging.ring import RingPager
+from moelight.paging.store import PageStore
 from moelight.runtime.lanes import SKIPPED, MovedBytes
-from moelight.runtime.on_demand import OnDemandPass, Pager
+from moelight.runtime.on_demand import OnDemandPass
 from tests.shapes import examples
 
 LAYERS, EXPERTS, NEAR, SIZE = 3, 4, 4, 8
@@ -87,7 +88,7 @@ class World:
         )
         self.store.load(lambda page, slot, _: (slot.fill_(mark(page)), None)[1])
         self.experts.prediction = self.guessed  # type: ignore[method-assign]
-        self.pager = Pager(self.store, self.experts, self.start)
+        self.pager = RingPager(self.store, self.experts, self.start)
         self.batch = Batch()
         self.reading: list[tuple[Page, Tensor]] = []  # what experts read until the next layer has chosen
 
@@ -107,7 +108,8 @@ class World:
         return self.reads[-1]
 
     def begin(self, prefetched: dict[Page, int] | None = None, left: dict[Page, int] | None = None) -> OnDemandPass:
-        return self.pager.begin([self.batch], prefetched or {}, left)  # type: ignore[list-item]
+        self.pager.begin(prefetched or {}, left)
+        return OnDemandPass(self.pager, [self.batch])  # type: ignore[list-item]
 
     def choose(self, small: OnDemandPass, layer: int, *chosen: int) -> Any:
         """One layer as the lanes run it: routers, fetch, experts; what these find is checked."""
@@ -115,13 +117,13 @@ class World:
         self.batch.routed = Routed(x=torch.zeros(len(chosen), 1), weights=torch.ones(len(chosen), 1), ids=ids)
         self.reading = []
         outcome = small.fetch(Task(kind=TaskKind.READ_EXPERTS, lane=Lane.DISK, layer=layer))
-        choice = small.choice(layer)
-        here = [expert for expert in set(chosen) if expert not in choice.late]
-        self.check(choice.experts, layer, here)  # before anything has come
+        experts = small.experts(layer)
+        here = [expert for expert in set(chosen) if expert not in small.demand(layer).late]
+        self.check(experts, layer, here)  # before anything has come
         if isinstance(outcome, MovedBytes) and outcome.rest is not None:
             outcome.rest.wait()
-        self.check(choice.experts, layer, sorted(set(chosen)))
-        self.reading = [(Page(layer=layer, expert=each), choice.experts[each][0]) for each in set(chosen)]
+        self.check(experts, layer, sorted(set(chosen)))
+        self.reading = [(Page(layer=layer, expert=each), experts[each][0]) for each in set(chosen)]
         return outcome
 
     def check(self, found: Any, layer: int, experts: list[int]) -> None:
@@ -148,7 +150,7 @@ def test_only_what_is_missing_is_read_and_once() -> None:
     fast_tier = next(iter(set(range(EXPERTS)) - set(far(world, 0))))
     outcome = world.choose(small, 0, one, fast_tier, one, other)
     assert (outcome.bytes, len(world.reads)) == (2 * SIZE, 2)
-    assert small.choice(0) is small.choice(0)
+    assert small.demand(0) is small.demand(0)
     assert world.choose(world.begin(), 0, one, other) is SKIPPED
 
 
@@ -160,10 +162,10 @@ def test_a_guess_in_flight_that_comes_true_is_waited_for_and_not_read_twice() ->
     assert world.ahead(small, 1, right, wrong).bytes == 2 * SIZE
     outcome = world.choose(small, 1, right)
     assert (outcome.bytes, world.count(1, right)) == (0, 1)
-    transfer_stats = world.pager.transfer_stats
-    assert (transfer_stats.ahead_pages, transfer_stats.ahead_useful, transfer_stats.ahead_late) == (2, 1, 1)
+    stats = world.pager.stats
+    assert (stats.ahead_pages, stats.ahead_useful, stats.ahead_late) == (2, 1, 1)
     world.choose(small, 2, 0)
-    assert world.pager.predictions == []
+    assert world.pager.ring.in_flight == {}
     assert all(read.over for read in world.reads)  # the wrong one has landed: its place is somebody else's now
 
 
@@ -177,7 +179,7 @@ def test_what_a_wrong_guess_brought_is_found_later() -> None:
     world.choose(small, 2, 0)
     world.choose(world.begin(), 1, wrong)
     assert world.count(1, wrong) == 1
-    assert world.pager.transfer_stats.found == 1
+    assert world.pager.stats.found == 1
 
 
 def test_a_layer_that_has_chosen_is_not_guessed_about() -> None:
@@ -250,9 +252,9 @@ def test_a_pass_may_begin_while_the_one_before_chooses() -> None:
 def _no_place_is_lost(world: World) -> None:
     pager = world.pager
     used = [
-        *pager.free_slots._pages,
-        *(ring for ring, _ in pager._passing),
-        *(prediction.ring for prediction in pager.predictions),
+        *pager.ring.unused,
+        *pager._passing,
+        *pager.ring.in_flight,
     ]
     assert sorted((*used, *pager.prefetched.values())) == list(range(world.ring))
     memory = [page.data_ptr() for page in (*world.store.resident_pages, *world.store.ring_pages)]

@@ -1,8 +1,7 @@
-"""The paged KV cache: blocks of tokens, assigned to sequences through block tables. No padding.
+"""The paged KV cache: blocks of tokens, assigned to sequences through block tables, without padding.
 
-A block of a sequence has the same index in every layer, so a sequence has one table. Two layouts: `KVCache` for CPU
-attention, which reads blocks in place; `TokenCache` for device attention, whose contexts are copied, one on each tier
-that holds blocks.
+A block of a sequence has the same index in every layer. Two layouts: `KVCache` for CPU attention, which reads blocks in
+place; `TokenCache` for device attention, whose contexts are copied, one on each tier that holds blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.errors import MoelightError
-from moelight.memory.arena import typed
+from moelight.paging.arena import typed
 from moelight.profiles.model import AttentionSpec
 
 
@@ -103,9 +102,7 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each of ``blocks``, from `take` or `share`. The last blocks, useful to the fewest
-        prompts, are reallocated first.
-        """
+        """Drop a reference to each of ``blocks``. The last, useful to the fewest prompts, are reallocated first."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -158,7 +155,7 @@ class BlockPool:
 
 
 class _Free:
-    """Free blocks of one tier."""
+    """Free blocks of one tier; named ones can be found again, and are overwritten last."""
 
     def __init__(self, blocks: range) -> None:
         self._plain = list(reversed(blocks))
@@ -168,16 +165,13 @@ class _Free:
         return len(self._plain) + len(self._named)
 
     def add(self, block: int, *, named: bool) -> None:
-        """Add a free ``block``; ``named`` blocks can be found again."""
         if named:
             self._named[block] = None
         else:
             self._plain.append(block)
 
     def remove(self, block: int) -> None:
-        """Remove a named ``block``, which is in use again."""
         del self._named[block]
 
     def pop(self) -> int:
-        """Remove and return the next block to overwrite."""
         return self._plain.pop() if self._plain else self._named.popitem(last=False)[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import DTYPES
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import kv_block_bytes
-from moelight.memory.kv import BlockPool, KVCache, TokenCache, put
+from moelight.paging.kv import BlockPool, KVCache, TokenCache, put
 from tests.shapes import examples, small_model, small_policy
 
 

@@ -19,7 +19,7 @@ from moelight.experts.policy import (
     PrefetchRules,
 )
 from moelight.experts.profile import ActivationProfile
-from moelight.experts.residency_manager import ModelFacts, ResidencyManager
+from moelight.paging.residency import ModelFacts, ResidencyManager
 from tests.shapes import examples
 
 MOE = (False, True, True, False, True)

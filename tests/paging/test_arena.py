@@ -14,7 +14,7 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.hrm.footprint import ArenaSize, Footprint, footprint
-from moelight.memory.arena import allocate, slots, typed
+from moelight.paging.arena import allocate, slots, typed
 from moelight.profiles.model import ModelProfile
 from tests.shapes import examples, placed
 

@@ -1,5 +1,4 @@
-"""Expert residency of one engine: a `Residency` addressed by the layer numbers of the model, over the slots of the
-engine.
+"""Which experts of a model are resident: a `Residency` addressed by the layer numbers of the model.
 
 Layers without experts are not passed to `Residency`. Depends only on keys, slots and counters; not thread-safe.
 """
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
-from moelight.experts.cache import Access
+from moelight.experts.cache import Access, Prefetch
 from moelight.experts.confidence import PrefetchConfidence, RouterConfidence
 from moelight.experts.eviction import IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
@@ -32,13 +31,13 @@ class ModelFacts:
 
     moe_layers: tuple[bool, ...]
     num_experts: int
-    top_k: int
+    top_k: int | None
     page_bytes: int
     facts: Facts
 
 
 class ResidencyManager:
-    """Tracks the resident experts over the passes of an engine.
+    """Tracks the resident experts over the passes of an engine or an attached model.
 
     Attributes:
         residency: the policy applied to the model.
@@ -52,18 +51,21 @@ class ResidencyManager:
         policy: ExpertPolicy,
         model: ModelFacts,
         *,
-        resident: Sequence[Page],
+        resident: Sequence[Page] | None,
         learns: bool = True,
         profile: ActivationProfile | None = None,
         batch: int = 1,
+        most_slots: int | None = None,
     ) -> None:
-        """Create a cache with as many slots as there are pages in ``resident``; they are the first residents.
+        """Create a cache with as many slots as there are pages in ``resident``, which are the first residents.
 
         Args:
+            resident: None: the capacity is the policy's, and nothing is resident but `first_pages`.
             learns: residents may be evicted for other experts.
             profile: known routing of the model; if it ``learns``, the most used experts are the first residents
                 instead.
             batch: sequences of a pass.
+            most_slots: largest number of slots that will be allocated; None: as many as ``resident``.
 
         Raises:
             ConfigError: the policy cannot be met.
@@ -71,10 +73,13 @@ class ResidencyManager:
         self.model, self.learns = model, learns
         self._layers = [layer for layer, moe in enumerate(model.moe_layers) if moe]
         self._row = {layer: row for row, layer in enumerate(self._layers)}
-        slots, rows = max(1, len(resident)), len(self._layers)
+        rows = len(self._layers)
+        if resident is not None:
+            policy = (_within if learns else _unmoved)(policy, max(1, len(resident)))
+            most_slots = len(resident)
         self._counted = ActivationProfile(model=model.facts, num_layers=rows, num_experts=model.num_experts)
         self.residency = Residency(
-            _within(policy, slots) if learns else _unmoved(policy, slots),
+            policy,
             num_layers=rows,
             num_experts=model.num_experts,
             active=model.top_k,
@@ -82,16 +87,17 @@ class ResidencyManager:
             known=profile if learns else None,
             counted=self._counted,
             batch=batch,
-            most_slots=len(resident),
+            most_slots=most_slots,
         )
         self._confidence, self._decision = PrefetchConfidence(), RouterConfidence(model.num_experts)
         self._missing: dict[int, float] = {}  # by the bit length of the number of tokens
+        self._in_use: list[tuple[int, list[int]]] = []
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
         self.version = 0
-        if profile is None or not learns:
+        if resident and (profile is None or not learns):
             named = [(self._row[page.layer], page.expert) for page in resident]
             # Layer budgets may differ from the residents of the layers: other experts fill the remaining slots.
-            others = [(row, expert) for expert in range(model.num_experts) for row in range(rows)] if resident else []
+            others = [(row, expert) for expert in range(model.num_experts) for row in range(rows)]
             self.residency.cache.fill(np.array([*named, *others], dtype=np.int64).reshape(-1, 2))
         self._follow()
 
@@ -112,8 +118,7 @@ class ResidencyManager:
     def choose(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
-        """Access the cache for an on-demand pass that routes to ``ids`` int [T, k] of ``layer`` with ``weights`` [T,
-        k].
+        """Access the cache for tokens routed to ``ids`` int [T, k] of ``layer`` with ``weights`` [T, k].
 
         ``leave``: missing experts that are computed where they are stored and not admitted.
         """
@@ -125,6 +130,28 @@ class ResidencyManager:
         self._count_missing(len(ids), len(found.misses), missing_before)
         return found
 
+    def use(
+        self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
+    ) -> Access:
+        """`choose`, and lease every expert that has a slot until `end_use`."""
+        found = self.choose(layer, ids, weights, leave=leave)
+        here = [*found.hits.tolist(), *found.misses[found.slots >= 0].tolist()]
+        self.lease(layer, here)
+        self._in_use.append((layer, here))
+        return found
+
+    def end_use(self) -> None:
+        """End the leases of `use`."""
+        while self._in_use:
+            self.release(*self._in_use.pop())
+
+    def first_pages(self) -> list[tuple[Page, int]]:
+        """Return the pages to load before the first pass, with their slots."""
+        return [
+            (Page(layer=self._layers[row], expert=expert), slot)
+            for row, expert, slot in self.residency.begin_with.tolist()
+        ]
+
     def note(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
         """Count a whole pass that routed to ``ids`` [T, k]; no expert is admitted or evicted."""
         found = self.residency.access(self._row[layer], ids, weights, admit=False, rules=False)
@@ -132,7 +159,7 @@ class ResidencyManager:
 
     def missing_share(self, tokens: int) -> float | None:
         """Return the share of the offloaded experts that passes of as many ``tokens`` routed to recently; None if
-        unknown. Tokens of one text route alike, so the share is below that of random routing."""
+        unknown."""
         return self._missing.get(tokens.bit_length())
 
     def _away(self, layer: int) -> int:
@@ -144,8 +171,8 @@ class ResidencyManager:
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
 
     def prediction(self, layer: int) -> IntArray:
-        """Return the experts of ``layer`` to prefetch once the layer before has routed: offloaded and likely enough,
-        the likeliest first."""
+        """Return the offloaded experts of ``layer`` that are worth a prefetch once the layer before has routed, the
+        likeliest first."""
         row, resident = self._row[layer], self.residency.cache.slot_table >= 0
         if self.predicts_experts:
             self.residency.hint(row, *self._decision.likely(row))
@@ -159,13 +186,25 @@ class ResidencyManager:
         tokens of the pass."""
         self._decision.add(self._row[layer], ids, weights)
 
-    def lease(self, layer: int, ids: IntArray) -> None:
-        """Forbid the eviction of the resident ``ids`` of ``layer`` until `release`."""
-        self.residency.cache.lease(self._row[layer], ids.tolist())
+    def expect(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
+        """Tell the predictor that the router of ``layer`` would choose ``ids`` [T, k] with ``weights`` [T, k]."""
+        distinct, places = np.unique(ids, return_inverse=True)
+        mass = np.asarray(np.bincount(places.ravel(), weights.ravel(), minlength=len(distinct)), np.float64)
+        self.residency.hint(self._row[layer], distinct, mass)
 
-    def release(self, layer: int, ids: IntArray) -> None:
+    def admit_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
+        """Admit what the predictor expects of coming layers after ``layer`` was served, as (layer, `Prefetch`)."""
+        found = [(self._layers[row], each) for row, each in self.residency.ahead(self._row[layer])]
+        self._follow()
+        return found
+
+    def lease(self, layer: int, ids: Sequence[int]) -> None:
+        """Forbid the eviction of the resident ``ids`` of ``layer`` until `release`."""
+        self.residency.cache.lease(self._row[layer], ids)
+
+    def release(self, layer: int, ids: Sequence[int]) -> None:
         """End one lease of each of ``ids``."""
-        self.residency.cache.release(self._row[layer], ids.tolist())
+        self.residency.cache.release(self._row[layer], ids)
 
     def profile(self) -> ActivationProfile:
         """Return the routing counts and learned affinities of this run."""

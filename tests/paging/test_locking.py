@@ -11,8 +11,8 @@ import torch
 
 from moelight.core.errors import BudgetError
 from moelight.hrm.footprint import ArenaSize, Footprint
-from moelight.memory import locking
-from moelight.memory.arena import allocate
+from moelight.paging import arena
+from moelight.paging.arena import allocate
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -25,7 +25,7 @@ class Runtime:
         self.room, self.locked = room, dict[int, int]()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        assert address % locking.HUGE_PAGE == 0 and size % 4096 == 0 and flags == 1
+        assert address % arena.HUGE_PAGE == 0 and size % 4096 == 0 and flags == 1
         ends = [(start, start + taken) for start, taken in self.locked.items()]
         assert all(address + size <= start or end <= address for start, end in ends), "locked twice"
         if size + sum(self.locked.values()) > self.room:
@@ -43,10 +43,10 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     played = Runtime()
-    monkeypatch.setattr(locking, "_runtime", lambda: played)
-    locking.locks_in_place.cache_clear()
+    monkeypatch.setattr(arena, "_runtime", lambda: played)
+    arena.locks_in_place.cache_clear()
     yield played
-    locking.locks_in_place.cache_clear()
+    arena.locks_in_place.cache_clear()
 
 
 def test_what_lies_beside_a_link_is_locked_as_announced_and_given_back(runtime: Runtime) -> None:
@@ -89,12 +89,12 @@ def test_where_nothing_can_be_locked_torch_pins(runtime: Runtime, monkeypatch: p
         return empty(size, dtype=dtype)
 
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: empty(1).fill_(0.0))
-    assert not locking.locks_in_place("cuda")
+    assert not arena.locks_in_place("cuda")
     monkeypatch.setattr(torch, "empty", played)
-    region = locking.page_locked(MIB, CUDA)
+    region = arena.page_locked(MIB, CUDA)
     assert region.numel() == MIB and region.data_ptr() % 4096 == 0
     assert pinned == [MIB + 4096]
-    assert not locking.locks_in_place("xpu")
+    assert not arena.locks_in_place("xpu")
 
 
 @pytest.mark.gpu
@@ -102,8 +102,8 @@ def test_a_real_device_knows_what_is_locked() -> None:
     """Copies from it do not make the launching thread wait, and hold what they should."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    region = locking.page_locked(64 * MIB, device)
-    assert region.is_pinned() or not locking.locks_in_place(device.type)
+    region = arena.page_locked(64 * MIB, device)
+    assert region.is_pinned() or not arena.locks_in_place(device.type)
     region.copy_(torch.arange(64 * MIB, dtype=torch.int32).to(torch.uint8))
     there = region.to(device, non_blocking=True)
     torch.accelerator.synchronize()

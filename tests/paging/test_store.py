@@ -16,8 +16,8 @@ from moelight.core.schedule import Buffer, Page
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint, offloaded_pages
 from moelight.hrm.placement import Placement, moved, place, slot_table
-from moelight.memory.arena import allocate
-from moelight.memory.pages import PageStore
+from moelight.paging.arena import allocate
+from moelight.paging.store import PageStore
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import page_views
 from tests.shapes import PARTS_OF_4_KIB, examples, placed, small_model, small_policy

@@ -1,4 +1,4 @@
-"""The memory of every expert page: a resident slot on the fast tier, an offloaded slot in host memory, or a ring slot.
+"""The memory of every expert page of an engine: a resident slot on the fast tier, host memory, or a slot of the ring.
 
 The ``table``, int32 [layers, experts], holds the resident slot of each page, or -1; it changes between passes where
 residents are learned. The stream of the other pages is endless: page k of the stream is ``streamed[k % len(streamed)]``
@@ -12,28 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from moelight.core.schedule import Buffer, Page
-from moelight.memory.arena import slots
+from moelight.paging.arena import slots
+from moelight.paging.slots import PendingPage
 
 LOADED_AT_ONCE = 4
-
-
-class PendingPage(Protocol):
-    """A read of a page in flight."""
-
-    def wait(self) -> None:
-        """Block until the page has been read; raise the error if the read failed."""
-        ...
-
-    def done(self) -> bool:
-        """True if `wait` returns at once."""
-        ...
-
 
 StartPage = Callable[[Page, Tensor, int], PendingPage | None]  # (page, destination, offset in the page)
 ExpertWeights = tuple[Tensor, Tensor]
@@ -58,17 +45,18 @@ class PageStore:
         slot_bytes: int,
         view: Callable[[Tensor], ExpertWeights],
     ) -> None:
-        page_bytes = parts[-1].stop
+        self.page_bytes = parts[-1].stop
 
         def cut(purpose: str) -> list[Tensor]:
-            return [slot[:page_bytes] for slot in slots(arenas[purpose], slot_bytes)] if purpose in arenas else []
-
-        def in_parts(pages: list[Tensor]) -> list[Tensor]:
-            return [page[part.start : part.stop] for page in pages for part in parts]
+            arena = arenas.get(purpose)
+            return [] if arena is None else [slot[: self.page_bytes] for slot in slots(arena, slot_bytes)]
 
         self.fast_tier, self.table, self._parts = fast_tier, table, parts
         self.resident_pages, self.ring_pages, self.pinned_pages = cut("experts"), cut("ring"), cut("pinned_ring")
-        self._slots = {"ring": in_parts(self.ring_pages), "pinned": in_parts(self.pinned_pages)}
+        self._slots = {
+            space: [part for page in pages for part in self._in_parts(page)]
+            for space, pages in (("ring", self.ring_pages), ("pinned", self.pinned_pages))
+        }
         self._offloaded = dict(zip(far, cut("host_experts"), strict=True))
         self.resident_views = [view(page) for page in self.resident_pages]
         self.ring_views = [view(page) for page in self.ring_pages]
@@ -77,10 +65,8 @@ class PageStore:
         self._layers_computed: frozenset[int] = frozenset()
         self._position_in_stream: dict[Page, int] = {}
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self._parts[-1].stop
+    def _in_parts(self, page: Tensor) -> list[Tensor]:
+        return [page[part.start : part.stop] for part in self._parts]
 
     def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
         """Set the stream to the parts ``streamed`` and the CPU's pages to ``computed``, from the next pass on. All
@@ -95,23 +81,24 @@ class PageStore:
         """Fill all resident slots and all offloaded slots in host memory, a few pages at a time."""
         coming: deque[PendingPage] = deque()
         bounce: Tensor | None = None
-        for page, home in self._homes():
-            if home.device.type == "cpu":
-                _begin(start, page, home, coming)
-                continue
-            if bounce is None:
-                bounce = home.new_empty(home.numel(), device="cpu")
-            _begin(start, page, bounce, coming)
-            _finish(coming, most=0)
-            home.copy_(bounce)
-        _finish(coming, most=0)
-
-    def _homes(self) -> Sequence[tuple[Page, Tensor]]:
         resident = [
             (Page(layer=int(layer), expert=int(expert)), self.resident_pages[self.table[layer, expert]])
             for layer, expert in np.argwhere(self.table >= 0)
         ]
-        return sorted([*resident, *self._offloaded.items()], key=lambda each: each[0])
+        for page, home in sorted([*resident, *self._offloaded.items()], key=lambda each: each[0]):
+            beside = home.device.type != "cpu"
+            if beside and bounce is None:
+                bounce = home.new_empty(home.numel(), device="cpu")
+            into = bounce if beside and bounce is not None else home
+            arriving = start(page, into, 0)
+            if arriving is not None:
+                coming.append(arriving)
+            while len(coming) > (0 if beside else LOADED_AT_ONCE):
+                coming.popleft().wait()
+            if beside:
+                home.copy_(into)
+        while coming:
+            coming.popleft().wait()
 
     def slot(self, buffer: Buffer, position: int) -> Tensor:
         """Bytes of a part's slot in the ring or in pinned memory, relative to stream ``position``."""
@@ -122,8 +109,8 @@ class PageStore:
         """Make the page in ring page ``ring`` resident in ``slot``, by exchanging the memory of the two."""
         self.resident_pages[slot], self.ring_pages[ring] = self.ring_pages[ring], self.resident_pages[slot]
         self.resident_views[slot], self.ring_views[ring] = self.ring_views[ring], self.resident_views[slot]
-        page, each = self.ring_pages[ring], len(self._parts)
-        self._slots["ring"][ring * each : (ring + 1) * each] = [page[part.start : part.stop] for part in self._parts]
+        each = len(self._parts)
+        self._slots["ring"][ring * each : (ring + 1) * each] = self._in_parts(self.ring_pages[ring])
 
     def ring_page(self, k: int, position: int) -> int:
         """The ring page that holds page k of the stream, counted from ``position``."""
@@ -173,15 +160,3 @@ class PageStore:
         """The weights of the experts of ``layer`` that the CPU computes in place; None for the others."""
         pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
         return [self._offloaded_views[page] if page in self._computed else None for page in pages]
-
-
-def _begin(start: StartPage, page: Page, into: Tensor, coming: deque[PendingPage]) -> None:
-    arriving = start(page, into, 0)
-    if arriving is not None:
-        coming.append(arriving)
-    _finish(coming, most=LOADED_AT_ONCE)
-
-
-def _finish(coming: deque[PendingPage], *, most: int) -> None:
-    while len(coming) > most:
-        coming.popleft().wait()

@@ -1,0 +1,148 @@
+"""Arenas: named memory regions whose sizes are announced before loading. They hold every long-lived byte of a run.
+
+Host memory is on huge pages, and page-locked in place where a device accesses it by DMA: torch's pinned allocator
+rounds every size up to a power of two, which the plan does not account for. Uses the CUDA runtime (ROCm's is the same
+under another name).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelight.core.errors import BudgetError
+from moelight.core.units import format_bytes
+from moelight.hrm.footprint import Footprint
+
+HUGE_PAGE = 2 << 20
+_PAGE = 4096
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+_PINNED = frozenset({"pinned_ring", "crossing"})
+_BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
+
+
+def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool = False) -> dict[str, Tensor]:
+    """One uint8 tensor per purpose: device arenas on ``device``, host arenas for transfers pinned if ``device`` is not
+    the CPU.
+
+    The host KV cache is pinned too if the device attends over it, and host experts with ``pinned_pages``.
+    ``transient``, ``host_transient`` and ``runtime`` are bounds on other allocations and get no region.
+
+    Raises:
+        BudgetError: the system refuses a region that the plan accounted for.
+    """
+    arenas = {}
+    attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
+    crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_pages else set())
+    for arena in footprint.arenas:
+        if arena.purpose in _BOUNDS_ONLY:
+            continue
+        where = device if arena.tier == "device" else torch.device("cpu")
+        pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
+        try:
+            arenas[arena.purpose] = _region(arena.bytes, where, device, pinned=pinned)
+        except (RuntimeError, MemoryError, OSError):
+            raise BudgetError(
+                f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
+                f"lower --{arena.tier}-memory below {format_bytes(footprint.total(arena.tier))}",
+                tier=arena.tier,
+                needed_bytes=arena.bytes,
+            ) from None
+    return arenas
+
+
+def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:
+    """Consecutive slots of ``slot_bytes`` bytes in ``arena``."""
+    for start in range(0, arena.numel(), slot_bytes):
+        yield arena[start : start + slot_bytes]
+
+
+def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A view of the arena's first bytes as ``shape`` of ``dtype``."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return arena[:size].view(dtype).view(shape)
+
+
+def _region(size: int, where: torch.device, device: torch.device, *, pinned: bool) -> Tensor:
+    if pinned:
+        return page_locked(size, device)
+    if where.type == "cpu":
+        return on_huge_pages(size)
+    return _aligned_empty(size, device=where)
+
+
+def on_huge_pages(size: int) -> Tensor:
+    """``size`` bytes of host memory, aligned to a huge page where the system has them: sequential reads of weights
+    and caches then avoid TLB misses (docs/log.md). Pages are committed on first write.
+    """
+    raw = torch.frombuffer(_mapped(size), dtype=torch.uint8)
+    return raw[_start(raw) :][:size]
+
+
+def page_locked(size: int, device: torch.device) -> Tensor:
+    """``size`` bytes of page-locked host memory, which ``device`` reads and writes by DMA.
+
+    Raises:
+        RuntimeError: the system refuses to lock that much.
+    """
+    if not locks_in_place(device.type):
+        return _aligned_empty(size, pin_memory=True)
+    return _locked(size)
+
+
+@functools.cache
+def locks_in_place(device_type: str) -> bool:
+    """True if memory can be locked in place; tested with one huge page."""
+    if device_type != "cuda":
+        return False
+    try:
+        _locked(HUGE_PAGE)
+    except RuntimeError:
+        with suppress(RuntimeError):  # clears the runtime's sticky error, which the next kernel launch would report
+            torch.zeros(1, device=device_type).add_(1)
+        return False
+    return True
+
+
+def _aligned_empty(size: int, **kind: Any) -> Tensor:
+    raw = torch.empty(size + _PAGE, dtype=torch.uint8, **kind)
+    return raw[-raw.data_ptr() % _PAGE :][:size]
+
+
+def _locked(size: int) -> Tensor:
+    cells = _mapped(size)
+    raw = torch.frombuffer(cells, dtype=torch.uint8)
+    region = raw[_start(raw) :][:size]
+    runtime, address = _runtime(), region.data_ptr()
+    if size:
+        code = int(runtime.cudaHostRegister(address, -(-size // _PAGE) * _PAGE, _PORTABLE))
+        if code:
+            raise RuntimeError(f"cudaHostRegister refused {size} bytes with error {code}")
+        weakref.finalize(cells, runtime.cudaHostUnregister, address)  # runs before the mapping is freed
+    return region
+
+
+def _mapped(size: int) -> Any:
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return (ctypes.c_char * len(memory)).from_buffer(memory)
+
+
+def _start(raw: Tensor) -> int:
+    return -raw.data_ptr() % HUGE_PAGE
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

@@ -1,0 +1,257 @@
+"""Stores of offloaded experts: a private file on a disk, or host memory; and the copies from host memory to slots.
+
+A page takes ``slot_bytes`` in every store. Does not depend on which pages are requested.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.schedule import Page
+from moelight.core.units import format_bytes
+from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
+from moelight.paging.arena import on_huge_pages, page_locked
+from moelight.paging.slots import PendingPage
+
+Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uint8 [n], contiguous)
+Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, tensor)
+
+
+class OffloadStore(Protocol):
+    """Holds every page of a model. ``where`` describes the location."""
+
+    where: str
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with a transfer in flight, as far as the host can tell."""
+        ...
+
+    def keep(self, layer: int, name: str, tensors: Tensors) -> None:
+        """Copy the experts of ``layer``, called ``name``, into the store."""
+        ...
+
+    def kept(self) -> None:
+        """Called once all layers are stored."""
+        ...
+
+    def start(self, page: Page, into: Into) -> PendingPage:
+        """Start to copy a page, or parts of it; pages are copied in the order of calls."""
+        ...
+
+    def close(self) -> None:
+        """Finish all copies and free the pages."""
+        ...
+
+
+class DiskStore:
+    """Pages in a private file, read past the page cache. The file is unlinked once it is written, so it disappears with
+    the process however that ends.
+
+    Raises:
+        ConfigError: ``directory`` cannot be written, or has too little space.
+    """
+
+    def __init__(self, directory: Path, experts: Sequence[int], slot_bytes: int) -> None:
+        """``experts``: their number in each layer."""
+        self._num_experts, self._slot_bytes = max(experts), slot_bytes
+        size = len(experts) * self._num_experts * slot_bytes
+        try:
+            free = shutil.disk_usage(directory).free
+            if free < size:
+                raise ConfigError(
+                    f"{directory} has {format_bytes(free)} left, the experts take {format_bytes(size)}; "
+                    "give another directory="
+                )
+            handle, name = tempfile.mkstemp(prefix="moelight-experts-", dir=directory)
+        except OSError as error:
+            raise ConfigError(f"{directory} cannot hold the experts ({error.strerror}); give directory=") from None
+        self._file, self._handle = Path(name), handle
+        self._reader: FileReader | None = None
+        self.where = f"a file in {directory}"
+        os.truncate(handle, size)
+
+    @property
+    def busy_s(self) -> float:
+        return self._reader.counts().busy_s if self._reader is not None else 0.0
+
+    def keep(self, layer: int, name: str, tensors: Tensors) -> None:
+        """Copy a layer to the file and drop it from the page cache.
+
+        Raises:
+            ConfigError: the write fails.
+        """
+        try:
+            for expert, offset, tensor in tensors:
+                left, at = memoryview(bytes_of(tensor.cpu()).numpy()), self._at(layer, expert) + offset  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on
+                while left:
+                    written = os.pwrite(self._handle, left, at)
+                    left, at = left[written:], at + written
+            os.fdatasync(self._handle)
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ConfigError(f"{self._file}: {name} cannot be written ({error.strerror})") from None
+
+    def kept(self) -> None:
+        self._reader = FileReader([self._file])
+        self._unlink()
+
+    def start(self, page: Page, into: Into) -> PendingPage:
+        assert self._reader is not None  # `kept` was called before
+        at = self._at(page.layer, page.expert)
+        return _DiskRead(self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into]), page)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            with suppress(OSError):  # of pages that nobody waited for
+                self._reader.close()
+        self._unlink()
+
+    def _unlink(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+            self._file.unlink()
+
+    def _at(self, layer: int, expert: int) -> int:
+        return (layer * self._num_experts + expert) * self._slot_bytes
+
+
+class _DiskRead:
+    """A disk read of one page in flight."""
+
+    def __init__(self, ticket: ReadTicket, page: Page) -> None:
+        self.done, self._ticket, self._page = ticket.done, ticket, page
+
+    def wait(self) -> None:
+        try:
+            self._ticket.wait()
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename}: expert {self._page.expert} of layer {self._page.layer} cannot be read "
+                f"({error.strerror}); check the disk, or attach with another directory="
+            ) from None
+
+
+class HostStore:
+    """Pages in host memory, page-locked if ``device`` fetches them across a link."""
+
+    def __init__(self, device: torch.device, experts: Sequence[int], slot_bytes: int) -> None:
+        """``experts``: their number in each layer."""
+        self._device, self._experts, self._slot_bytes = device, experts, slot_bytes
+        self._pages: dict[int, Tensor] = {}
+        self._copies = copies_to(device)
+        self.where = "host memory"
+
+    @property
+    def busy_s(self) -> float:
+        return self._copies.busy_s
+
+    def keep(self, layer: int, name: str, tensors: Tensors) -> None:  # noqa: ARG002
+        count = self._experts[layer]
+        pages = self._pages[layer] = self._memory(count * self._slot_bytes).view(count, self._slot_bytes)
+        for expert, offset, tensor in tensors:
+            source = bytes_of(tensor)
+            pages[expert][offset : offset + source.numel()].copy_(source)
+
+    def kept(self) -> None:
+        """Does nothing."""
+
+    def start(self, page: Page, into: Into) -> PendingPage:
+        source = self._pages[page.layer][page.expert]
+        return self._copies.start([(dest, source[begin : begin + dest.numel()]) for begin, dest in into])
+
+    def close(self) -> None:
+        self._copies.close()
+        self._pages = {}
+
+    def _memory(self, size: int) -> Tensor:
+        if self._device.type != "cpu":
+            # RuntimeError: no more memory can be locked, so the rest transfers at the speed of pageable copies.
+            with suppress(RuntimeError):
+                return page_locked(size, self._device)
+        return on_huge_pages(size)
+
+
+class _CopyInFlight:
+    """A copy in flight."""
+
+    def __init__(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
+        self.wait, self.done = wait, done
+
+
+class CopyThread:
+    """Copies within host memory by one thread, in the order of calls."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moelight-experts")
+
+    def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> PendingPage:
+        """Start ``copies``, (destination, source) each."""
+        future = self._thread.submit(self._copy, copies)
+        return _CopyInFlight(future.result, future.done)
+
+    def close(self) -> None:
+        """Finish all copies."""
+        self._thread.shutdown()
+
+    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        began = time.perf_counter()
+        for dest, source in copies:
+            dest.copy_(source)
+        self.busy_s += time.perf_counter() - began
+
+
+class CopyStream:
+    """Copies to a device on a stream of their own. A copy waits for all earlier work on the compute stream, so a slot
+    is overwritten only after its last use; the compute stream waits for the copies it needs."""
+
+    busy_s = 0.0
+
+    def __init__(self, stream: Any, compute: Callable[[], Any], new_event: Callable[[], Any]) -> None:
+        """``compute`` returns whichever stream is current where a layer computes."""
+        self._stream, self._compute, self._new_event = stream, compute, new_event
+
+    def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> PendingPage:
+        """Start ``copies``, (destination, source) each."""
+        before, after = self._new_event(), self._new_event()
+        before.record(self._compute())
+        self._stream.wait_event(before)
+        with self._stream:
+            for dest, source in copies:
+                dest.copy_(source, non_blocking=True)
+            after.record(self._stream)
+        return _CopyInFlight(lambda: self._compute().wait_event(after), lambda: True)
+
+    def close(self) -> None:
+        """Finish all copies."""
+        self._stream.synchronize()
+
+
+def copies_to(device: torch.device) -> CopyThread | CopyStream:
+    """Copies from host memory to ``device``."""
+    if device.type == "cpu":
+        return CopyThread()
+    return CopyStream(
+        torch.Stream(device=device),
+        lambda: torch.accelerator.current_stream(device),
+        lambda: torch.Event(device=device),
+    )
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor``, uint8 [n]; a view if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

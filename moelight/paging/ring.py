@@ -1,0 +1,228 @@
+"""On-demand passes of the engine: missing pages pass through a ring, and may become resident there.
+
+The resident pages that a layer uses are leased until the experts of the next MoE layer are chosen; until then their
+slots are not overwritten. The lease covers every reader, because the routers of the next layer run after the experts of
+this one. A page that becomes resident exchanges its memory with the evicted page (`PageStore.swap`), so the ring also
+holds evicted pages and pages that did not become resident, until their memory is needed; a later request finds them
+there. Does not depend on eviction policies or on the order of tasks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moelight.core.errors import MoelightError
+from moelight.core.schedule import Page
+from moelight.paging.residency import ResidencyManager
+from moelight.paging.slots import SlotTable, Transfer, TransferStats
+from moelight.paging.store import ExpertWeights, PageStore, StartPage
+
+Leave = Callable[[int, np.ndarray, np.ndarray], np.ndarray]  # layer, missing ids, tokens of each -> ids left to the CPU
+
+
+@dataclass(slots=True)
+class LayerDemand:
+    """Pages and weights that one layer of one pass needs.
+
+    Attributes:
+        late: missing experts, whose pages are not transferred yet when the demand is computed.
+        on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
+        experts: weights of the other routed experts; None for all others.
+        transfers: pages to transfer, ``read_pages`` of them from disk, since ``since_s``.
+        coming: transfers to wait for, including those that began earlier.
+    """
+
+    stats: TransferStats
+    late: frozenset[int]
+    on_cpu: tuple[ExpertWeights | None, ...]
+    experts: list[ExpertWeights | None]
+    transfers: list[Transfer] = field(default_factory=list)
+    coming: list[Transfer] = field(default_factory=list)
+    read_pages: int = 0
+    since_s: float = 0.0
+
+    def wait(self) -> None:
+        """Block until all pages have been read; raise the error of a read."""
+        for transfer in self.coming:
+            transfer.wait()
+        if self.read_pages:
+            self.stats.pages += self.read_pages
+            self.stats.seconds += time.perf_counter() - self.since_s
+
+
+class RingPager:
+    """Pages of on-demand passes.
+
+    The state is that of the last layer demanded by any pass: a pass may be launched while the previous one still runs.
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        residency: ResidencyManager,
+        start_page: StartPage,
+        *,
+        leave: Leave | None = None,
+        remembers: bool = True,
+    ) -> None:
+        """Create a pager.
+
+        Args:
+            leave: selects the missing experts that the CPU computes in place; None: none.
+            remembers: reuse pages that are still in the ring.
+        """
+        self.store, self.residency, self.stats = store, residency, TransferStats()
+        self._start_page, self._leave, self._remembers = start_page, leave, remembers
+        self._num_experts = store.table.shape[1]
+        self.ring = SlotTable(len(store.ring_pages), ())
+        self.prefetched: dict[Page, int] = {}  # by a whole pass
+        self._passing: list[int] = []  # ring slots that the last layer reads
+        self._resident: dict[int, Page] = {}
+        for layer, expert in np.argwhere(store.table >= 0).tolist():
+            self._resident[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
+
+    def begin(self, prefetched: Mapping[Page, int], left: Mapping[Page, int] | None) -> None:
+        """Begin a pass.
+
+        Args:
+            prefetched: ring slots that a whole pass prefetched for this one, possibly still in transfer.
+            left: ring slots that the whole pass used last; None after an on-demand pass.
+        """
+        if left is None:
+            return
+        there = {slot: page for page, slot in left.items()}
+        self.ring, self.prefetched = SlotTable(len(self.store.ring_pages), ()), dict(prefetched)
+        for slot in sorted(set(range(len(self.ring.pages))) - set(prefetched.values()), key=there.__contains__):
+            self.ring.give(slot, there.get(slot))
+
+    def land(self) -> None:
+        """Wait for all pending transfers; all layers have been demanded, and their experts are done."""
+        self._settle(keep=None)
+        self._release()
+
+    def demand(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> LayerDemand:
+        """Find the pages of ``layer``, which routed to ``ids`` int [T, k] with ``weights`` [T, k], and begin the reads
+        of those that are on disk."""
+        self._settle(keep=layer)
+        self._release()
+        for page in [page for page in self.prefetched if page.layer != layer]:
+            self.ring.give(self.prefetched.pop(page), page)
+        on_cpu = self._left_to_cpu(layer, ids)
+        found = self.residency.use(layer, ids, weights, leave=on_cpu)
+        demand = LayerDemand(
+            stats=self.stats,
+            late=frozenset(found.misses.tolist()),
+            on_cpu=tuple(
+                self.store.offloaded_view(Page(layer=layer, expert=expert)) if expert in on_cpu else None
+                for expert in range(self._num_experts if on_cpu else 0)
+            ),
+            experts=[None] * self._num_experts,
+        )
+        for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
+            demand.experts[expert] = self.store.resident_views[slot]
+        for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
+            demand.experts[expert] = self._bring(Page(layer=layer, expert=expert), slot, demand)
+        self._begin_reads(demand)
+        return demand
+
+    def prefetch(self, layer: int) -> int:
+        """Begin to transfer the predicted pages of ``layer``; return their bytes.
+
+        Only a layer that needs such a page waits for it. Pages that cross a link are copied on the current stream. One
+        slot of the ring stays for each expert of the layer that is not resident.
+        """
+        ring, store, moved = self.ring, self.store, 0
+        most = int((store.table[layer] < 0).sum())
+        for expert in self.residency.prediction(layer).tolist():
+            if min(len(ring.unused), len(ring.unused) + len(self._passing) - most) < 1:
+                break
+            page = Page(layer=layer, expert=expert)
+            far = store.offloaded_page(page)
+            if page in self.prefetched or page in ring or (store.fast_tier == "device" and far is None):
+                continue
+            slot = ring.take()
+            transfer = Transfer(page, slot, store.ring_pages[slot], far)
+            if far is not None:
+                transfer.into.copy_(far, non_blocking=True)
+            else:
+                transfer.pending = self._start_page(page, transfer.into, 0)
+            ring.begin(transfer)
+            self.stats.ahead_pages += 1
+            moved += store.page_bytes
+        return moved
+
+    def _settle(self, keep: int | None) -> None:
+        """Wait for prefetches of layers other than ``keep``. Read errors are ignored: a layer that needs such a page
+        reads it again."""
+        for transfer in [transfer for transfer in self.ring.in_flight.values() if transfer.page.layer != keep]:
+            del self.ring.in_flight[transfer.slot]
+            try:
+                transfer.wait()
+                self.ring.give(transfer.slot, transfer.page)
+            except MoelightError:
+                self.ring.give(transfer.slot, None)
+
+    def _release(self) -> None:
+        """Release the leased pages and the ring slots of the previous layer, whose experts are done."""
+        for slot in self._passing:
+            self.ring.give(slot, self.ring.pages[slot])
+        self._passing = []
+        self.residency.end_use()
+
+    def _bring(self, page: Page, slot: int, demand: LayerDemand) -> ExpertWeights:
+        """Weights of ``page`` at its destination: resident in ``slot``, or in the ring if ``slot`` is negative."""
+        store, ring = self.store, self._in_ring(page, demand)
+        if ring is None:
+            ring = self.ring.take()
+            demand.transfers.append(Transfer(page, ring, store.ring_pages[ring], store.offloaded_page(page)))
+        if slot < 0:
+            self.ring.pages[ring] = page
+            self._passing.append(ring)
+            return store.ring_views[ring]
+        store.swap(slot, ring)
+        self.ring.give(ring, self._resident.get(slot))
+        self._resident[slot] = page
+        return store.resident_views[slot]
+
+    def _in_ring(self, page: Page, demand: LayerDemand) -> int | None:
+        """Ring slot that holds or will hold ``page``, from now on owned by the caller; None if there is none."""
+        if page in self.prefetched:
+            return self.prefetched.pop(page)
+        transfer = next((each for each in self.ring.in_flight.values() if each.page == page), None)
+        if transfer is None:
+            found = self.ring.find(page) if self._remembers else None
+            self.stats.found += found is not None
+            return found
+        del self.ring.in_flight[transfer.slot]
+        self.stats.record_useful(transfer)
+        if transfer.pending is not None:
+            demand.coming.append(transfer)
+        return transfer.slot
+
+    def _left_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
+        """Missing experts that the CPU computes in place."""
+        if self._leave is None:
+            return frozenset()
+        chosen, tokens = np.unique(ids, return_counts=True)
+        pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
+        there = np.array([self.store.offloaded_page(page) is not None for page in pages], dtype=bool)
+        asked = there & (self.store.table[layer, chosen] < 0)
+        return frozenset(self._leave(layer, chosen[asked], tokens[asked]).tolist())
+
+    def _begin_reads(self, demand: LayerDemand) -> None:
+        """Begin the reads from disk: into the ring, or into pinned memory on the way to a device."""
+        store, demand.since_s = self.store, time.perf_counter()
+        for transfer in demand.transfers:
+            if transfer.source is not None:
+                continue
+            if store.fast_tier == "device":
+                transfer.source = store.pinned_pages[demand.read_pages]
+            into = transfer.into if transfer.source is None else transfer.source
+            transfer.pending = self._start_page(transfer.page, into, 0)
+            demand.coming.append(transfer)
+            demand.read_pages += 1

@@ -1,0 +1,230 @@
+"""Experts of an attached model: a cache assigns slots, and prefetches experts into them.
+
+Every slot is handed out only as that of the page whose bytes it holds or receives. Experts that get no slot are
+streamed through a ring of `STAGED` slots. Does not depend on what an expert computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moelight.core.errors import MoelightError
+from moelight.core.schedule import Page
+from moelight.paging.offload import OffloadStore
+from moelight.paging.residency import ResidencyManager
+from moelight.paging.slots import SlotTable, Transfer, TransferStats
+
+STAGED = 4
+
+Ids = NDArray[np.int64]
+Slots = dict[int, int]  # expert -> slot
+
+
+class SlotPager:
+    """Slots of one size for the experts of all layers: uint8 ``slots`` [largest capacity + `STAGED`, slot bytes].
+
+    One thread at a time has a turn; other threads wait for its end. ``lock`` keeps every turn from beginning.
+    """
+
+    def __init__(self, residency: ResidencyManager, store: OffloadStore, slots: Tensor) -> None:
+        self.residency, self.store, self.slots = residency, store, slots
+        self.table = SlotTable(len(slots), range(len(slots) - STAGED, len(slots)))
+        self.stats = TransferStats()
+        self.lock = threading.RLock()
+        self._prefetched: dict[Page, Transfer] = {}  # not needed yet
+        self._leased: list[Transfer] = []  # prefetches, whose slots must not be reassigned before they arrived
+
+    def turn(self, layer: int) -> Turn:
+        """The turn of one layer, a context manager."""
+        return Turn(self, layer)
+
+    def begin(self) -> None:
+        """Start to transfer the experts that are resident before the first turn."""
+        with self.lock:
+            for page, slot in self.residency.first_pages():
+                self._start_ahead(page, slot)
+
+    def end(self) -> None:
+        """Wait for all transfers in flight; no turn may begin afterwards."""
+        with self.lock:
+            for transfer in self.table.in_flight.values():
+                with suppress(MoelightError):  # nobody needs the page any more
+                    transfer.wait()
+
+    def prefetch(self, layer: int) -> None:
+        """Prefetch what is predicted of later layers, after ``layer`` was served."""
+        for coming, found in self.residency.admit_ahead(layer):
+            for expert, slot in zip(found.ids.tolist(), found.slots.tolist(), strict=True):
+                page = Page(layer=coming, expert=expert)
+                self._prefetched[page] = self._start_ahead(page, slot)
+                self.stats.ahead_pages += 1
+
+    def settle(self) -> None:
+        """Release the leases of prefetched pages that have arrived."""
+        for transfer in [transfer for transfer in self._leased if transfer.done()]:
+            self._leased.remove(transfer)
+            self.residency.release(transfer.page.layer, [transfer.page.expert])
+
+    def start(self, page: Page, slot: int) -> Transfer:
+        """Start to transfer ``page`` into ``slot``."""
+        before = self.table.in_flight.get(slot)
+        if before is not None and not before.done():
+            before.wait()  # the old page is obsolete, but two transfers must not write to one slot
+        into = self.slots[slot]
+        transfer = Transfer(page, slot, into, pending=self.store.start(page, [(0, into)]))
+        self.table.begin(transfer)
+        self._prefetched.pop(page, None)
+        self.stats.pages += 1
+        return transfer
+
+    def count_hit(self, page: Page) -> None:
+        """Record that ``page`` is needed, if it was prefetched."""
+        transfer = self._prefetched.pop(page, None)
+        if transfer is not None:
+            self.stats.record_useful(transfer)
+
+    def wait(self, page: Page, slot: int) -> None:
+        """Return when ``slot`` holds ``page``."""
+        if self.table.pages[slot] != page:
+            raise MoelightError(f"slot {slot} holds {self.table.pages[slot]}, {page} was expected")
+        transfer = self.table.in_flight.get(slot)
+        if transfer is not None:
+            began = time.perf_counter()
+            transfer.wait()
+            self.stats.stall_s += time.perf_counter() - began
+            del self.table.in_flight[slot]
+
+    def arrived(self, slot: int) -> bool:
+        """True if nothing is on its way into ``slot``."""
+        transfer = self.table.in_flight.get(slot)
+        return transfer is None or transfer.done()
+
+    def _start_ahead(self, page: Page, slot: int) -> Transfer:
+        self.residency.lease(page.layer, [page.expert])
+        self._leased.append(self.start(page, slot))
+        return self._leased[-1]
+
+
+class Turn:
+    """One layer's use of experts while it computes: `need` requests experts, then `arriving` or `slot` returns them."""
+
+    def __init__(self, pager: SlotPager, layer: int) -> None:
+        self.layer = layer
+        self._pager, self._ring = pager, pager.table
+        self._slots: Slots = {}
+        self._asked = 0
+        self._waiting: deque[int] = deque()  # streamed experts whose transfers have not started
+        self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of started transfers, in order
+
+    def __enter__(self) -> Turn:
+        self._pager.lock.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._waiting.clear()
+            self._drop(len(self._staged))
+            self._slots = {}
+            self._pager.residency.end_use()
+        finally:
+            self._pager.lock.release()
+
+    def __len__(self) -> int:
+        """Number of distinct experts requested."""
+        return self._asked
+
+    def need(self, ids: Ids, scores: NDArray[np.float32]) -> None:
+        """Request the experts ``ids`` [tokens, k] that the layer is about to compute, with their router weights."""
+        pager, stats = self._pager, self._pager.stats
+        pager.settle()
+        access = pager.residency.use(self.layer, ids, scores)
+        self._asked += len(access.hits) + len(access.misses)
+        stats.visits += 1
+        table = pager.residency.table[self.layer]  # a rule may have revoked slots of this turn
+        self._slots = {expert: slot for expert, slot in self._slots.items() if table[expert] == slot}
+        for expert, slot in zip(access.hits.tolist(), access.hit_slots.tolist(), strict=True):
+            self._slots[expert] = slot
+            pager.count_hit(self._page(expert))
+        for expert, slot in zip(access.misses.tolist(), access.slots.tolist(), strict=True):
+            if slot >= 0:
+                self._slots[expert] = slot
+                pager.start(self._page(expert), slot)
+            else:
+                self._waiting.append(expert)
+        stats.streamed += len(self._waiting)
+        self._stage()
+
+    def has(self, expert: int) -> bool:
+        """True if the expert was requested in this turn."""
+        return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
+
+    def look_ahead(self) -> None:
+        """Prefetch the predicted experts of later layers, queued behind everything this layer needs.
+
+        A policy rule may have revoked slots of this turn; their bytes remain valid until the end of the turn, because
+        nothing is prefetched into them.
+        """
+        table = self._pager.residency.table[self.layer]
+        if all(table[expert] == slot for expert, slot in self._slots.items()):
+            self._pager.prefetch(self.layer)
+
+    def slot(self, expert: int) -> int:
+        """The slot of ``expert``, after its page has arrived. A streamed expert's slot is valid until the next call for
+        another expert."""
+        found = self._slots.get(expert)
+        return self._wait(expert, self._staged_slot(expert) if found is None else found)
+
+    def arriving(self, *, together: bool) -> Iterator[Slots]:
+        """Yield all requested experts in groups, those that have arrived first; with ``together``, all that have slots
+        of their own at once. A group is valid until the next one is requested."""
+        left = dict(self._slots)
+        while left:
+            ready = left if together else {expert: slot for expert, slot in left.items() if self._pager.arrived(slot)}
+            ready = ready or dict([next(iter(left.items()))])
+            yield {expert: self._wait(expert, slot) for expert, slot in ready.items()}
+            left = {expert: slot for expert, slot in left.items() if expert not in ready}
+        while self._staged:
+            ready = dict(list(self._staged)[: len(self._staged) if together else 1])
+            yield {expert: self._wait(expert, slot) for expert, slot in ready.items()}
+            self._drop(len(ready))
+
+    def _page(self, expert: int) -> Page:
+        return Page(layer=self.layer, expert=expert)
+
+    def _wait(self, expert: int, slot: int) -> int:
+        self._pager.wait(self._page(expert), slot)
+        return slot
+
+    def _staged_slot(self, expert: int) -> int:
+        """The slot of a streamed expert. Streamed experts are used in request order, so those before ``expert`` are
+        dropped; one requested out of order is transferred again."""
+        if all(each != expert for each, _ in self._staged):
+            if expert in self._waiting:
+                self._waiting.remove(expert)
+            self._waiting.appendleft(expert)
+            self._drop(len(self._staged))
+        while self._staged[0][0] != expert:
+            self._drop(1)
+        return self._staged[0][1]
+
+    def _drop(self, count: int) -> None:
+        """Give back the first ``count`` ring slots, and start the next transfers."""
+        for _ in range(count):
+            expert, slot = self._staged.popleft()
+            self._ring.give(slot, self._page(expert))
+        self._stage()
+
+    def _stage(self) -> None:
+        while self._waiting and self._ring.unused:
+            expert, slot = self._waiting.popleft(), self._ring.take()
+            self._pager.start(self._page(expert), slot)
+            self._staged.append((expert, slot))
