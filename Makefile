@@ -9,7 +9,7 @@ CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
 INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-crash sanitize docs check format size clean
+.PHONY: help demo test test-crash coverage sanitize shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,8 +54,17 @@ sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of th
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so $(or $(ARGS),tests/kernels)
 
-docs: $(STAMP)  ## run what README and docs show, and write what came out into them; ARGS: some of the files
+shown: $(STAMP)  ## run what README and docs show, and write what came out into them; ARGS: some of the files
 	$(BIN)/python -m tests.docs.shown --update $(ARGS)
+
+# Pages and the API reference from docstrings. Every warning is an error: a dead link, an unknown argument.
+docs: $(STAMP)  ## build the documentation as a site in build/site
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+coverage: $(STAMP)  ## run all tests and report the share of lines they execute, package by package
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=moelight --cov-report= $(ARGS)
+	$(BIN)/python -m tests.coverage_by_package
 
 check: $(STAMP)  ## lint, format and types, of Python and C++; changes nothing
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_shown_is_so(document: Path, cache: Path) -> None:
     with stage(cache):
         differences = play(document)
-    hint = "\nmake docs writes what came out into the documents" if differences else ""
+    hint = "\nmake shown writes what came out into the documents" if differences else ""
     assert not differences, "\n".join(map(str, differences)) + hint
 
 
