@@ -56,7 +56,7 @@ SINGLE_IMPORTER = {
     "optimizer.cache": "plans on disk",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.paper": "the published planner",
-    "profiles.families.known": "families as data",
+    "profiles.families.family": "the one reader of all families, which are data",
     "runtime.calibration.disk": "one kind of measurement",
     "runtime.calibration.surfaces": "one kind of measurement",
     "scheduler.schedules": "the builders of the registry",

@@ -6,6 +6,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,9 +20,8 @@ from starlette.routing import Route
 
 from moelight.serve.auth import Guard
 from moelight.serve.data import DataDirectory
-from moelight.serve.errors import ApiError, on_fault, on_refusal, on_storage
-from moelight.serve.files import FileRoutes, page_object
-from moelight.serve.request_body import page_of, read_body
+from moelight.serve.files import FileRoutes
+from moelight.serve.http import ApiError, on_fault, on_refusal, on_storage, page_of, page_response, read_body
 from moelight.serve.store import MOVES, OPEN, Batch, BatchFailure, Store
 from moelight.serve.validate import ENDPOINTS
 
@@ -42,7 +42,7 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
 def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) -> dict[str, Any]:
     """The batch as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
     told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
-    faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in told]
+    faults = [asdict(fault) for fault in told]
     return {
         "id": batch.id,
         "object": "batch",
@@ -57,11 +57,7 @@ def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) ->
         "created_at": batch.created_at,
         "expires_at": batch.expires_at,
         **{name: getattr(batch, name) for name in _TIMES},
-        "request_counts": {
-            "total": batch.counts.total,
-            "completed": batch.counts.completed,
-            "failed": batch.counts.failed,
-        },
+        "request_counts": asdict(batch.counts),
         "metadata": batch.metadata,
     }
 
@@ -105,10 +101,7 @@ class BatchRoutes:
 
     def page(self, request: Request) -> Response:
         after, limit = page_of(request, limit=20, most=100)
-        found = self._store.page_of_batches(after=after, limit=limit)
-        if found is None:
-            raise ApiError(400, f"there is no batch {str(after)[:80]!r}", param="after", code="invalid_request")
-        return JSONResponse(page_object([self._object(batch) for batch in found[0]], found[1]))
+        return page_response(request, self._store.page_of_batches(after=after, limit=limit), "batch", self._object)
 
     def retrieve(self, request: Request) -> Response:
         return self._answer(self._find(request))

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moelight.core.errors import ConfigError
 from moelight.core.small_files import open_regular
-from moelight.serve.errors import error_response
+from moelight.serve.http import error_response
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0

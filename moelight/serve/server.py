@@ -23,7 +23,7 @@ from moelight.core.errors import ConfigError
 from moelight.serve.app import make_app
 from moelight.serve.auth import BROUGHT_TOKEN, make_token, read_token
 from moelight.serve.data import DataDirectory
-from moelight.serve.errors import error_response
+from moelight.serve.http import error_response
 from moelight.serve.jobs import Command, Pace, WorkThread
 from moelight.serve.worker import Worker
 

@@ -11,10 +11,10 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moelight.core.errors import ConfigError
 
@@ -107,6 +107,7 @@ class Batch:
     errors: tuple[BatchFailure, ...] = ()
 
 
+_T = TypeVar("_T")
 _PLAIN = tuple(f.name for f in fields(Batch) if f.name not in {"counts", "metadata", "errors"})
 
 
@@ -142,14 +143,13 @@ class Store:
 
     def add_file(self, file: StoredFile) -> None:
         with self._transaction() as base:
-            _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(StoredFile)})
+            _insert(base, "files", asdict(file))
 
     def file(self, file_id: str) -> StoredFile | None:
-        rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
-        return _file(rows[0]) if rows else None
+        return next(iter(self._select(_file, "SELECT * FROM files WHERE id = ?", file_id)), None)
 
     def files(self) -> list[StoredFile]:
-        return [_file(row) for row in self._rows("SELECT * FROM files ORDER BY place")]
+        return self._select(_file, "SELECT * FROM files ORDER BY place")
 
     def drop_file(self, file_id: str) -> str | None:
         """Delete the file's entry; if an open batch reads the file, return the batch's id and do nothing."""
@@ -166,8 +166,7 @@ class Store:
         self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool] | None:
         """At most ``limit`` files after ``after``, and True if there are more; None if ``after`` does not exist."""
-        rows = self._page("files", after, limit, newest_first, "purpose", purpose)
-        return None if rows is None else ([_file(row) for row in rows[0]], rows[1])
+        return self._page(_file, "files", after, limit, newest_first=newest_first, purpose=purpose)
 
     def add_batch(self, batch: Batch) -> bool:
         """Add the batch; return False and do nothing if its input file no longer exists."""
@@ -180,21 +179,16 @@ class Store:
             return True
 
     def batch(self, batch_id: str) -> Batch | None:
-        rows = self._rows("SELECT * FROM batches WHERE id = ?", batch_id)
-        return _batch(rows[0]) if rows else None
+        return next(iter(self._select(_batch, "SELECT * FROM batches WHERE id = ?", batch_id)), None)
 
     def page_of_batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool] | None:
-        """At most ``limit`` batches after ``after``, newest first, and True if there are more; None if ``after`` does
-        not exist."""
-        rows = self._page("batches", after, limit, True, "status", None)
-        return None if rows is None else ([_batch(row) for row in rows[0]], rows[1])
+        """As `page_of_files`, newest first."""
+        return self._page(_batch, "batches", after, limit)
 
     def open_batches(self) -> list[Batch]:
         """Batches with work left: started ones first, then in order of creation."""
-        rows = self._rows(
-            f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place", *OPEN
-        )
-        return [_batch(row) for row in rows]
+        query = f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place"
+        return self._select(_batch, query, *OPEN)
 
     def move(
         self,
@@ -208,22 +202,19 @@ class Store:
     ) -> bool:
         """Move the batch to the state ``to`` and store its results; return False if its current state does not allow
         that."""
-        sources = tuple(state for state, ways in MOVES.items() if to in ways)
         changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
         if counts is not None:
-            changes |= {name: getattr(counts, name) for name in ("total", "completed", "failed")}
+            changes |= asdict(counts)
         if errors:
-            named = [{f.name: getattr(fault, f.name) for f in fields(BatchFailure)} for fault in errors]
-            changes["errors"] = json.dumps(named)
+            changes["errors"] = json.dumps([asdict(fault) for fault in errors])
+        made = {"output_file_id": output, "error_file_id": error_output}
+        files = {column: file for column, file in made.items() if file is not None}
+        changes |= {column: file.id for column, file in files.items()}
         with self._transaction() as base:
-            for column, file in (("output_file_id", output), ("error_file_id", error_output)):
-                if file is not None:
-                    changes[column] = file.id
-            if not _update(base, batch_id, changes, sources):
+            if not _update(base, batch_id, changes, tuple(state for state, ways in MOVES.items() if to in ways)):
                 return False
-            for file in (output, error_output):
-                if file is not None:
-                    _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(StoredFile)})
+            for file in files.values():
+                _insert(base, "files", asdict(file))
             return True
 
     def cancel(self, batch_id: str) -> bool:
@@ -237,9 +228,8 @@ class Store:
 
     def count(self, batch_id: str, counts: RowCounts) -> None:
         """Store the progress of a running batch."""
-        changes = {name: getattr(counts, name) for name in ("total", "completed", "failed")}
         with self._transaction() as base:
-            _update(base, batch_id, changes, OPEN)
+            _update(base, batch_id, asdict(counts), OPEN)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -252,24 +242,30 @@ class Store:
                 if self._base.in_transaction:
                     self._base.execute("ROLLBACK")
 
-    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+    def _select(self, make: Callable[[sqlite3.Row], _T], query: str, *values: object) -> list[_T]:
         with self._lock:
-            return self._base.execute(query, values).fetchall()
+            return [make(row) for row in self._base.execute(query, values).fetchall()]
 
     def _page(
-        self, table: str, after: str | None, limit: int, newest_first: bool, column: str, value: str | None
-    ) -> tuple[list[sqlite3.Row], bool] | None:
-        conditions, values = [f"(? IS NULL OR {column} = ?)"], [value, value]
-        with self._lock:
-            if after is not None:
-                if self._base.execute(f"SELECT 1 FROM {table} WHERE id = ?", (after,)).fetchone() is None:
-                    return None
-                conditions.append(f"place {'<' if newest_first else '>'} (SELECT place FROM {table} WHERE id = ?)")
-                values.append(after)
-            order = "DESC" if newest_first else "ASC"
-            query = f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY place {order} LIMIT ?"
-            rows = self._base.execute(query, (*values, limit + 1)).fetchall()
-        return rows[:limit], len(rows) > limit
+        self,
+        make: Callable[[sqlite3.Row], _T],
+        table: str,
+        after: str | None,
+        limit: int,
+        *,
+        newest_first: bool = True,
+        **equal: str | None,
+    ) -> tuple[list[_T], bool] | None:
+        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+        wanted = {f"{column} = ?": value for column, value in equal.items() if value is not None}
+        if after is not None:
+            if not self._select(tuple, f"SELECT 1 FROM {table} WHERE id = ?", after):
+                return None
+            wanted[f"place {beyond} (SELECT place FROM {table} WHERE id = ?)"] = after
+        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
+        query = f"SELECT * FROM {table} {where} ORDER BY place {order} LIMIT ?"
+        found = self._select(make, query, *wanted.values(), limit + 1)
+        return found[:limit], len(found) > limit
 
 
 def _insert(base: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:

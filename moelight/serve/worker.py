@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from moelight.serve import jobs
 from moelight.serve.data import DataDirectory
-from moelight.serve.jobs import Command, Job, Pace
+from moelight.serve.jobs import Command, Job, JobRunner, Pace
 from moelight.serve.store import Batch, BatchFailure, RowCounts, StoredFile
 from moelight.serve.validate import check_lines
 
@@ -34,19 +33,17 @@ class Worker:
         pace: Pace | None = None,
         expire: bool = False,
     ) -> None:
-        self._data, self._store, self._command = data, data.store, command
-        self._say, self._pace, self._expire = say, pace or Pace(), expire
-        self._news, self._stopping = threading.Event(), threading.Event()
+        self._data, self._store, self._expire = data, data.store, expire
+        self._runner, self._say = JobRunner(command, say=say, pace=pace), say
         self._waits: tuple[str, BatchFailure] | None = None
 
     def wake(self) -> None:
         """Check the batches again: one was created, or is to be cancelled."""
-        self._news.set()
+        self._runner.news.set()
 
     def stop(self) -> None:
         """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
-        self._stopping.set()
-        self._news.set()
+        self._runner.stop()
 
     def waits(self, batch_id: str) -> BatchFailure | None:
         """The reason why the batch is blocked, if it is the running batch; otherwise None."""
@@ -55,18 +52,18 @@ class Worker:
 
     def run(self) -> None:
         """Run batches until stopped."""
-        while not self._stopping.is_set():
+        runner = self._runner
+        while not runner.stopping.is_set():
             batches = self._store.open_batches()
             if not batches:
-                self._news.wait()
-                self._news.clear()
+                runner.wait()
                 continue
             try:
                 self._advance(batches[0])
             except (OSError, sqlite3.OperationalError) as error:  # the disk is full, most likely
-                self._say(f"{batches[0].id}: {error}; tried again in {self._pace.retry_s:g} s")
-                self._wait_for(batches[0].id, f"{error}; tried again every {self._pace.retry_s:g} s")
-                self._stopping.wait(self._pace.retry_s)
+                self._say(f"{batches[0].id}: {error}; tried again in {runner.pace.retry_s:g} s")
+                self._wait_for(batches[0].id, f"{error}; tried again every {runner.pace.retry_s:g} s")
+                runner.stopping.wait(runner.pace.retry_s)
 
     def _advance(self, batch: Batch) -> None:
         """Run one step of the batch. Each step can be repeated: its effect is one transaction."""
@@ -77,16 +74,16 @@ class Worker:
             self._end(batch, "cancelled")
         elif self._late(batch):
             self._end(batch, "expired")
-        elif batch.status == "validating":
-            self._validate(batch)
         else:
-            self._run(batch)
+            source = self._store.file(batch.input_file_id)
+            if source is None or not self._data.path(source).is_file():
+                self._end(batch, "failed", _LOST_INPUT)
+            elif batch.status == "validating":
+                self._validate(batch, source)
+            else:
+                self._run(batch, source)
 
-    def _validate(self, batch: Batch) -> None:
-        source = self._store.file(batch.input_file_id)
-        if source is None or not self._data.path(source).is_file():
-            self._end(batch, "failed", _LOST_INPUT)
-            return
+    def _validate(self, batch: Batch, source: StoredFile) -> None:
         total, faults = check_lines(self._data.path(source), endpoint=batch.endpoint)
         batch = replace(batch, counts=RowCounts(total=total))
         if faults:
@@ -94,12 +91,8 @@ class Worker:
         elif self._store.move(batch.id, "in_progress", counts=batch.counts):
             self._say(f"{batch.id}: {total} lines")
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch, source: StoredFile) -> None:
         """Run the batch's job and move the batch to the state of its ending; an interrupted batch keeps its state."""
-        source = self._store.file(batch.input_file_id)
-        if source is None or not self._data.path(source).is_file():
-            self._end(batch, "failed", _LOST_INPUT)
-            return
         latest = batch.counts
 
         def seen(counts: RowCounts) -> None:
@@ -109,19 +102,16 @@ class Worker:
                 with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job detects that itself
                     self._store.count(batch.id, latest)
 
-        ending = jobs.finish(
+        ending = self._runner.finish(
             self._data.job(batch.id, source),
-            self._command,
+            batch.id,
             unwanted=lambda: self._unwanted(batch),
             seen=seen,
-            say=lambda text: self._say(f"{batch.id}: {text}"),
-            news=self._news,
-            pace=self._pace,
             waits=lambda what: self._wait_for(batch.id, what),
         )
         if ending is None:
             return
-        if ending.well:
+        if ending.whole:
             self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
@@ -131,7 +121,7 @@ class Worker:
         self._waits = (batch_id, BatchFailure(code="insufficient_storage", message=what)) if what else None
 
     def _unwanted(self, batch: Batch) -> bool:
-        if self._stopping.is_set() or self._late(batch):
+        if self._runner.stopping.is_set() or self._late(batch):
             return True
         now = self._store.batch(batch.id)
         return now is None or now.status != "in_progress"
@@ -142,7 +132,7 @@ class Worker:
     def _end(self, batch: Batch, status: str, *faults: BatchFailure) -> None:
         """Register the rows done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
-        jobs.wait_until_free(job, within_s=self._pace.grace_s)
+        jobs.wait_until_free(job, within_s=self._runner.pace.grace_s)
         completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)
         counts = RowCounts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
         if status == "completed" and completed + failed < counts.total:

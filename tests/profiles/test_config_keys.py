@@ -193,7 +193,7 @@ def test_two_keys_for_one_thing_mean_what_they_mean_to_transformers(name: str, f
     ours = read(values)
     assert_same_positions(ours, known)
     assert_same_windows(ours, known)
-    assert ours.dtype == (str(known.dtype or FAMILIES.get(family).dtype)).removeprefix("torch.")
+    assert ours.dtype == (str(known.dtype or FAMILIES[family].dtype)).removeprefix("torch.")
     assert (ours.max_positions, ours.tie_embeddings) == (known.max_position_embeddings, known.tie_word_embeddings)
     top_k = known.ffn_config.moe_top_k if family == "dbrx" else known.num_experts_per_tok
     assert ours.router.top_k == top_k
@@ -211,7 +211,7 @@ def test_two_names_of_one_key_of_dbrx_must_agree(usual: str) -> None:
     values = {"model_type": "dbrx", **CONFIGS["dbrx"], "max_seq_len": 77}
     with pytest.raises(ConfigError, match=f"{usual} {USUAL[usual]} and .* are two names of one thing and differ"):
         read({**values, usual: USUAL[usual]})
-    own = FAMILIES.get("dbrx").keys[usual]
+    own = FAMILIES["dbrx"].keys[usual]
     assert read({**values, usual: values[own]}) == read(values)
 
 

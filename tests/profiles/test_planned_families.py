@@ -94,7 +94,7 @@ def test_what_transformers_saves_is_what_was_released(family: str, tmp_path: Pat
 @pytest.mark.parametrize("family", [family for family in MODELS if family not in ("deepseek", "dbrx")])
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
     known = AutoConfig.for_model(family)
-    needed = {*NEEDED, FAMILIES.get(family).expert_width_key}
+    needed = {*NEEDED, FAMILIES[family].expert_width_key}
     values = {key: getattr(known, key) for key in needed}
     if family == "deepseek_v2":
         values["num_experts_per_tok"] = known.num_experts_per_tok = 6

@@ -1,6 +1,4 @@
-"""`ModelFamily`, the description of a family, and the reader that turns a family and a ``config.json`` into a
-`ModelProfile`.
-"""
+"""`ModelFamily`, the description of a family, and the reader of a ``config.json`` by it, to a `ModelProfile`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from moelight.profiles.model import (
     ModelProfile,
     RouterSpec,
 )
-from moelight.profiles.names import TensorNames
+from moelight.profiles.names import QWEN_STYLE, TensorNames
 
 # All rope types of transformers. Their constants change no size, so the planner supports them all.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -32,7 +30,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class ModelFamily:
     """One ``model_type``: its keys in ``config.json`` and their defaults.
 
-    Numeric fields are the default of a key; None means the key is required, unless stated otherwise below.
+    Numeric fields are the default of a key; None means the key is required, unless stated otherwise below. The defaults
+    of the fields are the values of most families.
 
     Attributes:
         keys: usual keys and their names in this family (see `HFConfig`).
@@ -52,7 +51,7 @@ class ModelFamily:
             other layer from the first.
         window_layers: default of ``max_window_layers``, from which on no layer has the window; None: the key is not
             read.
-        latent: the keys of latent attention are read.
+        latent: the keys of latent attention are read; their defaults are those of DeepSeek-V2 and V3.
         normalize: None: ``norm_topk_prob``, whose default is ``normalize_default``.
         grouped: defaults of ``n_group`` and ``topk_group``; None: the keys are not read.
         scale: default of ``routed_scaling_factor``; None: the key is not read.
@@ -65,22 +64,22 @@ class ModelFamily:
     """
 
     model_type: str
-    names: TensorNames
-    expert_width_key: str
-    num_experts: int | None
-    top_k: int | None
-    kv_heads: int | None
     max_positions: int
-    norm_eps: float
-    rope_theta: float
-    weights_in_model_dtype: bool
+    names: TensorNames = QWEN_STYLE
+    expert_width_key: str = "moe_intermediate_size"
+    num_experts: int | None = None
+    top_k: int | None = None
+    kv_heads: int | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    weights_in_model_dtype: bool = True
     head_dim: int | None = None
     head_dim_key: bool = True
     keys: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
     rope_type: str = "default"
-    rope_types: tuple[str, ...] = ("default", "linear")
+    rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
     dtype: str = "float32"
     bias_key: str = ""
@@ -161,9 +160,7 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
     bias = bool(family.bias_key) and config.flag(family.bias_key, default=family.bias_default)
     normed = not family.qk_norm_flag or config.flag(family.qk_norm_flag, default=False)
     has_clip = family.clip_qkv and config.find("clip_qkv") is not None
-    window = _window(config, family)
-    if not family.alternating:
-        _same_everywhere(config, layers, window)
+    window, window_layers = _window(config, family, layers)
     latent = _latent(config) if family.latent else None
     if latent is not None:
         kv_heads, head_dim = heads, latent.nope_head_dim + latent.rope_head_dim
@@ -182,7 +179,7 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
         output_bias=bias and family.output_bias,
         sinks=family.sinks,
         window=window,
-        window_layers=_window_layers(config, family, layers) if family.alternating and window is not None else (),
+        window_layers=window_layers,
         latent=latent,
         rope_theta=theta,
         rope_factor=factor,
@@ -192,7 +189,6 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
 
 
 def _latent(config: HFConfig) -> LatentSpec:
-    """The keys of latent attention; the defaults of DeepSeek-V2 and V3 agree."""
     return LatentSpec(
         q_lora_rank=config.integer_or_none("q_lora_rank", default=1536),
         kv_lora_rank=config.integer("kv_lora_rank", default=512),
@@ -202,30 +198,29 @@ def _latent(config: HFConfig) -> LatentSpec:
     )
 
 
-def _window(config: HFConfig, family: ModelFamily) -> int | None:
+def _window(config: HFConfig, family: ModelFamily, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """``window`` and ``window_layers`` of the profile.
+
+    Raises:
+        ConfigError: ``layer_types`` contradicts the window of a family whose layers are alike.
+    """
     switched_on = not family.window_flag or config.flag(family.window_flag, default=False)
-    if not family.windowed or not switched_on:
-        return None
-    return config.integer_or_none("sliding_window", default=family.window)
-
-
-def _same_everywhere(config: HFConfig, layers: int, window: int | None) -> None:
-    """In a family with uniform layers, check that ``layer_types`` agrees with the window."""
-    alike = _LAYER_TYPES[window is not None]
-    if any(kind != alike for kind in config.words("layer_types", _LAYER_TYPES, count=layers)):
-        raise ConfigError(
-            f"{config.where}: layer_types contradicts sliding_window ({window}), by which every layer is {alike}"
-        )
-
-
-def _window_layers(config: HFConfig, family: ModelFamily, layers: int) -> tuple[bool, ...]:
-    types = config.words("layer_types", _LAYER_TYPES, count=layers)
-    if types:
-        return tuple(kind == "sliding_attention" for kind in types)
+    reads = family.windowed and switched_on
+    window = config.integer_or_none("sliding_window", default=family.window) if reads else None
+    types = () if family.alternating and window is None else config.words("layer_types", _LAYER_TYPES, count=layers)
+    if not family.alternating:
+        alike = _LAYER_TYPES[window is not None]
+        if any(kind != alike for kind in types):
+            raise ConfigError(
+                f"{config.where}: layer_types contradicts sliding_window ({window}), by which every layer is {alike}"
+            )
+        return window, ()
+    if window is None or types:
+        return window, tuple(kind == "sliding_attention" for kind in types)
     last = layers
     if family.window_layers is not None:
         last = config.integer("max_window_layers", default=family.window_layers, least=0)
-    return tuple(layer % 2 == 0 and layer < last for layer in range(layers))
+    return window, tuple(layer % 2 == 0 and layer < last for layer in range(layers))
 
 
 def _router(config: HFConfig, family: ModelFamily) -> RouterSpec:
