@@ -63,7 +63,6 @@ SINGLE_IMPORTER = {
     "serve.app": "routes, independent of the server",
     "serve.child_process": "the program of a process of its own",
     "serve.files": "the Files API and its upload parser",
-    "serve.worker": "the life of a batch, independent of HTTP",
     "weights.safetensors": "one file format",
 }
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")

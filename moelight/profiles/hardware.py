@@ -230,7 +230,8 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
         efficiency=tuple(_surface(name, node) for name, node in surfaces.items()),
         sources=tuple(sorted(sources.items())),
         date=given["date"].day() if "date" in given else "",
-        **{key: given[key].text() for key in ("source", "notes") if key in given},
+        source=given["source"].text() if "source" in given else "",
+        notes=given["notes"].text() if "notes" in given else "",
     )
     if "device" in tiers:
         for src, dst in (("host", "device"), ("device", "host")):

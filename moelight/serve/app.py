@@ -6,7 +6,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,11 +22,12 @@ from moelight.serve.auth import Guard
 from moelight.serve.data import DataDirectory
 from moelight.serve.files import FileRoutes
 from moelight.serve.http import ApiError, on_fault, on_refusal, on_storage, page_of, page_response, read_body
-from moelight.serve.store import MOVES, OPEN, Batch, BatchFailure, Store
-from moelight.serve.validate import ENDPOINTS
+from moelight.serve.store import OPEN, Batch, BatchFailure, Store
+from moelight.serve.worker import ENDPOINTS
 
+MOST_REQUESTS = 64  # at once
 _HOUR_S = 3600
-_TIMES = tuple(f"{state}_at" for state in MOVES if state != "validating")
+_SAME = tuple(field.name for field in fields(Batch) if field.name not in {"errors", "counts"})
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -39,26 +40,15 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     output_expires_after: Literal[None] = None
 
 
-def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) -> dict[str, Any]:
+def _batch_object(batch: Batch, model: str, waits: BatchFailure | None) -> dict[str, Any]:
     """The batch as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
     told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
-    faults = [asdict(fault) for fault in told]
     return {
-        "id": batch.id,
+        **{name: getattr(batch, name) for name in _SAME},
         "object": "batch",
-        "endpoint": batch.endpoint,
         "model": model,
-        "errors": {"object": "list", "data": faults} if faults else None,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
-        **{name: getattr(batch, name) for name in _TIMES},
+        "errors": {"object": "list", "data": [asdict(fault) for fault in told]} if told else None,
         "request_counts": asdict(batch.counts),
-        "metadata": batch.metadata,
     }
 
 
@@ -97,14 +87,14 @@ class BatchRoutes:
             message = f"there is no file {asked.input_file_id[:80]!r}; upload one with purpose batch"
             raise ApiError(400, message, param="input_file_id", code="invalid_input_file")
         self._wake()
-        return self._answer(batch)
+        return JSONResponse(self._object(batch))
 
     def page(self, request: Request) -> Response:
         after, limit = page_of(request, limit=20, most=100)
         return page_response(request, self._store.page_of_batches(after=after, limit=limit), "batch", self._object)
 
     def retrieve(self, request: Request) -> Response:
-        return self._answer(self._find(request))
+        return JSONResponse(self._object(self._find(request)))
 
     def cancel(self, request: Request) -> Response:
         batch = self._find(request)
@@ -114,7 +104,7 @@ class BatchRoutes:
                 message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
                 raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
         self._wake()
-        return self._answer(self._find(request))
+        return JSONResponse(self._object(self._find(request)))
 
     def _find(self, request: Request) -> Batch:
         batch_id = request.path_params["batch_id"]
@@ -123,14 +113,8 @@ class BatchRoutes:
             raise ApiError(404, f"there is no batch {batch_id[:80]!r}", param="batch_id", code="not_found")
         return batch
 
-    def _answer(self, batch: Batch) -> Response:
-        return JSONResponse(self._object(batch))
-
     def _object(self, batch: Batch) -> dict[str, Any]:
-        return batch_object(batch, self._model, self._waits(batch.id))
-
-
-MOST_REQUESTS = 64  # at once
+        return _batch_object(batch, self._model, self._waits(batch.id))
 
 
 def make_app(

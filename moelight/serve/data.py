@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from moelight.core.errors import ConfigError
-from moelight.serve.jobs import Job
+from moelight.serve.jobs import LOG, Job
 from moelight.serve.store import OPEN, Store, StoredFile
 
 
@@ -32,15 +32,14 @@ class DataDirectory:
             ConfigError: the directory cannot be created or written, or another server uses it.
         """
         self.root = root.absolute()
-        self.files = self.root / "files"
-        self.batches = self.root / "batches"
+        self.files, self.batches = self.root / "files", self.root / "batches"
+        base = self.root / "state.db"
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = take_lock(self.root / "serve.lock", what=f"--data {root}")
             for own in (self.files, self.batches):
                 own.mkdir(mode=0o700, exist_ok=True)
                 own.chmod(0o700)
-            base = self.root / "state.db"
             os.close(os.open(base, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise ConfigError(f"--data {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
@@ -60,11 +59,12 @@ class DataDirectory:
     def relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
-    def clear_job(self, job: Job) -> None:
+    def clear_job(self, batch_id: str) -> None:
         """Remove the files that an ended job no longer needs: all but kept files and the log."""
-        kept = {self.path(file) for file in self.store.files()} | {job.log}
-        if job.directory.is_dir():
-            for path in job.directory.iterdir():
+        directory = self.batches / batch_id
+        kept = {self.path(file) for file in self.store.files()} | {directory / LOG}
+        if directory.is_dir():
+            for path in directory.iterdir():
                 if path not in kept:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -79,7 +79,7 @@ class DataDirectory:
             if batch is None:
                 shutil.rmtree(directory)
             elif batch.status not in OPEN:
-                self.clear_job(Job(source=Path(os.devnull), directory=directory))
+                self.clear_job(directory.name)
 
 
 def take_lock(path: Path, *, what: str) -> int:

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from moelight.batch.paths import journal_of
 from moelight.batch.recovery import RecoveredJob, read_journal
@@ -33,6 +34,9 @@ _LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
+LOG = "worker.log"
+
+
 class Job:
     """The paths that one job reads and writes. ``directory`` belongs to the job and holds everything but the input."""
 
@@ -41,7 +45,7 @@ class Job:
         self.output = directory / "output.jsonl"  # rows of answered requests
         self.errors = directory / "errors.jsonl"  # rows of requests that could not be served
         self.status = directory / "status.json"  # progress of the job while it runs
-        self.log = directory / "worker.log"  # output of the process
+        self.log = directory / LOG  # output of the process
         self.lock = directory / "worker.lock"  # held by the running process
 
     def counts(self) -> RowCounts | None:
@@ -293,6 +297,23 @@ class WorkThread(threading.Thread):
             self.sound = True
         finally:
             self._on_end()
+
+
+@contextlib.contextmanager
+def handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[list[int]]:
+    """Call ``handle`` for SIGINT and SIGTERM within the block, and list the signals that came."""
+    came: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        handle(number, frame)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def truncate_partial_line(path: Path) -> int:

@@ -28,7 +28,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
 from moelight.serve import jobs
 from moelight.serve.data import take_lock
-from moelight.serve.jobs import Command, Job, JobRunner, Pace, WorkThread
+from moelight.serve.jobs import Command, Job, JobRunner, Pace, WorkThread, handled_signals
 
 SETTLE_S = 2.0  # a file that has not changed for this long is complete
 _SUFFIX = ".jsonl"
@@ -130,8 +130,8 @@ class Watcher:
         return self._root / min(ready)[1] if ready else None
 
     def _work(self, job: Job) -> None:
-        name = job.directory.name
         if not _ending(job).exists():
+            name = job.directory.name
             self._say(f"{name}: begun")
             ending = self._runner.finish(job, name, unwanted=self._runner.stopping.is_set)
             if ending is None:
@@ -145,8 +145,7 @@ class Watcher:
         stem, tries = _cut(base, most), 1
         while any((self._root / to / f"{stem}{end}").exists() for end in _ENDS):
             tries += 1
-            number = f"-{tries}"
-            stem = _cut(base, most - len(number)) + number
+            stem = _cut(base, most - len(f"-{tries}")) + f"-{tries}"
         ending = {"to": to, "stem": stem, "why": why}
         write_whole(_ending(job), json.dumps(ending))
         return ending
@@ -182,11 +181,9 @@ _ENDS = (_SUFFIX, f".output{_SUFFIX}", f".errors{_SUFFIX}", ".error.txt")
 
 def _cut(name: str, most: int) -> str:
     """``name``, truncated to at most ``most`` bytes at a character boundary."""
-    raw = os.fsencode(name)
-    end = min(most, len(raw))
-    while most - 3 <= end < len(raw) and raw[end] & 0xC0 == 0x80:  # the cut is within a character
-        end -= 1
-    return os.fsdecode(raw[:end])
+    while len(os.fsencode(name)) > most:
+        name = name[:-1]
+    return name
 
 
 def _ending(job: Job) -> Path:
@@ -195,23 +192,16 @@ def _ending(job: Job) -> Path:
 
 def watch(watcher: Watcher, *, say: Callable[[str], None]) -> int:
     """Run ``watcher`` until a signal arrives, and return its number."""
-    number = 0
     thread = WorkThread(watcher.run, on_end=lambda: None)
 
-    def on_signal(came: int, _: object) -> None:
-        nonlocal number
-        number = came
+    def stop(*_: object) -> None:
         watcher.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends at once
 
-    before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled_signals(stop) as came:
         thread.start()
         thread.join()
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
     if not thread.sound:
         raise RuntimeError("the watcher ended by a fault of its own")
     say("stopped; the same command goes on")
-    return number
+    return came[-1] if came else 0
