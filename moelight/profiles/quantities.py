@@ -81,7 +81,7 @@ def _scaled(pattern: re.Pattern[str], units: Mapping[str, str], text: str) -> fl
 
 CAPACITY = Quantity(
     name="a size",
-    example="bytes or a unit, for example 24GiB",
+    example="bytes or a unit, for example 24GiB or 500MB",
     least=1,
     most=(1 << 63) - 1,
     range="1 byte to 8EiB",

@@ -1,4 +1,4 @@
-"""The application: routes of files, batches, the model and the health check, behind the guard."""
+"""The application: routes of batches, the model and the health check beside those of files, behind the guard."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def workers(data: Path) -> list[int]:
 def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with standing(data) as first:
-        working, waiting = first.begin(lines(9, "slow")), first.begin(lines(2))
+        working, waiting = first.begin(lines(25, "slow")), first.begin(lines(2))
         first.until(working, lambda now: now.request_counts.completed >= 2)
         with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
             DataDirectory(data)
@@ -55,8 +55,8 @@ def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> 
     with standing(data) as third:
         done, after = third.finished(working), third.finished(waiting)
         assert (done.status, after.status) == ("completed", "completed")
-        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(9)]
-        assert done.request_counts.completed == 9
+        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(25)]
+        assert done.request_counts.completed == 25
         assert third.end() == 128 + signal.SIGINT
     assert len(workers(data)) == 4
 

@@ -229,22 +229,8 @@ DEEPSEEK_V3 = replace(
     shared_experts=1,
 )
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        MIXTRAL,
-        QWEN3_MOE,
-        OLMOE,
-        QWEN2_MOE,
-        DEEPSEEK,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        DBRX,
-        GPT_OSS,
-        PHIMOE,
-        GLM4_MOE,
-    )
-}
+_ALL = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, DBRX, GPT_OSS, PHIMOE, GLM4_MOE)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
