@@ -14,7 +14,7 @@ class _Named(str, enum.Enum):
     __hash__ = str.__hash__  # Enum.__hash__ is ten times slower, and every pass does thousands of look-ups
 
     def __str__(self) -> str:
-        return self.value
+        return str(self.value)
 
 
 class Lane(_Named):

@@ -19,10 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.serve.auth import Guard
-from moelight.serve.data import DataDirectory
 from moelight.serve.files import FileRoutes
 from moelight.serve.http import ApiError, on_fault, on_refusal, on_storage, page_of, page_response, read_body
-from moelight.serve.store import OPEN, Batch, BatchFailure, Store
+from moelight.serve.store import OPEN, Batch, BatchFailure, DataDirectory, Store
 from moelight.serve.worker import ENDPOINTS
 
 MOST_REQUESTS = 64  # at once

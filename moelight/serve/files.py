@@ -17,9 +17,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.core.errors import did_you_mean
-from moelight.serve.data import DataDirectory
 from moelight.serve.http import ApiError, chunks, page_of, page_response, too_large
-from moelight.serve.store import StoredFile
+from moelight.serve.store import DataDirectory, StoredFile
 
 MOST_PARTS = 16
 MOST_FIELD_BYTES = 4096

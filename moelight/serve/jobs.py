@@ -24,7 +24,7 @@ from moelight.batch.paths import journal_of
 from moelight.batch.recovery import RecoveredJob, read_journal
 from moelight.core.errors import InputError
 from moelight.serve import child_process
-from moelight.serve.store import RowCounts
+from moelight.serve.store import LOG, RowCounts
 
 REFUSED, STORAGE = 2, 74
 MOST_CRASHES = 3  # consecutive, without a completed row in between
@@ -32,9 +32,6 @@ _MAX_STATUS_BYTES = 1 << 20
 _ROOM_BYTES = 1 << 20  # free space required before a job is started again
 _LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
-
-
-LOG = "worker.log"
 
 
 class Job:

@@ -20,9 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from moelight.core.errors import ConfigError
 from moelight.serve.app import make_app
 from moelight.serve.auth import BROUGHT_TOKEN, make_token, read_token
-from moelight.serve.data import DataDirectory
 from moelight.serve.http import error_response
 from moelight.serve.jobs import Command, Pace, WorkThread, handled_signals
+from moelight.serve.store import DataDirectory
 from moelight.serve.worker import Worker
 
 MOST_CONNECTIONS = 512

@@ -27,8 +27,8 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
 from moelight.serve import jobs
-from moelight.serve.data import take_lock
 from moelight.serve.jobs import Command, Job, JobRunner, Pace, WorkThread, handled_signals
+from moelight.serve.store import take_lock
 
 SETTLE_S = 2.0  # a file that has not changed for this long is complete
 _SUFFIX = ".jsonl"

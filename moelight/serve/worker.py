@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from moelight.serve import jobs
-from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Job, JobRunner, Pace
-from moelight.serve.store import Batch, BatchFailure, RowCounts, StoredFile
+from moelight.serve.store import Batch, BatchFailure, DataDirectory, RowCounts, StoredFile
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _MAX_LINE_BYTES = 16 << 20  # longer lines are counted and not parsed
@@ -109,7 +108,7 @@ class Worker:
                     self._store.count(batch.id, latest)
 
         ending = self._runner.finish(
-            self._data.job(batch.id, source),
+            Job(source=self._data.path(source), directory=self._data.batches / batch.id),
             batch.id,
             unwanted=lambda: self._unwanted(batch),
             seen=seen,

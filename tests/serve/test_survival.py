@@ -14,9 +14,8 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.serve import child_process
-from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Job, WorkThread, generate_command, truncate_partial_line, wait_until_free
-from moelight.serve.store import MOVES, Batch, RowCounts, Store, StoredFile
+from moelight.serve.store import MOVES, Batch, DataDirectory, RowCounts, Store, StoredFile
 from moelight.serve.worker import Worker, check_lines
 from tests.serve.standing import PACE, line, lines, stand_in, standing, until
 
