@@ -33,9 +33,8 @@ from moelight.core.dtypes import DTYPES, DType, dtype_named
 from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import format_bytes, parse_bytes
 from moelight.profiles.families import FAMILIES, profile_from_config
-from moelight.profiles.features import require_computable
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import ModelProfile, require_computable
 from moelight.profiles.model_files import model_config
 from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
 

@@ -42,7 +42,7 @@ from moelight.optimizer.optimize import best_plan, capacities, compute_dtype
 from moelight.optimizer.problem import Problem
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.workload_files import load_workload
+from moelight.profiles.workload import load_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUAL = 1e-6

@@ -56,14 +56,13 @@ SINGLE_IMPORTER = {
     "optimizer.cache": "plans on disk",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.paper": "the published planner",
-    "profiles.families.known": "families as data",
+    "profiles.families.family": "the one reader of all families, which are data",
     "runtime.calibration.disk": "one kind of measurement",
     "runtime.calibration.surfaces": "one kind of measurement",
     "scheduler.schedules": "the builders of the registry",
     "serve.app": "routes, independent of the server",
     "serve.child_process": "the program of a process of its own",
     "serve.files": "the Files API and its upload parser",
-    "serve.worker": "the life of a batch, independent of HTTP",
     "weights.safetensors": "one file format",
 }
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")

@@ -236,7 +236,7 @@ def _workload(
     num_requests: int | None,
 ) -> Workload:
     """Return the named workload with the given figures replaced. A longer average raises the longest prompt, too."""
-    from moelight.profiles.workload_files import load_workload
+    from moelight.profiles.workload import load_workload
 
     work = load_workload(name or DEFAULT_WORKLOAD)
     average = work.prompt_len if prompt_len is None else prompt_len

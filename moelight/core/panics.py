@@ -1,7 +1,6 @@
 """Conversion of panics in Rust libraries into ordinary exceptions.
 
-PyO3 raises a panic as ``pyo3_runtime.PanicException``, a `BaseException`, which ``except Exception`` does not catch. No
-module exports the class, so it is recognised by its qualified name.
+PyO3 raises a panic as ``pyo3_runtime.PanicException``, a `BaseException` that no module exports.
 """
 
 from __future__ import annotations
@@ -26,13 +25,10 @@ def is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def panics_as(make: Callable[[str], Exception], *, quiet: bool = False) -> Iterator[None]:
-    """Raise ``make(message)`` in place of a panic within the block; ``message`` is one line. Other exceptions
-    propagate.
+    """Raise ``make(message)`` in place of a panic within the block; ``message`` is one line.
 
-    Args:
-        make: builds the exception from the panic's message.
-        quiet: keep Rust's own report of the panic, backtrace included, off stderr. Output of other threads to stderr is
-            held until the block ends, so the block should be short.
+    ``quiet`` keeps Rust's own report of the panic off stderr; output of other threads to stderr is held meanwhile, so
+    the block should be short.
     """
     try:
         with _without_message() if quiet else contextlib.nullcontext():

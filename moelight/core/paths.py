@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 CACHE_VARIABLE = "MOELIGHT_CACHE"
 
 
 def cache_directory(*parts: str) -> Path:
-    """``$MOELIGHT_CACHE``, else ``$XDG_CACHE_HOME/moelight``, else ``~/.cache/moelight``; with ``parts`` below it.
-
-    Creates nothing.
-    """
+    """``$MOELIGHT_CACHE``, else ``$XDG_CACHE_HOME/moelight``, else ``~/.cache/moelight``; with ``parts`` below it."""
     own, desktop = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     base = Path(own) if own else Path(desktop) / "moelight" if desktop else Path.home() / ".cache" / "moelight"
     return base.joinpath(*parts)
@@ -28,21 +25,12 @@ def write_whole(path: Path, text: str) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.")
-    part = Path(name)
+    part = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with part.open("x", encoding="utf-8") as file:
             file.write(text)
-        part.chmod(0o666 & ~_umask())
         part.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-
-
-def _umask() -> int:
-    """The permission bits that this process removes from new files; POSIX can read the mask only by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

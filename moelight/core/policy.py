@@ -14,6 +14,13 @@ KV_BLOCK_SIZES = (16, 32, 64, 128)
 ADMISSIONS = ("refill", "static")
 HOST_PAGES = ("auto", "staged", "pinned")
 RESIDENTS = ("auto", "static", "learned")
+_WORDS = {
+    "attention_device": PROCESSORS,
+    "ffn_device": FFN_DEVICES,
+    "admission": ADMISSIONS,
+    "host_pages": HOST_PAGES,
+    "residents": RESIDENTS,
+}
 MOST_LOOK_AHEAD = 8
 PROMPT_MICRO_BATCHES = 8
 # Upper limits of counts, far beyond any machine, so that products with a model's sizes stay finite.
@@ -107,10 +114,9 @@ class Policy:
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "
                 f"({self.micro_batch_size}): a decoding sequence brings one token"
             )
-        if self.attention_device not in PROCESSORS:
-            raise ConfigError(f"attention_device must be cpu or gpu, not {self.attention_device!r}")
-        if self.ffn_device not in FFN_DEVICES:
-            raise ConfigError(f"ffn_device must be cpu, gpu or split, not {self.ffn_device!r}")
+        for name, known in _WORDS.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if not 0 <= self.cpu_experts <= self.weights.host + 1e-9 or (self.cpu_experts and self.ffn_device != "split"):
             raise ConfigError(
                 f"cpu_experts ({self.cpu_experts}) needs ffn_device split, and at most the share of weights on host"
@@ -120,9 +126,6 @@ class Policy:
                 dtype_named(getattr(self, name))
         if self.kv_block_size not in KV_BLOCK_SIZES:
             raise ConfigError(f"kv_block_size must be one of {KV_BLOCK_SIZES}, not {self.kv_block_size}")
-        _check_word("admission", self.admission, ADMISSIONS)
-        _check_word("host_pages", self.host_pages, HOST_PAGES)
-        _check_word("residents", self.residents, RESIDENTS)
 
     @property
     def num_micro_batches(self) -> int:
@@ -143,8 +146,3 @@ def check_count(name: str, count: int, *, least: int) -> None:
     """
     if not least <= count <= MOST_COUNTS[name]:
         raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {quoted(count)}")
-
-
-def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
-    if word not in known:
-        raise ConfigError(f"{name} must be one of {', '.join(known)}, not {word!r}")

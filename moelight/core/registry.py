@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from moelight.core.errors import ConfigError, did_you_mean
 
@@ -15,8 +15,7 @@ class Registry(Generic[T]):
     """A mapping of names to ``"module:attribute"`` targets, imported on first use."""
 
     def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
-        self.kind = kind
-        self._targets = dict(targets)
+        self.kind, self._targets = kind, dict(targets)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
@@ -38,5 +37,4 @@ class Registry(Generic[T]):
             known = ", ".join(self._targets)
             raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._targets)}; known: {known}")
         module, attribute = self._targets[name].split(":")
-        part: Any = getattr(importlib.import_module(module), attribute)
-        return part  # type: ignore[no-any-return]
+        return cast("T", getattr(importlib.import_module(module), attribute))

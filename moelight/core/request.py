@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moelight.core.errors import InputError, did_you_mean
 
 MOST_SAMPLES = 16_384  # per prompt, and per row over all its prompts if n > 1; vLLM's bound of n
+_MOST = sys.float_info.max
+# The least value of integers, and the least and the most of numbers.
+_LEAST = {"n": 1, "logprobs": -1, "prompt_logprobs": -1, "min_tokens": 0, "top_k": -1, "seed": 0}
+_RANGES = {
+    "temperature": (0.0, _MOST),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, _MOST),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,32 +106,25 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, least=1)
+        for name, least in _LEAST.items():
+            if getattr(self, name) is not None or name in ("n", "min_tokens", "top_k"):
+                _integer(name, getattr(self, name), least=least)
         if self.n > MOST_SAMPLES:
             raise InputError(f"n must be at most {MOST_SAMPLES:,}: a row is written when its last answer is there")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), least=-1)
         _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
-        _integer("min_tokens", self.min_tokens, least=0)
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        _integer("top_k", self.top_k, least=-1)
-        _number("temperature", self.temperature, low=0.0, high=math.inf)
-        _number("top_p", self.top_p, low=0.0, high=1.0)
-        _number("min_p", self.min_p, low=0.0, high=1.0)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf)
+        for name, (low, high) in _RANGES.items():
+            _number(name, getattr(self, name), low=low, high=high)
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise InputError(f"{name} must be above 0, not 0")
-        if self.seed is not None:
-            _integer("seed", self.seed, least=0)
-            if self.seed >= 1 << 64:
-                raise InputError(f"seed must be below 2**64, not {self.seed}")
+        if self.seed is not None and self.seed >= 1 << 64:
+            raise InputError(f"seed must be below 2**64, not {self.seed}")
         object.__setattr__(self, "stop", _texts("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.stop_token_ids, (tuple, list)) or not all(map(_is_token_id, self.stop_token_ids)):
+            raise InputError("stop_token_ids must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -145,9 +149,7 @@ class SamplingParams:
         for name in given:
             if name not in known:
                 raise InputError(f"unknown sampling field {name!r}{did_you_mean(name, known)}")
-        start = base if base is not None else cls()
-        values = {name: getattr(start, name) for name in known}
-        return cls(**{**values, **{name: value for name, value in given.items() if value is not None}})
+        return replace(base or cls(), **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,12 +210,6 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or not all(_is_token_id(token) for token in value):
-        raise InputError(f"{name} must be a list of token ids")
-    return tuple(value)
-
-
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -243,15 +239,6 @@ def _integer(name: str, value: object, *, least: int) -> None:
 
 
 def _number(name: str, value: object, *, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= _as_float(value) <= high or _as_float(value) == math.inf:
-        bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        bound = f"at least {low:g}" if high == _MOST else f"between {low:g} and {high:g}"
         raise InputError(f"{name} must be a finite number {bound}, not {value!r}")
-
-
-def _as_float(value: object) -> float:
-    """``value`` as a float; an integer beyond the range of floats is infinite."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf

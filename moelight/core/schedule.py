@@ -10,7 +10,14 @@ import enum
 from dataclasses import dataclass
 
 
-class Lane(str, enum.Enum):
+class _Named(str, enum.Enum):
+    __hash__ = str.__hash__  # Enum.__hash__ is ten times slower, and every pass does thousands of look-ups
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Lane(_Named):
     """A resource that runs one task at a time, in schedule order."""
 
     DISK = "disk"
@@ -20,13 +27,8 @@ class Lane(str, enum.Enum):
     DEVICE = "device"
     CPU = "cpu"
 
-    __hash__ = str.__hash__  # Enum.__hash__ is ten times slower, and every pass does thousands of look-ups
 
-    def __str__(self) -> str:
-        return self.value
-
-
-class TaskKind(str, enum.Enum):
+class TaskKind(_Named):
     """The operations of the paper's algorithm 1, and those that other schedules add."""
 
     EMBED = "embed"
@@ -57,11 +59,6 @@ class TaskKind(str, enum.Enum):
     SEND_EXPERTS = "send_experts"
     READ_AHEAD = "read_ahead"
     SEND_AHEAD = "send_ahead"
-
-    __hash__ = str.__hash__
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def moves_page(self) -> bool:

@@ -1,8 +1,8 @@
 """Bounded reads of small files: no path can block the reader or exhaust memory.
 
 Only regular files are read, through any links: opening a FIFO would wait for its writer, and a device never ends. The
-file type is checked on the open descriptor, so the file cannot be replaced in between. The limit holds for the bytes
-read, since some files report a size of 0 and others grow.
+limit holds for the bytes read, since some files report a size of 0 and others grow. Readers raise OSError for a file
+that cannot be read or is larger, and ValueError for wrong contents or a path with a null character.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from moelight.core.units import MiB, format_bytes
 
 MOST_JSON_BYTES = 16 * MiB  # configs of checkpoints take some kilobytes, with all added tokens a megabyte
 _CHUNK_BYTES = MiB
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -33,7 +28,6 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
     Raises:
         OSError: the file is missing, cannot be opened, or is not regular; ``strerror`` is the reason in words.
-        ValueError: ``path`` is not a path (a null character).
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -46,32 +40,19 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
-    """The contents of the regular file ``path``, at most ``most`` bytes.
-
-    Raises:
-        OSError: as `open_regular`, or the file cannot be read or is larger.
-        ValueError: as `open_regular`.
-    """
-    descriptor = open_regular(path)
-    try:
-        chunks, left = [], most + 1
-        while left and (chunk := os.read(descriptor, min(left, _CHUNK_BYTES))):
+    """The contents of the regular file ``path``, at most ``most`` bytes."""
+    chunks, left = [], most + 1
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
             chunks.append(chunk)
             left -= len(chunk)
-    finally:
-        os.close(descriptor)
     if not left:
         raise OSError(errno.EFBIG, f"larger than {format_bytes(most)}", os.fspath(path))
     return b"".join(chunks)
 
 
 def read_text(path: str | os.PathLike[str], *, most: int) -> str:
-    """The contents of the regular file ``path`` decoded as UTF-8, line breaks unchanged.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: as `open_regular`, or not UTF-8.
-    """
+    """The contents of the regular file ``path`` decoded as UTF-8, line breaks unchanged."""
     return read_bytes(path, most=most).decode("utf-8")
 
 
@@ -92,12 +73,7 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
 
 
 def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON_BYTES) -> Any:
-    """The JSON value in the regular file ``path``.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: as `read_text` and `parse_json`.
-    """
+    """The JSON value in the regular file ``path``."""
     return parse_json(read_text(path, most=most))
 
 
@@ -107,12 +83,7 @@ def read_error_text(error: Exception) -> str:
 
 
 def read_object(path: Path, *, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in the regular file ``path``.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: as `read_json`, or the value is not an object.
-    """
+    """The JSON object in the regular file ``path``."""
     found = read_json(path, most=most)
     if not isinstance(found, dict):
         raise ValueError("must hold a JSON object")

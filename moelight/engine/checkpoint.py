@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moelight.profiles.families import profile_from_dir
-from moelight.profiles.features import require_computable
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import ModelProfile, require_computable
 from moelight.weights.source import Checkpoint, resolve_model
 from moelight.weights.tensor_map import WeightMap, locate
 

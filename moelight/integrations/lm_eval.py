@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 # Imported before registering: lm_eval lists its own models only on a lookup while the registry is empty.
 import lm_eval.models  # noqa: F401
+import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -77,32 +78,32 @@ class MoELightLM(TemplateLM):
             max_gen_toks: most generated tokens if a task does not set them.
             enable_thinking, chat_template_args: passed to the chat template by name.
             think_end_token: text or id of the token after which an answer begins.
-            planning: ``hw``, ``host_memory``, ``device_memory``, ``micro_batch_size``, ``schedule``, as
-                `Engine.from_pretrained` takes them.
+            planning: `_PLANNING`, as `Engine.from_pretrained` takes them.
 
         Raises:
             ConfigError, CheckpointError: an argument is invalid, or the model is unusable.
         """
         super().__init__()
-        _check_planning(planning)
+        for name in planning:
+            if name not in _PLANNING:
+                raise ConfigError(f"unknown model argument {name!r}{did_you_mean(name, _PLANNING)}")
         if enable_thinking and think_end_token is None:
             raise ConfigError("enable_thinking=True needs think_end_token: what follows it is the answer")
+        self._borrowed = not isinstance(pretrained, str)
         self._name = pretrained if isinstance(pretrained, str) else pretrained.policy.model
         self.engine: Engine | None = None if isinstance(pretrained, str) else pretrained
-        self._borrowed = not isinstance(pretrained, str)
         self._scores = False  # True if the engine was planned for scoring
         source = open_checkpoint(self._name)
         self.profile = source.profile
         self.tokenizer = Tokenizer.from_dir(source.directory)
-        self._max_length = max_length or self.profile.max_positions
+        self.max_length = max_length or self.profile.max_positions
         self._planning = {
             **planning,
             "batch_size": None if batch_size is None or str(batch_size).startswith(AUTO) else int(batch_size),
             "device": AUTO if device is None else str(device).partition(":")[0],
         }
         self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
-        self.max_gen_toks = max_gen_toks
-        self.enable_thinking = enable_thinking
+        self.max_gen_toks, self.enable_thinking = max_gen_toks, enable_thinking
         is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
         self.think_end_token = int(cast("str", think_end_token)) if is_id else think_end_token
         self.chat_template_args = dict(chat_template_args or {})
@@ -111,7 +112,7 @@ class MoELightLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MoELightLM:
-        """Create from ``key=value,...``, which override the harness's additional configuration."""
+        """Create from ``key=value,...``."""
         return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
@@ -119,8 +120,7 @@ class MoELightLM(TemplateLM):
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MoELightLM:
         """Create from a model's arguments, which override the harness's additional configuration."""
-        added = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        given = {**added, **arg_dict}
+        given = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
         if "pretrained" not in given:
             raise ConfigError("the model's arguments name no checkpoint: --model_args pretrained=PATH")
         return cls(**given)
@@ -148,11 +148,6 @@ class MoELightLM(TemplateLM):
         raise ConfigError(f"{self._name}: its tokenizer has neither bos nor eos; give prefix_token_id=ID")
 
     @property
-    def max_length(self) -> int:
-        """Most tokens that may condition a token."""
-        return self._max_length
-
-    @property
     def tokenizer_name(self) -> str:
         """Name of the tokenizer in the harness's cache of requests."""
         return self._name.replace("/", "__")
@@ -178,9 +173,7 @@ class MoELightLM(TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the default chat template, for the harness's records."""
         template = self.tokenizer.template
-        if not chat_template or template is None:
-            return None
-        return template.sources.get(DEFAULT)
+        return template.sources.get(DEFAULT) if chat_template and template is not None else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as text, with the assistant's turn opened or its last message left open."""
@@ -289,23 +282,19 @@ class MoELightLM(TemplateLM):
         return Request(index=index, token_ids=tuple(ids), sampling=_sampling(constraints, until, tokens))
 
     def _answer(self, completion: Completion, until: Sequence[str]) -> str:
-        tokens = list(completion.token_ids)
-        if isinstance(self.think_end_token, int) and self.think_end_token in tokens:
-            tokens = tokens[len(tokens) - tokens[::-1].index(self.think_end_token) :]
-        text = self.tok_decode(tokens)
-        if isinstance(self.think_end_token, int):
-            text, end = text.lstrip(), None
-        else:
-            end = self.think_end_token
-        return str(postprocess_generated_text(text, list(until), end))
+        tokens, end = list(completion.token_ids), self.think_end_token
+        if not isinstance(end, int):
+            return str(postprocess_generated_text(self.tok_decode(tokens), list(until), end))
+        if end in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+        return str(postprocess_generated_text(self.tok_decode(tokens).lstrip(), list(until), None))
 
     def _serve(self, requests: list[Request], what: str, quiet: bool) -> Iterator[Completion]:
         """Yield completions as they finish, and update a progress bar."""
         if not requests:
             return
-        engine = self._engine_for(requests)
         with tqdm(total=len(requests), desc=what, disable=quiet) as bar:
-            for completion in engine.run(requests):
+            for completion in self._engine_for(requests).run(requests):
                 bar.update(1)
                 yield completion
 
@@ -337,18 +326,8 @@ class MoELightLM(TemplateLM):
         return self.engine
 
 
-def _check_planning(planning: Mapping[str, Any]) -> None:
-    for name in planning:
-        if name not in _PLANNING:
-            raise ConfigError(f"unknown model argument {name!r}{did_you_mean(name, _PLANNING)}")
-
-
 def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, bool]:
-    """The sum of the continuation's log-probabilities, and True if each of its tokens is the likeliest.
-
-    Raises:
-        InputError: the continuation could not be scored.
-    """
+    """The sum of the continuation's log-probabilities, and True if each of its tokens is the likeliest."""
     if completion.finish_reason == "error":
         raise InputError(str(completion.stop_reason), code=completion.error_code or "error")
     found = cast("Sequence[Mapping[int, Any]]", completion.prompt_logprobs)[-len(continuation) :]
@@ -361,21 +340,9 @@ def _sampling(constraints: dict[str, Any], until: Sequence[str], tokens: int) ->
     is decoded without special tokens."""
     if not constraints.pop("do_sample"):
         constraints.update(temperature=0.0)
-    else:
-        constraints.setdefault("seed", _drawn_seed())
+    elif "seed" not in constraints:
+        constraints["seed"] = int(torch.randint(1 << 62, ()).item())  # the harness seeds torch's generator (--seed)
     if constraints.pop("num_beams", 1) != 1:
         raise InputError("num_beams: beam search is not what moelight does; leave it out, or take 1")
-    given = {
-        "max_tokens": tokens,
-        "stop": [text for text in until if text],
-        "skip_special_tokens": False,
-        **constraints,
-    }
-    return SamplingParams.from_dict(given)
-
-
-def _drawn_seed() -> int:
-    """A seed from torch's generator, which the harness seeds (``--seed``)."""
-    import torch
-
-    return int(torch.randint(1 << 62, ()).item())
+    stop = [text for text in until if text]
+    return SamplingParams.from_dict({"max_tokens": tokens, "stop": stop, "skip_special_tokens": False, **constraints})

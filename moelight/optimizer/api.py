@@ -17,8 +17,7 @@ from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.workload import Workload
-from moelight.profiles.workload_files import load_workload
+from moelight.profiles.workload import Workload, load_workload
 
 
 def optimize(

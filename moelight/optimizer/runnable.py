@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.policy import Policy
-from moelight.profiles.features import not_computed
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import ModelProfile, not_computed
 
 
 def why_not(policy: Policy, model: ModelProfile) -> tuple[str, ...]:

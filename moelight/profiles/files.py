@@ -1,7 +1,6 @@
-"""Strict YAML with file and line in every error, and the search path of profiles.
+"""Strict YAML with file and line in every error, comments of written YAML, and the search path of profiles.
 
-An unknown key is an error that suggests the closest known one; repeated keys, aliases and wrong types are errors too.
-``hardware``, ``model_files`` and ``workload_files`` define the keys.
+Unknown keys (the error names the closest known one), repeated keys, aliases and wrong types are errors.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import textwrap
+from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 
 class YamlNode:
-    """One value of a YAML file. ``key`` is its dotted path; ``where`` is ``file:line``."""
+    """One value of a YAML file; ``key`` is its dotted path.
+
+    Every method that reads the value raises a `ConfigError` with file, line and key where the value is not as its
+    summary says.
+    """
 
     def __init__(self, path: Path, node: yaml.Node, loader: _Loader, key: str = "") -> None:
-        self._path = path
-        self._node = node
-        self._loader = loader
-        self.key = key
+        self._path, self._node, self._loader, self.key = path, node, loader, key
         if key.count(".") > _MAX_DEPTH:
             raise self.error("is nested too deeply")
         if node.tag not in _TAGS:
@@ -68,11 +70,7 @@ class YamlNode:
         return isinstance(self._node, yaml.MappingNode)
 
     def entries(self) -> dict[str, YamlNode]:
-        """The values of a mapping with arbitrary keys.
-
-        Raises:
-            ConfigError: not a mapping, a key that is not text, or a repeated key.
-        """
+        """The values of a mapping with arbitrary keys, none of them repeated."""
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"must be a mapping, not {self._shown()}")
         found: dict[str, YamlNode] = {}
@@ -86,12 +84,8 @@ class YamlNode:
             found[name] = YamlNode(self._path, value_node, self._loader, f"{self.key}.{name}" if self.key else name)
         return found
 
-    def fields(self, *known: str, required: tuple[str, ...] = ()) -> dict[str, YamlNode]:
-        """The values of a mapping whose keys are among ``known`` and ``required``; all of ``required`` must be present.
-
-        Raises:
-            ConfigError: as `entries`, or an unknown key (with the closest known one), or a missing one.
-        """
+    def fields(self, *known: str, required: Iterable[str] = ()) -> dict[str, YamlNode]:
+        """The values of a mapping that has all keys of ``required``, and no others than these and ``known``."""
         found = self.entries()
         names = (*required, *known)
         for name, node in found.items():
@@ -106,11 +100,7 @@ class YamlNode:
         return found
 
     def scalar(self) -> str | int | float | bool | None:
-        """A single value, as parsed by YAML.
-
-        Raises:
-            ConfigError: a mapping, a list, a date, or a number that is not finite or exceeds a float.
-        """
+        """A single value, as parsed by YAML: no date, and no number that is not finite or exceeds a float."""
         value = self._value() if isinstance(self._node, yaml.ScalarNode) else self
         if not isinstance(value, (str, int, float, bool, type(None))):
             raise self.error(f"must be a single value, not {self._shown()}")
@@ -121,22 +111,14 @@ class YamlNode:
         return value
 
     def text(self) -> str:
-        """Non-empty text.
-
-        Raises:
-            ConfigError: anything else.
-        """
+        """Non-empty text."""
         value = self.scalar()
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"must be text, not {self._shown()}")
         return value
 
     def integer(self, *, least: int = 1, most: int | None = None) -> int:
-        """An integer from ``least`` to ``most``.
-
-        Raises:
-            ConfigError: anything else.
-        """
+        """An integer from ``least`` to ``most``."""
         value = self.scalar()
         within = isinstance(value, int) and least <= value and (most is None or value <= most)
         if isinstance(value, bool) or not isinstance(value, int) or not within:
@@ -144,12 +126,15 @@ class YamlNode:
             raise self.error(f"must be a whole number {wanted}, not {self._shown()}")
         return value
 
-    def day(self) -> str:
-        """A date in the format ``2026-11-03``, quoted or not.
+    def number(self, *, most: float, wanted: str) -> float:
+        """A number from 0 to ``most``, in words ``wanted``."""
+        value = self.scalar()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise self.error(f"must be a number {wanted}, not {value!r}")
+        return float(value)
 
-        Raises:
-            ConfigError: anything else.
-        """
+    def day(self) -> str:
+        """A date in the format ``2026-11-03``, quoted or not."""
         shown = self._node.value if isinstance(self._node, yaml.ScalarNode) else ""
         try:
             return date.fromisoformat(shown).isoformat()
@@ -157,11 +142,7 @@ class YamlNode:
             raise self.error(f"must be a day like 2026-11-03, not {self._shown()}") from None
 
     def plain(self) -> Any:
-        """The value as Python data: dicts, lists, text, numbers, true, false, None.
-
-        Raises:
-            ConfigError: as `entries` and `scalar`.
-        """
+        """The value as Python data: dicts, lists, text, numbers, true, false, None."""
         if isinstance(self._node, yaml.MappingNode):
             return {name: node.plain() for name, node in self.entries().items()}
         if isinstance(self._node, yaml.SequenceNode):
@@ -200,6 +181,13 @@ def read_yaml(path: Path) -> YamlNode:
     if node is None:
         raise ConfigError(f"{path}:1: the file is empty")
     return YamlNode(path, node, loader)
+
+
+def yaml_comments(paragraphs: Iterable[str], width: int) -> Iterator[str]:
+    """The lines of ``paragraphs`` as comments, wrapped at ``width``."""
+    for paragraph in paragraphs:
+        plain = "".join(c if c.isprintable() else " " for c in paragraph)
+        yield from (f"# {line}" for line in textwrap.wrap(plain, width, break_long_words=False, break_on_hyphens=False))
 
 
 def profile_directories(kind: str) -> list[Path]:

@@ -5,33 +5,33 @@ Reads the YAML of ``hardware_profiles/``. Does not depend on models or costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import PROCESSORS, TIERS
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.files import YamlNode, find_profile, read_yaml
 from moelight.profiles.quantities import (
+    BANDWIDTH,
+    CAPACITY,
     MOST_PROCESSORS,
-    bandwidth_bytes_per_s,
-    capacity_bytes,
-    flops_per_s,
-    positive,
-    seconds,
-    share,
+    PROCESSOR_COUNT,
+    SHARE_OF_WHOLE,
+    SPEED,
+    TIME,
+    Quantity,
 )
 
-T = TypeVar("T")
 TO = "_to_"
 _LEAST_X, _MOST_X = 1e-3, 1e15  # sizes of work
 _MOST_SPREAD = 1e6
 BYTES_PER_S, FLOPS, SECONDS, SHARE, PROCESSORS_BUSY = "bytes/s", "flop/s", "s", "share", "processors"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """A kind of measured number: its ``unit`` and its meaning."""
 
@@ -41,22 +41,18 @@ class Figure:
 
 # Scalar measurements, by name.
 MEASURED = {
-    "host_copy": Figure(
-        unit=BYTES_PER_S, says="what one copy inside host memory moves (each byte is read and written)"
-    ),
-    "host_to_device_pageable": Figure(unit=BYTES_PER_S, says="a transfer from memory that is not pinned"),
-    "device_to_host_pageable": Figure(unit=BYTES_PER_S, says="a transfer into memory that is not pinned"),
-    "host_to_device_under_attention": Figure(unit=BYTES_PER_S, says="a pinned transfer while the CPU attends"),
-    "disk_direct": Figure(unit=BYTES_PER_S, says="several readers past the page cache"),
-    "disk_cached": Figure(unit=BYTES_PER_S, says="a read that the page cache serves"),
-    "cpu_task": Figure(unit=SECONDS, says="one layer phase of a micro-batch on the CPU beside its arithmetic"),
-    "gpu_launch": Figure(unit=SECONDS, says="one kernel launch"),
-    "transfer": Figure(unit=SECONDS, says="one transfer beside its bytes"),
-    "cpu_under_disk": Figure(unit=SHARE, says="of its speed the CPU keeps while the disk lane reads at full rate"),
-    "disk_under_cpu": Figure(unit=SHARE, says="of its speed the disk lane keeps while the CPU computes"),
-    "busy_elsewhere": Figure(
-        unit=PROCESSORS_BUSY, says="kept busy by other programs meanwhile, so that figures may be too low"
-    ),
+    "host_copy": Figure(BYTES_PER_S, "what one copy inside host memory moves (each byte is read and written)"),
+    "host_to_device_pageable": Figure(BYTES_PER_S, "a transfer from memory that is not pinned"),
+    "device_to_host_pageable": Figure(BYTES_PER_S, "a transfer into memory that is not pinned"),
+    "host_to_device_under_attention": Figure(BYTES_PER_S, "a pinned transfer while the CPU attends"),
+    "disk_direct": Figure(BYTES_PER_S, "several readers past the page cache"),
+    "disk_cached": Figure(BYTES_PER_S, "a read that the page cache serves"),
+    "cpu_task": Figure(SECONDS, "one layer phase of a micro-batch on the CPU beside its arithmetic"),
+    "gpu_launch": Figure(SECONDS, "one kernel launch"),
+    "transfer": Figure(SECONDS, "one transfer beside its bytes"),
+    "cpu_under_disk": Figure(SHARE, "of its speed the CPU keeps while the disk lane reads at full rate"),
+    "disk_under_cpu": Figure(SHARE, "of its speed the disk lane keeps while the CPU computes"),
+    "busy_elsewhere": Figure(PROCESSORS_BUSY, "kept busy by other programs meanwhile, so that figures may be too low"),
 }
 # Measured speeds by size of work. linear: flop/s by rows, for weights of some bytes; experts: flop/s by rows of each
 # expert, for all work of a layer of experts; attention: bytes/s of keys and values by context; prefill: flop/s by
@@ -65,13 +61,18 @@ MEASURED = {
 WORK = {"linear": FLOPS, "experts": FLOPS, "attention": BYTES_PER_S, "prefill": FLOPS, "elementwise": BYTES_PER_S}
 EFFICIENCY = {f"{unit}_{work}": speed for unit in PROCESSORS for work, speed in WORK.items()}
 BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))
-_PARSERS: dict[str, Callable[..., float]] = {
-    BYTES_PER_S: bandwidth_bytes_per_s,
-    FLOPS: flops_per_s,
-    SECONDS: seconds,
-    SHARE: share,
-    PROCESSORS_BUSY: positive,
+QUANTITIES = {
+    BYTES_PER_S: BANDWIDTH,
+    FLOPS: SPEED,
+    SECONDS: TIME,
+    SHARE: SHARE_OF_WHOLE,
+    PROCESSORS_BUSY: PROCESSOR_COUNT,
 }
+
+
+def _figure(key: str, quantity: Quantity) -> Any:
+    """A field that a profile states under ``key``."""
+    return field(metadata={"key": key, "quantity": quantity})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +80,8 @@ class Tier:
     """One memory: ``device`` (of one GPU), ``host`` or ``disk``."""
 
     name: str
-    capacity_bytes: int
-    bandwidth_bytes_per_s: float
+    capacity_bytes: int = _figure("capacity", CAPACITY)
+    bandwidth_bytes_per_s: float = _figure("bandwidth", BANDWIDTH)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +90,12 @@ class Link:
 
     src: str
     dst: str
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: float = _figure("bandwidth", BANDWIDTH)
+
+    @property
+    def name(self) -> str:
+        """``host_to_device``."""
+        return f"{self.src}{TO}{self.dst}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +104,15 @@ class Processor:
 
     name: str
     count: int
-    peak_flops: float
+    peak_flops: float = _figure("peak", SPEED)
+
+
+Part = Tier | Link | Processor
+
+
+def figures_of(part: Part | type[Part]) -> Iterator[tuple[str, str, Quantity]]:
+    """``(key, field, quantity)`` of every figure that a profile states of ``part``."""
+    return ((f.metadata["key"], f.name, f.metadata["quantity"]) for f in fields(part) if f.metadata)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,12 +161,16 @@ class HardwareProfile:
         """The origin of the figure at the dotted ``key`` (``tiers.device.capacity``)."""
         return dict(self.sources).get(key, self.source)
 
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Every tier, link and processor, with the section of the file that holds it."""
+        yield from (("tiers", tier) for tier in self.tiers)
+        yield from (("links", link) for link in self.links)
+        yield from (("processors", unit) for unit in self.processors)
+
     def figure_keys(self) -> tuple[str, ...]:
         """The dotted keys of all figures, one per surface."""
         return (
-            *(f"tiers.{tier.name}.{what}" for tier in self.tiers for what in ("capacity", "bandwidth")),
-            *(f"links.{link.src}{TO}{link.dst}.bandwidth" for link in self.links),
-            *(f"processors.{unit.name}.peak" for unit in self.processors),
+            *(f"{where}.{part.name}.{key}" for where, part in self.parts() for key, *_ in figures_of(part)),
             *(f"measured.{name}" for name, _ in self.measured),
             *(f"efficiency.{surface.name}" for surface in self.efficiency),
         )
@@ -194,124 +212,110 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     """
     root = read_yaml(path)
     optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread")
-    fields = root.fields(*optional, required=("name", "tiers", "processors"))
+    given = root.fields(*optional, required=("name", "tiers", "processors"))
     sources: dict[str, str] = {}
-    tiers = tuple(_tier(name, node, sources) for name, node in fields["tiers"].fields(*TIERS).items())
-    units = tuple(_processor(name, node, sources) for name, node in fields["processors"].fields(*PROCESSORS).items())
-    _check_parts({tier.name for tier in tiers}, {unit.name for unit in units}, root)
-    links = fields["links"].entries().items() if "links" in fields else ()
-    figures = fields["measured"].fields(*MEASURED).items() if "measured" in fields else ()
-    surfaces = fields["efficiency"].fields(*EFFICIENCY).items() if "efficiency" in fields else ()
+    tiers = given["tiers"].fields(*TIERS)
+    units = given["processors"].fields(*PROCESSORS)
+    _check_parts(tiers, units, root)
+    measured = given["measured"].fields(*MEASURED) if "measured" in given else {}
+    surfaces = given["efficiency"].fields(*EFFICIENCY) if "efficiency" in given else {}
     profile = HardwareProfile(
-        name=fields["name"].text(),
-        tiers=tiers,
-        links=tuple(_link(name, node, tiers, sources) for name, node in links),
-        processors=units,
-        measured=tuple((name, _quantity(node, _PARSERS[MEASURED[name].unit], sources)) for name, node in figures),
-        efficiency=tuple(_surface(name, node) for name, node in surfaces),
-        source=fields["source"].text() if "source" in fields else "",
+        name=given["name"].text(),
+        tiers=tuple(Tier(name=name, **_figures(Tier, node, sources)) for name, node in tiers.items()),
+        links=tuple(_links(given["links"], tiers, sources)) if "links" in given else (),
+        processors=tuple(_processor(name, node, sources) for name, node in units.items()),
+        measured=tuple(
+            (name, _quantity(node, QUANTITIES[MEASURED[name].unit], sources)) for name, node in measured.items()
+        ),
+        efficiency=tuple(_surface(name, node) for name, node in surfaces.items()),
         sources=tuple(sorted(sources.items())),
-        date=fields["date"].day() if "date" in fields else "",
-        notes=fields["notes"].text() if "notes" in fields else "",
+        date=given["date"].day() if "date" in given else "",
+        source=given["source"].text() if "source" in given else "",
+        notes=given["notes"].text() if "notes" in given else "",
     )
-    _check_links(profile, root)
-    return replace(profile, spread=_spread(fields["spread"], profile)) if "spread" in fields else profile
+    if "device" in tiers:
+        for src, dst in (("host", "device"), ("device", "host")):
+            if profile.link(src, dst) is None:
+                raise ConfigError(f"{root.where}: links.{src}{TO}{dst} is missing")
+    if "spread" not in given:
+        return profile
+    spread = given["spread"].fields(*profile.figure_keys())
+    wanted = f"of at least 0, a share of the value, and at most {_MOST_SPREAD:g}"
+    widths = ((name, value.number(most=_MOST_SPREAD, wanted=wanted)) for name, value in spread.items())
+    return replace(profile, spread=tuple(widths))
 
 
-def _tier(name: str, node: YamlNode, sources: dict[str, str]) -> Tier:
-    fields = node.fields(required=("capacity", "bandwidth"))
-    return Tier(
-        name=name,
-        capacity_bytes=_quantity(fields["capacity"], capacity_bytes, sources),
-        bandwidth_bytes_per_s=_quantity(fields["bandwidth"], bandwidth_bytes_per_s, sources),
-    )
+def _figures(part: type[Part], node: YamlNode, sources: dict[str, str], *more: str) -> dict[str, Any]:
+    """The fields of ``part`` that are figures, and those that ``more`` names."""
+    known = {key: (name, quantity) for key, name, quantity in figures_of(part)}
+    given = node.fields(*more, required=tuple(known))
+    return {name: _quantity(given[key], quantity, sources) for key, (name, quantity) in known.items()}
 
 
-def _link(name: str, node: YamlNode, tiers: tuple[Tier, ...], sources: dict[str, str]) -> Link:
-    src, _, dst = name.partition(TO)
-    present = [tier.name for tier in tiers]
-    if src not in present or dst not in present or src == dst:
-        raise node.error(f"must be SRC{TO}DST of two of this machine's tiers ({', '.join(present)})")
-    value = node.fields(required=("bandwidth",))["bandwidth"]
-    return Link(src=src, dst=dst, bandwidth_bytes_per_s=_quantity(value, bandwidth_bytes_per_s, sources))
+def _links(node: YamlNode, tiers: Collection[str], sources: dict[str, str]) -> Iterator[Link]:
+    for name, value in node.entries().items():
+        src, _, dst = name.partition(TO)
+        if src not in tiers or dst not in tiers or src == dst:
+            raise value.error(f"must be SRC{TO}DST of two of this machine's tiers ({', '.join(tiers)})")
+        yield Link(src=src, dst=dst, **_figures(Link, value, sources))
 
 
 def _processor(name: str, node: YamlNode, sources: dict[str, str]) -> Processor:
-    fields = node.fields("count", required=("peak",))
-    return Processor(
-        name=name,
-        count=fields["count"].integer(most=MOST_PROCESSORS) if "count" in fields else 1,
-        peak_flops=_quantity(fields["peak"], flops_per_s, sources),
-    )
+    figures = _figures(Processor, node, sources, "count")
+    count = node.entries().get("count")
+    return Processor(name=name, count=1 if count is None else count.integer(most=MOST_PROCESSORS), **figures)
 
 
 def _surface(name: str, node: YamlNode) -> Surface:
-    """Parse ``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
+    """``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
     entries = node.entries()
     if not entries:
         raise node.error("is empty")
-    parse = _PARSERS[EFFICIENCY[name]]
+    speed = QUANTITIES[EFFICIENCY[name]]
     if not any(entry.is_mapping() for entry in entries.values()):
-        return Surface(name=name, sizes=(0.0,), curves=(_curve(node, parse),))
+        return Surface(name=name, sizes=(0.0,), curves=(_curve(node, speed),))
     if name not in BY_WEIGHT_BYTES:
         raise node.error("is one curve, a speed for each size of work; it has no sizes of weights")
-    curves = {}
+    curves: dict[float, Curve] = {}
     for size, entry in entries.items():
-        weight_bytes = float(capacity_bytes(size, what=f"{entry.where}: {node.key}"))
+        weight_bytes = float(CAPACITY.parse(size, what=f"{entry.where}: {node.key}"))
         if weight_bytes in curves:
             raise entry.error("gives the same size of weights a second time")
-        curves[weight_bytes] = _curve(entry, parse)
+        curves[weight_bytes] = _curve(entry, speed)
     return Surface(name=name, sizes=tuple(sorted(curves)), curves=tuple(curves[size] for size in sorted(curves)))
 
 
-def _curve(node: YamlNode, parse: Callable[..., float]) -> Curve:
+def _curve(node: YamlNode, speed: Quantity) -> Curve:
     points: dict[float, float] = {}
     for name, value in node.entries().items():
-        x = _above_zero(name)
-        if x is None:
+        try:
+            x = float(name)
+        except ValueError:
+            x = 0.0
+        if not _LEAST_X <= x <= _MOST_X:
             raise value.error(
                 "must have a number above 0 as its key, below 1e15: rows, context, prompt tokens or bytes"
             )
         if x in points:
             raise value.error("is given twice")
-        points[x] = _quantity(value, parse, {})
+        points[x] = _quantity(value, speed, {})
     if not points:
         raise node.error("is empty")
     return Curve(x=tuple(sorted(points)), y=tuple(points[x] for x in sorted(points)))
 
 
-def _above_zero(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if _LEAST_X <= number <= _MOST_X else None
-
-
-def _spread(node: YamlNode, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
-    found = []
-    for name, value in node.fields(*profile.figure_keys()).items():
-        width = value.scalar()
-        if isinstance(width, (bool, str)) or width is None or not 0 <= width <= _MOST_SPREAD:
-            raise value.error(f"must be a number of at least 0, a share of the value, and at most {_MOST_SPREAD:g}")
-        found.append((name, float(width)))
-    return tuple(found)
-
-
-def _quantity(node: YamlNode, parse: Callable[..., T], sources: dict[str, str]) -> T:
-    """Parse a quantity, plain or as ``{value: …, source: …}``; the source is stored in ``sources`` under the
-    quantity's key.
-    """
+def _quantity(node: YamlNode, quantity: Quantity, sources: dict[str, str]) -> float:
+    """A figure, plain or as ``{value: …, source: …}``; the source goes to ``sources`` under the figure's key."""
     value = node
     if node.is_mapping():
-        fields = node.fields("source", required=("value",))
-        value = fields["value"]
-        if "source" in fields:
-            sources[node.key] = fields["source"].text()
+        given = node.fields("source", required=("value",))
+        value = given["value"]
+        if "source" in given:
+            sources[node.key] = given["source"].text()
     raw = value.scalar()
     if raw is None or isinstance(raw, bool):
         raise node.error("must be a number, or text with a unit")
-    return parse(raw, what=f"{value.where}: {node.key}")
+    return quantity.parse(raw, what=f"{value.where}: {node.key}")
 
 
 def _check_parts(tiers: Collection[str], units: Collection[str], root: YamlNode) -> None:
@@ -322,11 +326,3 @@ def _check_parts(tiers: Collection[str], units: Collection[str], root: YamlNode)
     if ("device" in tiers) != ("gpu" in units):
         missing, other = ("processors.gpu", "tiers.device") if "device" in tiers else ("tiers.device", "processors.gpu")
         raise ConfigError(f"{root.where}: {missing} is missing; it and {other} belong together")
-
-
-def _check_links(profile: HardwareProfile, root: YamlNode) -> None:
-    """Check that links in both directions join device and host memory."""
-    if profile.tier("device") is not None:
-        for src, dst in (("host", "device"), ("device", "host")):
-            if profile.link(src, dst) is None:
-                raise ConfigError(f"{root.where}: links.{src}{TO}{dst} is missing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,33 +11,17 @@ import yaml
 from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
 from moelight.profiles.efficiency import Curve, Surface
-from moelight.profiles.hardware import (
-    BYTES_PER_S,
-    EFFICIENCY,
-    FLOPS,
-    MEASURED,
-    PROCESSORS_BUSY,
-    SECONDS,
-    SHARE,
-    TO,
-    HardwareProfile,
-)
-from moelight.profiles.quantities import spelled_bandwidth, spelled_capacity, spelled_flops, spelled_seconds
+from moelight.profiles.files import yaml_comments
+from moelight.profiles.hardware import EFFICIENCY, MEASURED, QUANTITIES, HardwareProfile, Processor, figures_of
+from moelight.profiles.quantities import CAPACITY, Quantity
 
-_SPELLED = {
-    BYTES_PER_S: spelled_bandwidth,
-    FLOPS: spelled_flops,
-    SECONDS: spelled_seconds,
-    SHARE: repr,
-    PROCESSORS_BUSY: repr,
-}
 _COMMENT_WIDTH = 110
 _PLAIN = re.compile(r"[A-Za-z][\w.+-]*")
 
 
 def hardware_profile_text(profile: HardwareProfile, *, comments: Iterable[str] = ()) -> str:
     """``profile`` as YAML text, every value exact; ``comments`` precede it, one paragraph each."""
-    return "\n".join([*_head(comments), *_lines(profile)]) + "\n"
+    return "\n".join([*yaml_comments(comments, _COMMENT_WIDTH), *_lines(profile)]) + "\n"
 
 
 def write_hardware_profile(profile: HardwareProfile, path: Path, *, comments: Iterable[str] = ()) -> None:
@@ -53,22 +36,29 @@ def write_hardware_profile(profile: HardwareProfile, path: Path, *, comments: It
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
-def _head(comments: Iterable[str]) -> Iterator[str]:
-    for comment in comments:
-        plain = "".join(c if c.isprintable() else " " for c in comment)
-        yield from (f"# {line}" for line in textwrap.wrap(plain, _COMMENT_WIDTH))
-
-
 def _lines(profile: HardwareProfile) -> Iterator[str]:
-    for key, text in (
-        ("name", profile.name),
-        ("date", profile.date),
-        ("source", profile.source),
-        ("notes", profile.notes),
-    ):
-        if text:
+    for key in ("name", "date", "source", "notes"):
+        if text := getattr(profile, key):
             yield f"{key}: {_text(text)}"
-    yield from _figures(profile)
+    sources = dict(profile.sources)
+
+    def cited(key: str, value: str) -> str:
+        return f"{{value: {value}, source: {_text(sources[key])}}}" if key in sources else value
+
+    section = ""
+    for where, part in profile.parts():
+        if where != section:
+            yield f"{where}:"
+        section = where
+        stated = [f"count: {part.count}"] if isinstance(part, Processor) else []
+        for key, name, quantity in figures_of(part):
+            value = cited(f"{where}.{part.name}.{key}", quantity.spelled(getattr(part, name)))
+            stated.append(f"{key}: {value}")
+        yield f"  {part.name}: {{{', '.join(stated)}}}"
+    if profile.measured:
+        yield "measured:"
+    for name, number in profile.measured:
+        yield f"  {name}: {cited(f'measured.{name}', QUANTITIES[MEASURED[name].unit].spelled(number))}"
     if profile.efficiency:
         yield "efficiency:"
     for surface in profile.efficiency:
@@ -78,47 +68,19 @@ def _lines(profile: HardwareProfile) -> Iterator[str]:
         yield from (f"  {key}: {width!r}" for key, width in profile.spread)
 
 
-def _figures(profile: HardwareProfile) -> Iterator[str]:
-    sources = dict(profile.sources)
-
-    def cited(key: str, value: str) -> str:
-        return f"{{value: {value}, source: {_text(sources[key])}}}" if key in sources else value
-
-    yield "tiers:"
-    for tier in profile.tiers:
-        key = f"tiers.{tier.name}"
-        capacity = cited(f"{key}.capacity", spelled_capacity(tier.capacity_bytes))
-        bandwidth = cited(f"{key}.bandwidth", spelled_bandwidth(tier.bandwidth_bytes_per_s))
-        yield f"  {tier.name}: {{capacity: {capacity}, bandwidth: {bandwidth}}}"
-    if profile.links:
-        yield "links:"
-    for link in profile.links:
-        name = f"{link.src}{TO}{link.dst}"
-        bandwidth = cited(f"links.{name}.bandwidth", spelled_bandwidth(link.bandwidth_bytes_per_s))
-        yield f"  {name}: {{bandwidth: {bandwidth}}}"
-    yield "processors:"
-    for unit in profile.processors:
-        peak = cited(f"processors.{unit.name}.peak", spelled_flops(unit.peak_flops))
-        yield f"  {unit.name}: {{count: {unit.count}, peak: {peak}}}"
-    if profile.measured:
-        yield "measured:"
-    for name, value in profile.measured:
-        yield f"  {name}: {cited(f'measured.{name}', _SPELLED[MEASURED[name].unit](value))}"
-
-
 def _surface(surface: Surface) -> Iterator[str]:
-    unit = EFFICIENCY[surface.name]
+    speed = QUANTITIES[EFFICIENCY[surface.name]]
     if surface.sizes == (0.0,):
-        yield f"  {surface.name}: {_curve(surface.curves[0], unit)}"
+        yield f"  {surface.name}: {_curve(surface.curves[0], speed)}"
         return
     yield f"  {surface.name}:"
     for size, curve in zip(surface.sizes, surface.curves, strict=True):
-        yield f"    {spelled_capacity(int(size))}: {_curve(curve, unit)}"
+        yield f"    {CAPACITY.spelled(int(size))}: {_curve(curve, speed)}"
 
 
-def _curve(curve: Curve, unit: str) -> str:
+def _curve(curve: Curve, speed: Quantity) -> str:
     points = zip(curve.x, curve.y, strict=True)
-    return "{" + ", ".join(f"{int(x) if x == int(x) else x}: {_SPELLED[unit](y)}" for x, y in points) + "}"
+    return "{" + ", ".join(f"{int(x) if x == int(x) else x}: {speed.spelled(y)}" for x, y in points) + "}"
 
 
 def _text(value: str) -> str:

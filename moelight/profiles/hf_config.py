@@ -6,7 +6,7 @@ Does not depend on model families. Every error names the file and the key.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from moelight.core.small_files import read_error_text, read_object
 
 _MOST = 1 << 24  # above every real size; a hostile config must not exhaust memory
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers takes the first
 _QUANTISED_KEYS = ("quantization_config", "compression_config")
 _LONGEST_NAME = 40
 _ABSENT = object()
@@ -64,14 +63,8 @@ class HFConfig:
         of one setting: those present must agree.
         """
         self._agree(*keys)
-        value = self.find(*keys)
-        if value is None:
-            value = self._default(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ConfigError(
-                f"{self.where}: {self._name(keys[0])} must be an integer from {least} to {most}, not {quoted(value)}"
-            )
-        return value
+        wanted = f"an integer from {least} to {most}"
+        return int(self._checked(keys, default, lambda value: type(value) is int and least <= value <= most, wanted))
 
     def integer_or_none(self, key: str, *, default: int | None, least: int = 1) -> int | None:
         """An integer of at least ``least``, or None if the value is null; ``default`` if absent."""
@@ -79,44 +72,36 @@ class HFConfig:
             return None if self.has(key) else default
         return self.integer(key, least=least)
 
-    def number(self, *keys: str, default: float | None = None) -> float:
-        """A number above 0, within the range of float32."""
-        value = self.find(*keys)
-        if value is None:
-            value = self._default(keys, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-            raise ConfigError(
-                f"{self.where}: {self._name(keys[0])} must be a number above 0, from {_LEAST_NUMBER:g} to "
-                f"{_MOST_NUMBER:g}, not {quoted(value)}"
-            )
-        return float(value)
+    def number(self, key: str, *, default: float | None = None) -> float:
+        """A number above 0, within the range of float32; ``default`` None means the key is required."""
+        wanted = f"a number above 0, from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
 
-    def flag(self, *keys: str, default: bool) -> bool:
+        def fits(value: Any) -> bool:
+            return type(value) in (int, float) and bool(_LEAST_NUMBER <= value <= _MOST_NUMBER)
+
+        return float(self._checked((key,), default, fits, wanted))
+
+    def flag(self, key: str, *, default: bool) -> bool:
         """A boolean."""
-        value = self.find(*keys)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be true or false, not {quoted(value)}")
-        return value
+        return bool(self._checked((key,), default, lambda value: isinstance(value, bool), "true or false"))
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of integers; absent or null is empty."""
-        value = self.find(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of integers, not {quoted(value)}")
-        return tuple(value)
+
+        def fits(value: object) -> bool:
+            return isinstance(value, list) and all(type(each) is int for each in value)
+
+        return tuple(self._checked((key,), [], fits, "a list of integers"))
 
     def words(self, key: str, known: Collection[str], *, count: int) -> tuple[str, ...]:
         """A list of ``count`` words out of ``known``; absent or null is empty."""
-        value = self.find(key)
-        if value is None:
+
+        def fits(value: object) -> bool:
+            return isinstance(value, list) and len(value) == count and all(word in known for word in value)
+
+        if self.find(key) is None:
             return ()
-        if not isinstance(value, list) or len(value) != count or any(word not in known for word in value):
-            raise ConfigError(f"{self.where}: {self._name(key)} must be a list of {count} of {', '.join(known)}")
-        return tuple(value)
+        return tuple(self._checked((key,), None, fits, f"a list of {count} of {', '.join(known)}"))
 
     def refuse_other(self, key: str, known: Collection[object]) -> None:
         """Check that ``key`` is absent or has one of the values ``known``."""
@@ -136,20 +121,20 @@ class HFConfig:
         """Check that the config does not declare quantised weights."""
         for key in _QUANTISED_KEYS:
             value = self.find(key)
-            if value is None:
-                continue
-            method = value.get("quant_method") if isinstance(value, dict) else None
-            named = f" {method!r}" if isinstance(method, str) and len(method) <= _LONGEST_NAME else ""
-            raise ConfigError(
-                f"{self.where}: {key} says that the weights are quantised{named}, and such formats are not read yet; "
-                "use the checkpoint that is not quantised"
-            )
+            if value is not None:
+                method = value.get("quant_method") if isinstance(value, dict) else None
+                named = f" {method!r}" if isinstance(method, str) and len(method) <= _LONGEST_NAME else ""
+                raise ConfigError(
+                    f"{self.where}: {key} says that the weights are quantised{named}, and such formats are not read "
+                    "yet; use the checkpoint that is not quantised"
+                )
 
     def refuse_two_names(self) -> None:
         """Check that no family-specific key contradicts its usual name."""
+        plain = self.with_keys({})
         for usual, own in self._keys.items():
             if "." not in own:
-                HFConfig(self.values, where=self.where)._agree(usual, own)
+                plain._agree(usual, own)
 
     def activation(self) -> str:
         """The experts' activation; only SiLU is supported."""
@@ -159,9 +144,8 @@ class HFConfig:
         return "silu"
 
     def dtype(self, *, default: str) -> str:
-        """The name in ``dtype`` or ``torch_dtype``."""
-        value = self.find(*_DTYPE_KEYS) or default
-        return str(value).removeprefix("torch.")
+        """The name in ``dtype``, else in ``torch_dtype``, as transformers reads them."""
+        return str(self.find("dtype", "torch_dtype") or default).removeprefix("torch.")
 
     def rope(self, *, default_type: str, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
         """``(type, theta, factor)``: one of the types ``known``, the base, and the linear scaling of positions (1 for
@@ -177,17 +161,19 @@ class HFConfig:
         if kind not in known:
             raise ConfigError(f"{self.where}: {key}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
         factor = scaling.number("factor") if kind == "linear" else 1.0
-        holder = self if scaling.find("rope_theta") is None else scaling
-        return kind, holder.number("rope_theta", default=default_theta), factor
+        return kind, self._holder("rope_theta").number("rope_theta", default=default_theta), factor
 
     def rotary_share(self, *, default: float) -> float:
         """``partial_rotary_factor``: the fraction of a head that is rotated."""
-        _, scaling = self._scaling()
-        holder = self if scaling.find("partial_rotary_factor") is None else scaling
-        share = holder.number("partial_rotary_factor", default=default)
+        share = self._holder("partial_rotary_factor").number("partial_rotary_factor", default=default)
         if share > 1:
             raise ConfigError(f"{self.where}: partial_rotary_factor must be at most 1, not {share}")
         return share
+
+    def _holder(self, key: str) -> HFConfig:
+        """The object with the rotary parameters if it has ``key``, else the file."""
+        _, scaling = self._scaling()
+        return self if scaling.find(key) is None else scaling
 
     def _scaling(self) -> tuple[str, HFConfig]:
         """The object with the rotary parameters and its key; empty if the file has none."""
@@ -225,7 +211,12 @@ class HFConfig:
                 raise ConfigError(f"{self.where}: {name} must be an object, not {value!r}")
         return value.get(last, absent)
 
-    def _default(self, keys: tuple[str, ...], default: float | None) -> float:
-        if default is None:
+    def _checked(self, keys: tuple[str, ...], default: object, fits: Callable[[Any], bool], wanted: str) -> Any:
+        value = self.find(*keys)
+        if value is None:
+            value = default
+        if value is None:
             raise ConfigError(f"{self.where}: {self._name(keys[0])} is missing")
-        return default
+        if not fits(value):
+            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be {wanted}, not {quoted(value)}")
+        return value

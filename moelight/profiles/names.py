@@ -7,6 +7,13 @@ from dataclasses import dataclass, replace
 Spellings = tuple[str, ...]
 
 
+_SHARED_BLOCKS = ("shared_experts", "shared_expert")
+_SHARED = {
+    matrix: tuple(f"model.layers.{{layer}}.mlp.{block}.{matrix}.weight" for block in _SHARED_BLOCKS)
+    for matrix in ("gate_proj", "up_proj", "down_proj")
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNames:
     """Templates over ``{layer}`` and ``{expert}``. Exactly one spelling of each must be present in a checkpoint.
@@ -17,11 +24,11 @@ class TensorNames:
     """
 
     router: Spellings
-    gate: Spellings
-    up: Spellings
-    down: Spellings
-    fused_gate_up: Spellings
-    fused_down: Spellings
+    gate: Spellings = ()
+    up: Spellings = ()
+    down: Spellings = ()
+    fused_gate_up: Spellings = ()
+    fused_down: Spellings = ()
     embed: Spellings = ("model.embed_tokens.weight",)
     head: Spellings = ("lm_head.weight",)
     head_bias: Spellings = ("lm_head.bias",)
@@ -56,18 +63,9 @@ class TensorNames:
     dense_gate: Spellings = ("model.layers.{layer}.mlp.gate_proj.weight",)
     dense_up: Spellings = ("model.layers.{layer}.mlp.up_proj.weight",)
     dense_down: Spellings = ("model.layers.{layer}.mlp.down_proj.weight",)
-    shared_gate: Spellings = (
-        "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
-        "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
-    )
-    shared_up: Spellings = (
-        "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
-        "model.layers.{layer}.mlp.shared_expert.up_proj.weight",
-    )
-    shared_down: Spellings = (
-        "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
-        "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
-    )
+    shared_gate: Spellings = _SHARED["gate_proj"]
+    shared_up: Spellings = _SHARED["up_proj"]
+    shared_down: Spellings = _SHARED["down_proj"]
     shared_router: Spellings = ("model.layers.{layer}.mlp.shared_expert_gate.weight",)
     ignored: Spellings = (r".*\.rotary_emb\.inv_freq",)
 
@@ -81,19 +79,18 @@ QWEN_STYLE = TensorNames(
     fused_down=("model.layers.{layer}.mlp.experts.down_proj",),
 )
 
+
+def _fused(matrix: str) -> Spellings:
+    return tuple(f"model.layers.{{layer}}.{block}.experts.{matrix}" for block in ("mlp", "block_sparse_moe"))
+
+
 MIXTRAL_STYLE = TensorNames(
     router=("model.layers.{layer}.block_sparse_moe.gate.weight", "model.layers.{layer}.mlp.gate.weight"),
     gate=("model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",),
     up=("model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",),
     down=("model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",),
-    fused_gate_up=(
-        "model.layers.{layer}.mlp.experts.gate_up_proj",
-        "model.layers.{layer}.block_sparse_moe.experts.gate_up_proj",
-    ),
-    fused_down=(
-        "model.layers.{layer}.mlp.experts.down_proj",
-        "model.layers.{layer}.block_sparse_moe.experts.down_proj",
-    ),
+    fused_gate_up=_fused("gate_up_proj"),
+    fused_down=_fused("down_proj"),
 )
 
 PHIMOE_STYLE = replace(
@@ -103,20 +100,10 @@ PHIMOE_STYLE = replace(
 
 GPT_OSS_STYLE = TensorNames(  # experts: [E, H, 2I] with gate and up interleaved and [E, I, H], or blocks of 4 bits
     router=("model.layers.{layer}.mlp.router.weight",),
-    gate=(),
-    up=(),
-    down=(),
-    fused_gate_up=(),
-    fused_down=(),
 )
 
 DBRX_STYLE = TensorNames(  # experts: three tensors of all experts' rows [E * I, H], down transposed
     router=("transformer.blocks.{layer}.ffn.router.layer.weight",),
-    gate=(),
-    up=(),
-    down=(),
-    fused_gate_up=(),
-    fused_down=(),
     embed=("transformer.wte.weight",),
     final_norm=("transformer.norm_f.weight",),
     input_norm=("transformer.blocks.{layer}.norm_attn_norm.norm_1.weight",),

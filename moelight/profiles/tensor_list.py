@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from moelight.core.schedule import Page
 from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile
 
+_Shape = tuple[int, ...]
+_Tensors = Iterator[tuple[str, _Shape | dict[str, _Shape]]]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
@@ -53,21 +56,15 @@ def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
     q, k and v (and their biases, and the gate and up of a dense layer or of the shared experts) are stacked into one
     matrix.
     """
-    hidden = model.hidden_size
-    yield _one("embed", -1, (model.vocab_size, hidden))
+    embedding = (model.vocab_size, model.hidden_size)
+    yield _stacked("embed", -1, embedding)
     for layer in range(model.num_layers):
-        yield from _norm(model, "input_norm", layer)
-        yield from _attention_tensors(model, layer)
-        yield from _norm(model, "post_norm", layer)
-        if model.moe_layers[layer]:
-            yield from _sparse_tensors(model, layer)
-        else:
-            yield from _feed_forward("dense", layer, hidden, model.dense_intermediate_size)
-    yield from _norm(model, "final_norm", -1)
+        yield from (_stacked(name, layer, shape) for name, shape in _layer_tensors(model, layer))
+    yield from (_stacked(name, -1, shape) for name, shape in _norm(model, "final_norm"))
     if not model.tie_embeddings:
-        yield _one("head", -1, (model.vocab_size, hidden))
+        yield _stacked("head", -1, embedding)
     if model.head_bias:
-        yield _one("head_bias", -1, (model.vocab_size,))
+        yield _stacked("head_bias", -1, (model.vocab_size,))
 
 
 def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
@@ -92,89 +89,87 @@ def pages(model: ModelProfile) -> tuple[Page, ...]:
     )
 
 
-def _norm(model: ModelProfile, name: str, layer: int) -> Iterator[StackedTensor]:
-    yield _one(name, layer, (model.hidden_size,))
-    if model.norm_bias:
-        yield _one(f"{name}_bias", layer, (model.hidden_size,))
+def _stacked(name: str, layer: int, shape: _Shape | dict[str, _Shape]) -> StackedTensor:
+    """One tensor with a shape, or the stack of parts with these names and shapes."""
+    parts = shape if isinstance(shape, dict) else {name: shape}
+    stored = tuple(StoredTensor(name=part, layer=layer, shape=each) for part, each in parts.items())
+    return StackedTensor(name=name, layer=layer, parts=stored)
 
 
-def _attention_tensors(model: ModelProfile, layer: int) -> Iterator[StackedTensor]:
-    spec, hidden = model.attention, model.hidden_size
+def _layer_tensors(model: ModelProfile, layer: int) -> _Tensors:
+    hidden, spec = model.hidden_size, model.attention
+    yield from _norm(model, "input_norm")
     if spec.latent is not None:
-        yield from _latent_tensors(spec, spec.latent, layer, hidden)
-        width = spec.num_heads * spec.latent.value_head_dim
+        yield from _latent_tensors(spec, spec.latent, hidden)
     else:
-        yield from _grouped_tensors(model, layer)
-        width = spec.q_dim
+        yield from _grouped_tensors(model)
     if spec.sinks:
-        yield _one("sinks", layer, (spec.num_heads,))
-    yield _one("o", layer, (hidden, width))
+        yield "sinks", (spec.num_heads,)
+    yield "o", (hidden, spec.q_dim if spec.latent is None else spec.num_heads * spec.latent.value_head_dim)
     if spec.output_bias:
-        yield _one("o_bias", layer, (hidden,))
+        yield "o_bias", (hidden,)
+    yield from _norm(model, "post_norm")
+    if model.moe_layers[layer]:
+        yield from _sparse_tensors(model)
+    else:
+        yield from _feed_forward("dense", hidden, model.dense_intermediate_size)
 
 
-def _grouped_tensors(model: ModelProfile, layer: int) -> Iterator[StackedTensor]:
+def _norm(model: ModelProfile, name: str) -> _Tensors:
+    yield name, (model.hidden_size,)
+    if model.norm_bias:
+        yield f"{name}_bias", (model.hidden_size,)
+
+
+def _grouped_tensors(model: ModelProfile) -> _Tensors:
     spec, hidden = model.attention, model.hidden_size
     if model.names.qkv:
-        yield _one("qkv", layer, (spec.q_dim + 2 * spec.kv_dim, hidden))
+        yield "qkv", (spec.q_dim + 2 * spec.kv_dim, hidden)
     else:
-        yield _stack("qkv", layer, {"q": (spec.q_dim, hidden), "k": (spec.kv_dim, hidden), "v": (spec.kv_dim, hidden)})
+        yield "qkv", {"q": (spec.q_dim, hidden), "k": (spec.kv_dim, hidden), "v": (spec.kv_dim, hidden)}
     if spec.qkv_bias:
-        yield _stack("qkv_bias", layer, {"q_bias": (spec.q_dim,), "k_bias": (spec.kv_dim,), "v_bias": (spec.kv_dim,)})
+        yield "qkv_bias", {"q_bias": (spec.q_dim,), "k_bias": (spec.kv_dim,), "v_bias": (spec.kv_dim,)}
     if spec.qk_norm != "none":
         whole = spec.qk_norm == "projection"
-        yield _one("q_norm", layer, (spec.q_dim if whole else spec.head_dim,))
-        yield _one("k_norm", layer, (spec.kv_dim if whole else spec.head_dim,))
+        yield "q_norm", (spec.q_dim if whole else spec.head_dim,)
+        yield "k_norm", (spec.kv_dim if whole else spec.head_dim,)
 
 
-def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, layer: int, hidden: int) -> Iterator[StackedTensor]:
+def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> _Tensors:
     """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and
     values (without the rotary part) from the latent; queries are projected directly, or in two steps if they have a
     latent of their own.
     """
     rank = latent.q_lora_rank
     if rank is None:
-        yield _one("q", layer, (spec.q_dim, hidden))
+        yield "q", (spec.q_dim, hidden)
     else:
-        yield _one("q_a", layer, (rank, hidden))
+        yield "q_a", (rank, hidden)
         if spec.qkv_bias:
-            yield _one("q_a_bias", layer, (rank,))
-        yield _one("q_a_norm", layer, (rank,))
-        yield _one("q_b", layer, (spec.q_dim, rank))
-    yield _one("kv_a", layer, (spec.cache_width, hidden))
+            yield "q_a_bias", (rank,)
+        yield "q_a_norm", (rank,)
+        yield "q_b", (spec.q_dim, rank)
+    yield "kv_a", (spec.cache_width, hidden)
     if spec.qkv_bias:
-        yield _one("kv_a_bias", layer, (spec.cache_width,))
-    yield _one("kv_a_norm", layer, (latent.kv_lora_rank,))
-    expanded = spec.num_heads * (latent.nope_head_dim + latent.value_head_dim)
-    yield _one("kv_b", layer, (expanded, latent.kv_lora_rank))
+        yield "kv_a_bias", (spec.cache_width,)
+    yield "kv_a_norm", (latent.kv_lora_rank,)
+    yield "kv_b", (spec.num_heads * (latent.nope_head_dim + latent.value_head_dim), latent.kv_lora_rank)
 
 
-def _sparse_tensors(model: ModelProfile, layer: int) -> Iterator[StackedTensor]:
+def _sparse_tensors(model: ModelProfile) -> _Tensors:
     """The tensors of a sparse layer besides routed experts: router, shared experts and the gate on their output."""
     hidden, experts, router = model.hidden_size, model.experts, model.router
-    yield _one("router", layer, (experts.num_experts, hidden))
+    yield "router", (experts.num_experts, hidden)
     if router.bias:
-        yield _one("router_bias", layer, (experts.num_experts,))
+        yield "router_bias", (experts.num_experts,)
     if router.selection_bias:
-        yield _one("router_selection_bias", layer, (experts.num_experts,))
+        yield "router_selection_bias", (experts.num_experts,)
     if experts.shared_intermediate_size:
-        yield from _feed_forward("shared", layer, hidden, experts.shared_intermediate_size)
+        yield from _feed_forward("shared", hidden, experts.shared_intermediate_size)
     if experts.shared_gate:
-        yield _one("shared_router", layer, (1, hidden))
+        yield "shared_router", (1, hidden)
 
 
-def _feed_forward(kind: str, layer: int, hidden: int, width: int) -> Iterator[StackedTensor]:
-    yield _stack(f"{kind}_gate_up", layer, {f"{kind}_gate": (width, hidden), f"{kind}_up": (width, hidden)})
-    yield _one(f"{kind}_down", layer, (hidden, width))
-
-
-def _one(name: str, layer: int, shape: tuple[int, ...]) -> StackedTensor:
-    return StackedTensor(name=name, layer=layer, parts=(StoredTensor(name=name, layer=layer, shape=shape),))
-
-
-def _stack(name: str, layer: int, parts: dict[str, tuple[int, ...]]) -> StackedTensor:
-    return StackedTensor(
-        name=name,
-        layer=layer,
-        parts=tuple(StoredTensor(name=part, layer=layer, shape=shape) for part, shape in parts.items()),
-    )
+def _feed_forward(kind: str, hidden: int, width: int) -> _Tensors:
+    yield f"{kind}_gate_up", {f"{kind}_gate": (width, hidden), f"{kind}_up": (width, hidden)}
+    yield f"{kind}_down", (hidden, width)

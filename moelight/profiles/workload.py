@@ -1,18 +1,14 @@
-"""Workloads: the number of requests, their prompt tokens and new tokens."""
+"""Workloads: the number of requests, their prompt tokens and new tokens; by name, ``workload_profiles/NAME.yaml``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from moelight.core.errors import ConfigError, quoted
+from moelight.profiles.files import find_profile, read_yaml
 
 MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; per prompt, and per answer
-_MOST = {
-    "num_requests": MOST_REQUESTS,
-    "prompt_len": MOST_TOKENS,
-    "max_prompt_len": MOST_TOKENS,
-    "gen_len": MOST_TOKENS,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +23,28 @@ class Workload:
     gen_len: int = 256
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} must be from 1 to {most:,}, not {quoted(getattr(self, name))}")
+        for name, value in asdict(self).items():
+            most = MOST_REQUESTS if name == "num_requests" else MOST_TOKENS
+            if not 1 <= value <= most:
+                raise ConfigError(f"{name} must be from 1 to {most:,}, not {quoted(value)}")
         if self.prompt_len > self.max_prompt_len:
             raise ConfigError(f"prompt_len ({self.prompt_len}) exceeds max_prompt_len ({self.max_prompt_len})")
+
+
+def load_workload(name_or_path: str) -> Workload:
+    """The workload called ``name_or_path``, or that of a YAML file.
+
+    Raises:
+        ConfigError: no such workload (the message names the closest one), or a file breaks a rule.
+    """
+    path = Path(name_or_path)
+    if path.name == name_or_path and path.suffix not in (".yaml", ".yml"):
+        path = find_profile("workload", name_or_path)
+    figures = asdict(Workload())
+    given = read_yaml(path).fields("source", required=("name", *figures))
+    for key in given.keys() - figures:
+        given[key].text()
+    try:
+        return Workload(**{key: given[key].integer() for key in figures})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""The application: routes of files, batches, the model and the health check, behind the guard."""
+"""The application: routes of batches, the model and the health check beside those of files, behind the guard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,15 +19,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.serve.auth import Guard
-from moelight.serve.data import DataDirectory
-from moelight.serve.errors import ApiError, on_fault, on_refusal, on_storage
-from moelight.serve.files import FileRoutes, page_object
-from moelight.serve.request_body import page_of, read_body
-from moelight.serve.store import MOVES, OPEN, Batch, BatchFailure, Store
-from moelight.serve.validate import ENDPOINTS
+from moelight.serve.files import FileRoutes
+from moelight.serve.http import ApiError, on_fault, on_refusal, on_storage, page_of, page_response, read_body
+from moelight.serve.store import OPEN, Batch, BatchFailure, DataDirectory, Store
+from moelight.serve.worker import ENDPOINTS
 
+MOST_REQUESTS = 64  # at once
 _HOUR_S = 3600
-_TIMES = tuple(f"{state}_at" for state in MOVES if state != "validating")
+_SAME = tuple(field.name for field in fields(Batch) if field.name not in {"errors", "counts"})
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -39,30 +39,15 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     output_expires_after: Literal[None] = None
 
 
-def batch_object(batch: Batch, model: str, waits: BatchFailure | None = None) -> dict[str, Any]:
+def _batch_object(batch: Batch, model: str, waits: BatchFailure | None) -> dict[str, Any]:
     """The batch as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
     told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
-    faults = [{"code": f.code, "line": f.line, "message": f.message, "param": f.param} for f in told]
     return {
-        "id": batch.id,
+        **{name: getattr(batch, name) for name in _SAME},
         "object": "batch",
-        "endpoint": batch.endpoint,
         "model": model,
-        "errors": {"object": "list", "data": faults} if faults else None,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
-        **{name: getattr(batch, name) for name in _TIMES},
-        "request_counts": {
-            "total": batch.counts.total,
-            "completed": batch.counts.completed,
-            "failed": batch.counts.failed,
-        },
-        "metadata": batch.metadata,
+        "errors": {"object": "list", "data": [asdict(fault) for fault in told]} if told else None,
+        "request_counts": asdict(batch.counts),
     }
 
 
@@ -101,17 +86,14 @@ class BatchRoutes:
             message = f"there is no file {asked.input_file_id[:80]!r}; upload one with purpose batch"
             raise ApiError(400, message, param="input_file_id", code="invalid_input_file")
         self._wake()
-        return self._answer(batch)
+        return JSONResponse(self._object(batch))
 
     def page(self, request: Request) -> Response:
         after, limit = page_of(request, limit=20, most=100)
-        found = self._store.page_of_batches(after=after, limit=limit)
-        if found is None:
-            raise ApiError(400, f"there is no batch {str(after)[:80]!r}", param="after", code="invalid_request")
-        return JSONResponse(page_object([self._object(batch) for batch in found[0]], found[1]))
+        return page_response(request, self._store.page_of_batches(after=after, limit=limit), "batch", self._object)
 
     def retrieve(self, request: Request) -> Response:
-        return self._answer(self._find(request))
+        return JSONResponse(self._object(self._find(request)))
 
     def cancel(self, request: Request) -> Response:
         batch = self._find(request)
@@ -121,7 +103,7 @@ class BatchRoutes:
                 message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
                 raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
         self._wake()
-        return self._answer(self._find(request))
+        return JSONResponse(self._object(self._find(request)))
 
     def _find(self, request: Request) -> Batch:
         batch_id = request.path_params["batch_id"]
@@ -130,14 +112,8 @@ class BatchRoutes:
             raise ApiError(404, f"there is no batch {batch_id[:80]!r}", param="batch_id", code="not_found")
         return batch
 
-    def _answer(self, batch: Batch) -> Response:
-        return JSONResponse(self._object(batch))
-
     def _object(self, batch: Batch) -> dict[str, Any]:
-        return batch_object(batch, self._model, self._waits(batch.id))
-
-
-MOST_REQUESTS = 64  # at once
+        return _batch_object(batch, self._model, self._waits(batch.id))
 
 
 def make_app(

@@ -1,12 +1,9 @@
-"""Authentication: the token, and the guard in front of every route.
-
-The guard rejects a request before its route or body is read. It also lets the sender of a long rejected body read the
-response, and limits how long a slow sender holds a connection.
-"""
+"""Authentication: the token, and the guard that rejects a request before its route or body is read."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import secrets
@@ -20,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moelight.core.errors import ConfigError
 from moelight.core.small_files import open_regular
-from moelight.serve.errors import error_response
+from moelight.serve.http import error_response
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
@@ -78,11 +75,8 @@ class Guard:
             return
         body = _DrainedBody(receive, send, headers := Headers(scope=scope))
         refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            await refusal(scope, body.receive, body.send)
-            return
-        if scope["path"] in OPEN_PATHS:  # not counted: requests without a token cannot make the server busy
-            await self._app(scope, body.receive, body.send)
+        if refusal is not None or scope["path"] in OPEN_PATHS:  # not counted: they cannot make the server busy
+            await (refusal or self._app)(scope, body.receive, body.send)
             return
         scope.setdefault("state", {})[BROUGHT_TOKEN] = True
         self._running += 1
@@ -108,15 +102,14 @@ class Guard:
 
 
 class _DrainedBody:
-    """Reads and discards the rest of a request's body when the response is ready before the body is complete.
+    """Reads and discards the rest of a request's body, for `LINGER_S` at most, when the response is ready earlier.
 
     Closing at once would reset the connection, and the sender would see the reset instead of the response.
     """
 
     def __init__(self, receive: Receive, send: Send, headers: Headers) -> None:
         self._receive, self._send = receive, send
-        length = headers.get("content-length", "0")
-        self._open = "transfer-encoding" in headers or length != "0"
+        self._open = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -129,10 +122,9 @@ class _DrainedBody:
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         elif self._open and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._drain(), LINGER_S)
-            except asyncio.TimeoutError:
-                self._open = False
+            self._open = False
             message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 

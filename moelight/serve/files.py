@@ -17,40 +17,32 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.core.errors import did_you_mean
-from moelight.serve.data import DataDirectory
-from moelight.serve.errors import ApiError
-from moelight.serve.request_body import chunks, page_of, refuse_length, too_large
-from moelight.serve.store import StoredFile
+from moelight.serve.http import ApiError, chunks, page_of, page_response, too_large
+from moelight.serve.store import DataDirectory, StoredFile
 
 MOST_PARTS = 16
 MOST_FIELD_BYTES = 4096
 _MOST_NAME = 255
+_FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file
+_MOST_FILES = 10_000
 
 
-class FormError(ValueError):
-    """The form is malformed, or has parts that no upload has. The message is for the sender."""
-
-
-class TooLargeError(ValueError):
-    """The file is larger than allowed."""
+def _broken(message: str) -> ApiError:
+    return ApiError(400, message, param="file", code="invalid_form")
 
 
 class Upload:
     """A form with one part ``file``, whose bytes are written to ``path``; the other parts are ``fields``.
 
-    A context manager: the file is removed on exit unless `keep` was called.
+    A context manager: the file is removed on exit unless ``kept``. Every method raises an `ApiError` where the form is
+    malformed, has parts that no upload has, or holds more than ``max_bytes``, and an OSError where the disk is full or
+    fails otherwise.
     """
 
     def __init__(self, path: Path, *, content_type: str, max_bytes: int) -> None:
-        """Start the form.
-
-        Raises:
-            FormError: ``content_type`` is not that of a form, or has no boundary.
-            OSError: the file cannot be created.
-        """
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise FormError("send multipart/form-data with a boundary")
+            raise _broken("send multipart/form-data with a boundary")
         try:
             self._parser = MultipartParser(
                 options[b"boundary"],
@@ -65,45 +57,31 @@ class Upload:
                 },
             )
         except FormParserError as error:
-            raise FormError(str(error)) from None
+            raise _broken(str(error)) from None
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.bytes = 0
-        self._path, self._max_bytes, self._kept, self._complete, self._parts = path, max_bytes, False, False, 0
+        self.kept = False
+        self._path, self._max_bytes, self._complete, self._parts = path, max_bytes, False, 0
         self._name, self._value, self._disposition = bytearray(), bytearray(), b""
         self._field: str | None = None
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
-        """Parse the next bytes of the form.
-
-        Raises:
-            FormError: the form is malformed.
-            TooLargeError: the file is larger than allowed.
-            OSError: the disk is full, or fails otherwise.
-        """
+        """Parse the next bytes of the form."""
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise FormError(f"the form is broken ({error})") from None
+            raise _broken(f"the form is broken ({error})") from None
 
     def finish(self) -> None:
-        """Flush the complete file to disk.
-
-        Raises:
-            FormError: the form ends early, or contains no file.
-            OSError: as in `write`.
-        """
+        """Flush the complete file to disk."""
         if not self._complete:
-            raise FormError("the form ends before its last boundary")
+            raise _broken("the form ends before its last boundary")
         if self.filename is None:
-            raise FormError("the form has no part 'file' with a filename")
+            raise _broken("the form has no part 'file' with a filename")
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def keep(self) -> None:
-        """Keep the file on exit: ownership passes to the caller."""
-        self._kept = True
 
     def __enter__(self) -> Upload:
         return self
@@ -112,13 +90,13 @@ class Upload:
         try:
             self._file.close()
         finally:
-            if not self._kept:
+            if not self.kept:
                 self._path.unlink(missing_ok=True)
 
     def _begin(self) -> None:
         self._parts += 1
         if self._parts > MOST_PARTS:
-            raise FormError(f"the form has more than {MOST_PARTS} parts")
+            raise _broken(f"the form has more than {MOST_PARTS} parts")
         self._field, self._disposition = None, b""
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
@@ -136,44 +114,52 @@ class Upload:
     def _headers_end(self) -> None:
         kind, options = parse_options_header(self._disposition)
         if kind != b"form-data" or b"name" not in options:
-            raise FormError("a part of the form has no name")
+            raise _broken("a part of the form has no name")
         name = options[b"name"].decode("utf-8", "replace")
-        if name == "file":
-            if self.filename is not None:
-                raise FormError("the form has two parts 'file'")
-            if b"filename" not in options:
-                raise FormError("the part 'file' has no filename")
-            self.filename = text_of(options[b"filename"])
-            return
-        if name in self.fields:
-            raise FormError(f"the form has two parts {name[:80]!r}")
-        self._field = name
-        self.fields[name] = ""
+        if name in self.fields or (name == "file" and self.filename is not None):
+            raise _broken(f"the form has two parts {name[:80]!r}")
+        if name != "file":
+            self._field = name
+            self.fields[name] = ""
+        elif b"filename" in options:
+            self.filename = _shown_name(options[b"filename"])
+        else:
+            raise _broken("the part 'file' has no filename")
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
             self.bytes += end - start
             if self.bytes > self._max_bytes:
-                raise TooLargeError
+                raise too_large(self._max_bytes)
             self._file.write(memoryview(data)[start:end])
             return
         value = self.fields[self._field] + data[start:end].decode("utf-8", "replace")
         if len(value) > MOST_FIELD_BYTES:
-            raise FormError(f"the part {self._field[:80]!r} is longer than {MOST_FIELD_BYTES} bytes")
+            raise _broken(f"the part {self._field[:80]!r} is longer than {MOST_FIELD_BYTES} bytes")
         self.fields[self._field] = value
 
     def _end(self) -> None:
         self._complete = True
 
 
-def text_of(name: bytes) -> str:
+def _shown_name(name: bytes) -> str:
     """A file name as text for display, never a path: its last component, printable."""
     last = name.decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in last)[:_MOST_NAME] or "upload"
 
 
-_FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file
-_MOST_FILES = 10_000
+def _check_fields(upload: Upload) -> None:
+    for name in upload.fields:
+        if name.startswith("expires_after"):
+            message = "files do not expire here: leave expires_after out, and delete the file when it is done with"
+            raise ApiError(400, message, param="expires_after", code="unsupported")
+        if name != "purpose":
+            hint = did_you_mean(name, ["purpose", "file"])
+            raise ApiError(400, f"unknown field {name[:80]!r}{hint}", param=name[:80], code="unknown_field")
+    if upload.fields.get("purpose") != "batch":
+        raise ApiError(400, "purpose is batch: files are for no other here", param="purpose", code="invalid_purpose")
+    if not upload.bytes:
+        raise ApiError(400, "the file is empty", param="file", code="empty_file")
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
@@ -189,12 +175,6 @@ def file_object(file: StoredFile) -> dict[str, Any]:
         "status": "processed",
         "status_details": None,
     }
-
-
-def page_object(objects: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    """A page of files or batches."""
-    first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
-    return {"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": more}
 
 
 class FileRoutes:
@@ -213,34 +193,24 @@ class FileRoutes:
         ]
 
     async def create(self, request: Request) -> Response:
-        refuse_length(request, self._max_bytes, around=_FORM_BYTES)
         file_id = f"file-{secrets.token_hex(16)}"
         path = self._data.files / file_id
-        taken = 0
-        try:
-            kind = request.headers.get("content-type", "")
-            with Upload(path, content_type=kind, max_bytes=self._max_bytes) as upload:
-                async for chunk in chunks(request):
-                    taken += len(chunk)
-                    if taken > self._max_bytes + _FORM_BYTES:
-                        raise TooLargeError
-                    await run_in_threadpool(upload.write, chunk)
-                await run_in_threadpool(upload.finish)
-                _check_fields(upload)
-                file = StoredFile(
-                    id=file_id,
-                    path=self._data.relative(path),
-                    filename=str(upload.filename),
-                    purpose="batch",
-                    bytes=upload.bytes,
-                    created_at=int(time.time()),
-                )
-                await run_in_threadpool(self._store.add_file, file)
-                upload.keep()
-        except FormError as error:
-            raise ApiError(400, str(error), param="file", code="invalid_form") from None
-        except TooLargeError:
-            raise too_large(self._max_bytes) from None
+        kind = request.headers.get("content-type", "")
+        with Upload(path, content_type=kind, max_bytes=self._max_bytes) as upload:
+            async for chunk in chunks(request, self._max_bytes, around=_FORM_BYTES):
+                await run_in_threadpool(upload.write, chunk)
+            await run_in_threadpool(upload.finish)
+            _check_fields(upload)
+            file = StoredFile(
+                id=file_id,
+                path=self._data.relative(path),
+                filename=str(upload.filename),
+                purpose="batch",
+                bytes=upload.bytes,
+                created_at=int(time.time()),
+            )
+            await run_in_threadpool(self._store.add_file, file)
+            upload.kept = True
         return JSONResponse(file_object(file))
 
     def page(self, request: Request) -> Response:
@@ -250,9 +220,7 @@ class FileRoutes:
             raise ApiError(400, "order is asc or desc", param="order", code="invalid_request")
         purpose = request.query_params.get("purpose")
         found = self._store.page_of_files(after=after, limit=limit, newest_first=order == "desc", purpose=purpose)
-        if found is None:
-            raise ApiError(400, f"there is no file {str(after)[:80]!r}", param="after", code="invalid_request")
-        return JSONResponse(page_object([file_object(file) for file in found[0]], found[1]))
+        return page_response(request, found, "file", file_object)
 
     def retrieve(self, request: Request) -> Response:
         return JSONResponse(file_object(self._find(request)))
@@ -284,17 +252,3 @@ class FileRoutes:
 
 def _no_file(file_id: str) -> ApiError:
     return ApiError(404, f"there is no file {file_id[:80]!r}", param="file_id", code="not_found")
-
-
-def _check_fields(upload: Upload) -> None:
-    for name in upload.fields:
-        if name.startswith("expires_after"):
-            message = "files do not expire here: leave expires_after out, and delete the file when it is done with"
-            raise ApiError(400, message, param="expires_after", code="unsupported")
-        if name != "purpose":
-            hint = did_you_mean(name, ["purpose", "file"])
-            raise ApiError(400, f"unknown field {name[:80]!r}{hint}", param=name[:80], code="unknown_field")
-    if upload.fields.get("purpose") != "batch":
-        raise ApiError(400, "purpose is batch: files are for no other here", param="purpose", code="invalid_purpose")
-    if not upload.bytes:
-        raise ApiError(400, "the file is empty", param="file", code="empty_file")

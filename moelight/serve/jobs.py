@@ -1,4 +1,4 @@
-"""Runs one job in a process of its own: starts, watches and interrupts the process, and never leaves it behind.
+"""One job in a process of its own: started, watched, interrupted, started again, and never left behind.
 
 Depends on exit codes, the status file and the journal of ``moelight generate``. Does not depend on batches or the
 origin of a job. The journal alone decides if a job is done, whatever the exit code of its process.
@@ -15,15 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from moelight.batch.paths import journal_of
 from moelight.batch.recovery import RecoveredJob, read_journal
 from moelight.core.errors import InputError
 from moelight.serve import child_process
-from moelight.serve.store import RowCounts
+from moelight.serve.store import LOG, RowCounts
 
 REFUSED, STORAGE = 2, 74
 MOST_CRASHES = 3  # consecutive, without a completed row in between
@@ -33,37 +34,16 @@ _LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """The paths that one job reads and writes. ``directory`` belongs to the job and holds everything but the input."""
 
-    source: Path
-    directory: Path
-
-    @property
-    def output(self) -> Path:
-        """Rows of answered requests."""
-        return self.directory / "output.jsonl"
-
-    @property
-    def errors(self) -> Path:
-        """Rows of requests that could not be served."""
-        return self.directory / "errors.jsonl"
-
-    @property
-    def status(self) -> Path:
-        """Progress of the job while it runs."""
-        return self.directory / "status.json"
-
-    @property
-    def log(self) -> Path:
-        """Output of the process."""
-        return self.directory / "worker.log"
-
-    @property
-    def lock(self) -> Path:
-        """Lock held by the running process."""
-        return self.directory / "worker.lock"
+    def __init__(self, *, source: Path, directory: Path) -> None:
+        self.source, self.directory = source, directory
+        self.output = directory / "output.jsonl"  # rows of answered requests
+        self.errors = directory / "errors.jsonl"  # rows of requests that could not be served
+        self.status = directory / "status.json"  # progress of the job while it runs
+        self.log = directory / LOG  # output of the process
+        self.lock = directory / "worker.lock"  # held by the running process
 
     def counts(self) -> RowCounts | None:
         """Counts of the status file, None where it is missing or invalid."""
@@ -97,11 +77,6 @@ class Ending:
     said: str
     rows: RowCounts = field(default_factory=RowCounts)
     whole: bool = False
-
-    @property
-    def well(self) -> bool:
-        """True if every row was processed, though some may have become error rows."""
-        return self.whole
 
     def why(self) -> str:
         """Reason why the job did not end well."""
@@ -137,119 +112,138 @@ def generate_command(model: str, options: Sequence[str] = (), *, line_format: st
     return command
 
 
-def finish(
-    job: Job,
-    command: Command,
-    *,
-    unwanted: Callable[[], bool],
-    seen: Callable[[RowCounts], None],
-    say: Callable[[str], None],
-    news: threading.Event,
-    pace: Pace,
-    waits: Callable[[str], None] = lambda _: None,
-) -> Ending | None:
-    """Run the job, again after a crash, until its ending is final; return None if it is ``unwanted`` first.
+class JobRunner:
+    """Runs jobs one after another, each in processes of ``command`` until its ending is final.
 
-    ``seen`` is called with every change of the counts, ``say`` with every crash; ``waits`` with the reason why a job is
-    blocked by a full or failing disk, and with an empty text when it continues. Other threads set ``news`` when
-    ``unwanted`` should be checked at once. The job's files record finished rows in any case; the same job run again
-    resumes from them.
+    Other threads set ``news`` when something should be checked at once, and `stop` the runner.
     """
-    crashes, refusals, rows = 0, 0, 0
 
-    def look(counts: RowCounts) -> None:
-        nonlocal crashes, refusals, rows
-        if counts.completed + counts.failed > rows:
-            crashes, refusals, rows = 0, 0, counts.completed + counts.failed
-        seen(counts)
+    def __init__(self, command: Command, *, say: Callable[[str], None], pace: Pace | None) -> None:
+        self.say, self.pace = say, pace or Pace()
+        self.stopping, self.news = threading.Event(), threading.Event()
+        self._command = command
 
-    while not unwanted():
-        ending = _run(job, command, unwanted=unwanted, seen=look, news=news, pace=pace)
-        if ending.well:
-            return ending
-        look(ending.rows)
-        if unwanted():
-            return None
-        if ending.code == STORAGE:
-            say(f"{ending.why()}; goes on once there is room")
-            waits(f"{ending.why()}; the batch goes on once there is room")
-            wait_for_room(job.directory, pace.retry_s * min(1 << refusals, _LONGEST_WAIT), unwanted, news)
-            waits("")
-            refusals += 1
-            continue
-        crashes += 1
-        if ending.code == REFUSED or crashes == MOST_CRASHES:
-            return ending
-        say(f"{ending.why()}; begun again")
-        news.wait(pace.retry_s)
-        news.clear()
-    return None
+    def stop(self) -> None:
+        """Set ``stopping``: the running job is interrupted, and resumed by a later start."""
+        self.stopping.set()
+        self.news.set()
 
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for news, for ``seconds`` at most."""
+        self.news.wait(seconds)
+        self.news.clear()
 
-def _run(
-    job: Job,
-    command: Command,
-    *,
-    unwanted: Callable[[], bool],
-    seen: Callable[[RowCounts], None],
-    news: threading.Event,
-    pace: Pace,
-) -> Ending:
-    """Run one process to its end; interrupt it when it is unwanted, and kill it if it does not exit in time."""
-    job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    guard = (sys.executable, "-I", "-S", child_process.__file__, str(os.getpid()), str(job.lock))
-    with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
-        begin = log.seek(0, os.SEEK_END)
-        process = subprocess.Popen(
-            [*guard, *command(job)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        _watch(process, job, unwanted=unwanted, seen=seen, news=news, pace=pace)
-    finally:
-        if process.poll() is None:  # the process did not exit, or watching failed
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    code, said, past = process.returncode, _last_line(job.log, begin), job.past()
-    if past is None:
-        return Ending(code=code, said=said)
-    rows = RowCounts(total=past.total, completed=past.completed, failed=past.failed)
-    whole = past.stage == "complete" and rows.completed + rows.failed == rows.total and _as_long(job, past)
-    return Ending(code=code, said=said, rows=rows, whole=whole)
+    def finish(
+        self,
+        job: Job,
+        name: str,
+        *,
+        unwanted: Callable[[], bool],
+        seen: Callable[[RowCounts], None] = lambda _: None,
+        waits: Callable[[str], None] = lambda _: None,
+    ) -> Ending | None:
+        """Run the job, again after a crash, until its ending is final; return None if it is ``unwanted`` first.
 
+        ``seen`` is called with every change of the counts; ``waits`` with the reason why the job is blocked by a full
+        or failing disk, and with an empty text when it continues. The job's files record finished rows in any case;
+        the same job run again resumes from them.
+        """
+        crashes, refusals, rows = 0, 0, 0
 
-def _as_long(job: Job, past: RecoveredJob) -> bool:
-    """True if the output files have the lengths that the journal records."""
-    files = {"output": job.output, "errors": job.errors}
-    sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in files.items()}
-    return sizes == {name: past.ends.get(name, 0) for name in files}
-
-
-def _watch(
-    process: subprocess.Popen[bytes],
-    job: Job,
-    *,
-    unwanted: Callable[[], bool],
-    seen: Callable[[RowCounts], None],
-    news: threading.Event,
-    pace: Pace,
-) -> None:
-    last, deadline = None, None
-    while True:
-        ended = process.poll() is not None  # polled first, so that the last write of the process is seen
-        counts = job.counts()
-        if counts is not None and counts != last:
+        def look(counts: RowCounts) -> None:
+            nonlocal crashes, refusals, rows
+            if counts.completed + counts.failed > rows:
+                crashes, refusals, rows = 0, 0, counts.completed + counts.failed
             seen(counts)
-            last = counts
-        if ended:
-            return
-        if deadline is None and unwanted():
-            process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + pace.grace_s
-        elif deadline is not None and time.monotonic() > deadline:
-            return
-        news.wait(pace.poll_s)
-        news.clear()
+
+        while not unwanted():
+            ending = self._process(job, unwanted, look)
+            if ending.whole:
+                return ending
+            look(ending.rows)
+            if unwanted():
+                return None
+            if ending.code == STORAGE:
+                self.say(f"{name}: {ending.why()}; goes on once there is room")
+                waits(f"{ending.why()}; the batch goes on once there is room")
+                self._wait_for_room(job.directory, self.pace.retry_s * min(1 << refusals, _LONGEST_WAIT), unwanted)
+                waits("")
+                refusals += 1
+                continue
+            crashes += 1
+            if ending.code == REFUSED or crashes == MOST_CRASHES:
+                return ending
+            self.say(f"{name}: {ending.why()}; begun again")
+            self.wait(self.pace.retry_s)
+        return None
+
+    def _process(self, job: Job, unwanted: Callable[[], bool], seen: Callable[[RowCounts], None]) -> Ending:
+        """Run one process to its end; interrupt it when it is unwanted, and kill it if it does not exit in time."""
+        job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        guard = (sys.executable, "-I", "-S", child_process.__file__, str(os.getpid()), str(job.lock))
+        with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            begin = log.seek(0, os.SEEK_END)
+            process = subprocess.Popen(
+                [*guard, *self._command(job)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self._watch(process, job, unwanted, seen)
+        finally:
+            if process.poll() is None:  # the process did not exit, or watching failed
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        code, said, past = process.returncode, _last_line(job.log, begin), job.past()
+        if past is None:
+            return Ending(code=code, said=said)
+        rows = RowCounts(total=past.total, completed=past.completed, failed=past.failed)
+        files = {"output": job.output, "errors": job.errors}
+        as_long = all(_size(path) == past.ends.get(name, 0) for name, path in files.items())
+        whole = past.stage == "complete" and rows.completed + rows.failed == rows.total and as_long
+        return Ending(code=code, said=said, rows=rows, whole=whole)
+
+    def _watch(
+        self,
+        process: subprocess.Popen[bytes],
+        job: Job,
+        unwanted: Callable[[], bool],
+        seen: Callable[[RowCounts], None],
+    ) -> None:
+        last, deadline = None, None
+        while True:
+            ended = process.poll() is not None  # polled first, so that the last write of the process is seen
+            counts = job.counts()
+            if counts is not None and counts != last:
+                seen(counts)
+                last = counts
+            if ended:
+                return
+            if deadline is None and unwanted():
+                process.send_signal(signal.SIGINT)
+                deadline = time.monotonic() + self.pace.grace_s
+            elif deadline is not None and time.monotonic() > deadline:
+                return
+            self.wait(self.pace.poll_s)
+
+    def _wait_for_room(self, directory: Path, every_s: float, unwanted: Callable[[], bool]) -> None:
+        """Return when ``directory`` is writable again, checked every ``every_s`` seconds; or when the job is
+        unwanted."""
+        probe, room = directory / "room", False
+        while not room and not unwanted():
+            self.wait(every_s)
+            with contextlib.suppress(OSError):
+                try:
+                    with probe.open("wb") as file:
+                        file.write(bytes(_ROOM_BYTES))
+                        file.flush()
+                        os.fsync(file.fileno())
+                    room = True
+                finally:
+                    probe.unlink()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _last_line(log: Path, begin: int) -> str:
@@ -262,23 +256,6 @@ def _last_line(log: Path, begin: int) -> str:
     return said.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
 
 
-def wait_for_room(directory: Path, every_s: float, unwanted: Callable[[], bool], news: threading.Event) -> None:
-    """Return when ``directory`` is writable again, checked every ``every_s`` seconds; or when the job is unwanted."""
-    probe, room = directory / "room", False
-    while not room and not unwanted():
-        news.wait(every_s)
-        news.clear()
-        with contextlib.suppress(OSError):
-            try:
-                with probe.open("wb") as file:
-                    file.write(bytes(_ROOM_BYTES))
-                    file.flush()
-                    os.fsync(file.fileno())
-                room = True
-            finally:
-                probe.unlink()
-
-
 def wait_until_free(job: Job, *, within_s: float) -> None:
     """Wait until a job's process of an earlier server is gone; a killed process with much memory takes a moment to
     exit.
@@ -289,8 +266,7 @@ def wait_until_free(job: Job, *, within_s: float) -> None:
     if not job.directory.is_dir():
         return
     deadline = time.monotonic() + within_s
-    held = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with open(os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)) as held:
         while True:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -299,21 +275,18 @@ def wait_until_free(job: Job, *, within_s: float) -> None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{job.directory}: an earlier process still works there") from None
                 time.sleep(0.05)
-    finally:
-        os.close(held)
 
 
 class WorkThread(threading.Thread):
     """The one thread that starts jobs: the kernel kills a job with the thread that started it (`child_process`).
 
-    A daemon, so that a second interrupt ends the program at once.
+    A daemon, so that a second interrupt ends the program at once. ``sound`` is True once ``work`` has returned; a fault
+    of ours leaves it False.
     """
 
     def __init__(self, work: Callable[[], None], *, on_end: Callable[[], None]) -> None:
         super().__init__(name="worker", daemon=True)
-        self._work, self._on_end = work, on_end
-        self.sound = False
-        """True once ``work`` has returned; a fault of ours leaves it False."""
+        self._work, self._on_end, self.sound = work, on_end, False
 
     def run(self) -> None:
         try:
@@ -323,19 +296,30 @@ class WorkThread(threading.Thread):
             self._on_end()
 
 
+@contextlib.contextmanager
+def handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[list[int]]:
+    """Call ``handle`` for SIGINT and SIGTERM within the block, and list the signals that came."""
+    came: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        handle(number, frame)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def truncate_partial_line(path: Path) -> int:
     """Cut off a line left incomplete by a kill; return the number of complete lines, 0 where there is no file."""
-    lines, whole, place = 0, 0, 0
-    try:
-        with path.open("r+b") as file:
-            while block := file.read(1 << 20):
-                lines += block.count(b"\n")
-                if (end := block.rfind(b"\n")) >= 0:
-                    whole = place + end + 1
-                place += len(block)
-            if whole < place:
-                file.truncate(whole)
-            os.fsync(file.fileno())
-    except FileNotFoundError:
-        return 0
+    lines = whole = 0
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                lines, whole = lines + 1, whole + len(line)
+        file.truncate(whole)
+        os.fsync(file.fileno())
     return lines

@@ -1,4 +1,4 @@
-"""The HTTP server around the application and the worker: its socket, signals and shutdown. Depends on uvicorn."""
+"""The HTTP server around the application and the worker: its socket, limits of connections, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import contextlib
 import ipaddress
 import os
 import resource
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import h11
@@ -22,9 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from moelight.core.errors import ConfigError
 from moelight.serve.app import make_app
 from moelight.serve.auth import BROUGHT_TOKEN, make_token, read_token
-from moelight.serve.data import DataDirectory
-from moelight.serve.errors import error_response
-from moelight.serve.jobs import Command, Pace, WorkThread
+from moelight.serve.http import error_response
+from moelight.serve.jobs import Command, Pace, WorkThread, handled_signals
+from moelight.serve.store import DataDirectory
 from moelight.serve.worker import Worker
 
 MOST_CONNECTIONS = 512
@@ -36,14 +34,18 @@ class Connection(H11Protocol):
     exceeds the limit, closes the oldest of the least valuable ones."""
 
     _late: asyncio.TimerHandle | None = None
-    _known = False
+    _known = False  # True once a request brought the token; each request has a state of its own
     _since_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._since_s = self.loop.time()
         self._watch()
-        self._make_room()
+        # At most half of the process's file descriptors, since files need some, too.
+        most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        here = [each for each in self.connections if isinstance(each, Connection) and not each.transport.is_closing()]
+        if len(here) > most:
+            min(here, key=Connection._worth).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._note_token()  # of the previous request
@@ -62,23 +64,14 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _make_room(self) -> None:
-        if len(self.connections) <= _most():
-            return
-        here = [each for each in self.connections if isinstance(each, Connection) and not each.transport.is_closing()]
-        if len(here) > _most():
-            min(here, key=Connection._worth).transport.abort()
-
     def _worth(self) -> tuple[int, float]:
         """Sort key of eviction: connections that never sent the token first, then idle ones that did; oldest first."""
         self._note_token()
         return 0 if not self._known else 2 if self._busy else 1, self._since_s
 
     def _note_token(self) -> None:
-        """Remember that the connection sent the token, since each request has a state of its own."""
         scope: Any = self.scope  # None before the first request
-        if scope is not None and BROUGHT_TOKEN in scope["state"]:
-            self._known = True
+        self._known = self._known or (scope is not None and BROUGHT_TOKEN in scope["state"])
 
     @property
     def _busy(self) -> bool:
@@ -96,11 +89,6 @@ class Connection(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
-
-
-def _most() -> int:
-    """The limit of connections: at most half of the process's file descriptors, since files need some, too."""
-    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 _CLOSE_S = 5  # for responses in progress when the server stops
@@ -149,10 +137,15 @@ def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None
         say(f"base URL {base_url(listening)}, token in {token_file}, files and state in {data.root}")
         if waiting:
             say(f"{waiting} batches go on")
-        thread = WorkThread(worker.run, on_end=server.leave)
+
+        def leave(*_: object) -> None:
+            server.should_exit = True
+
+        thread = WorkThread(worker.run, on_end=leave)
         thread.start()
         try:
-            server.run(sockets=[listening])
+            with handled_signals(server.handle_exit) as came:
+                server.run(sockets=[listening])
         finally:
             worker.stop()
             thread.join()
@@ -160,7 +153,7 @@ def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None
             raise RuntimeError("the worker ended by a fault of its own")
         left = len(data.store.open_batches())
         say("stopped" + (f"; {left} batches go on with the same command" if left else ""))
-        return server.signal
+        return came[-1] if came else 0
 
 
 def listen(host: str, port: int, *, allow_remote: bool) -> socket.socket:
@@ -211,24 +204,8 @@ def _configuration(app: Any) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Returns a signal's number instead of raising the signal again, so that the caller can shut down in order."""
-
-    signal = 0
-
-    def leave(self) -> None:
-        """Stop serving; callable from any thread."""
-        self.should_exit = True
+    """Leaves signals to the caller, which shuts down in order; uvicorn would raise them again."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self.handle_exit(number, frame)
+        yield

@@ -1,20 +1,29 @@
-"""Files and batches in SQLite; every change of state is one transaction.
+"""The data directory, and its files and batches in SQLite, where every change of state is one transaction.
 
-A batch moves along `MOVES` only; a move from any other state is rejected and changes nothing. Does not depend on HTTP,
-processes or the contents of files.
+::
+
+    DATA/                   0700
+      serve.lock            held by the one server that may use the directory
+      state.db              files and batches
+      token                 if no token file is given
+      files/FILE_ID         uploads
+      batches/BATCH_ID/     a job's directory: output.jsonl, errors.jsonl, worker.log, and its resume state
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moelight.core.errors import ConfigError
 
@@ -29,6 +38,7 @@ MOVES: Mapping[str, frozenset[str]] = {
     "cancelled": frozenset(),
     "expired": frozenset(),
 }
+LOG = "worker.log"  # of a job's process, kept in its directory
 OPEN = tuple(state for state, ways in MOVES.items() if ways)
 
 # Changed only together with VERSION and the statements that migrate an older database.
@@ -107,11 +117,15 @@ class Batch:
     errors: tuple[BatchFailure, ...] = ()
 
 
+_T = TypeVar("_T")
 _PLAIN = tuple(f.name for f in fields(Batch) if f.name not in {"counts", "metadata", "errors"})
 
 
 class Store:
-    """Files and batches of one data directory. Usable from any thread; each method is one transaction."""
+    """Files and batches of one data directory. Usable from any thread; each method is one transaction.
+
+    A batch moves along `MOVES` only; a move from any other state is rejected and changes nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open ``path``, or create it.
@@ -142,14 +156,13 @@ class Store:
 
     def add_file(self, file: StoredFile) -> None:
         with self._transaction() as base:
-            _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(StoredFile)})
+            _insert(base, "files", asdict(file))
 
     def file(self, file_id: str) -> StoredFile | None:
-        rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
-        return _file(rows[0]) if rows else None
+        return next(iter(self._select(_file, "SELECT * FROM files WHERE id = ?", file_id)), None)
 
     def files(self) -> list[StoredFile]:
-        return [_file(row) for row in self._rows("SELECT * FROM files ORDER BY place")]
+        return self._select(_file, "SELECT * FROM files ORDER BY place")
 
     def drop_file(self, file_id: str) -> str | None:
         """Delete the file's entry; if an open batch reads the file, return the batch's id and do nothing."""
@@ -166,8 +179,7 @@ class Store:
         self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool] | None:
         """At most ``limit`` files after ``after``, and True if there are more; None if ``after`` does not exist."""
-        rows = self._page("files", after, limit, newest_first, "purpose", purpose)
-        return None if rows is None else ([_file(row) for row in rows[0]], rows[1])
+        return self._page(_file, "files", after, limit, newest_first=newest_first, purpose=purpose)
 
     def add_batch(self, batch: Batch) -> bool:
         """Add the batch; return False and do nothing if its input file no longer exists."""
@@ -180,21 +192,16 @@ class Store:
             return True
 
     def batch(self, batch_id: str) -> Batch | None:
-        rows = self._rows("SELECT * FROM batches WHERE id = ?", batch_id)
-        return _batch(rows[0]) if rows else None
+        return next(iter(self._select(_batch, "SELECT * FROM batches WHERE id = ?", batch_id)), None)
 
     def page_of_batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool] | None:
-        """At most ``limit`` batches after ``after``, newest first, and True if there are more; None if ``after`` does
-        not exist."""
-        rows = self._page("batches", after, limit, True, "status", None)
-        return None if rows is None else ([_batch(row) for row in rows[0]], rows[1])
+        """As `page_of_files`, newest first."""
+        return self._page(_batch, "batches", after, limit)
 
     def open_batches(self) -> list[Batch]:
         """Batches with work left: started ones first, then in order of creation."""
-        rows = self._rows(
-            f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place", *OPEN
-        )
-        return [_batch(row) for row in rows]
+        query = f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place"
+        return self._select(_batch, query, *OPEN)
 
     def move(
         self,
@@ -208,22 +215,19 @@ class Store:
     ) -> bool:
         """Move the batch to the state ``to`` and store its results; return False if its current state does not allow
         that."""
-        sources = tuple(state for state, ways in MOVES.items() if to in ways)
         changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
         if counts is not None:
-            changes |= {name: getattr(counts, name) for name in ("total", "completed", "failed")}
+            changes |= asdict(counts)
         if errors:
-            named = [{f.name: getattr(fault, f.name) for f in fields(BatchFailure)} for fault in errors]
-            changes["errors"] = json.dumps(named)
+            changes["errors"] = json.dumps([asdict(fault) for fault in errors])
+        made = {"output_file_id": output, "error_file_id": error_output}
+        files = {column: file for column, file in made.items() if file is not None}
+        changes |= {column: file.id for column, file in files.items()}
         with self._transaction() as base:
-            for column, file in (("output_file_id", output), ("error_file_id", error_output)):
-                if file is not None:
-                    changes[column] = file.id
-            if not _update(base, batch_id, changes, sources):
+            if not _update(base, batch_id, changes, tuple(state for state, ways in MOVES.items() if to in ways)):
                 return False
-            for file in (output, error_output):
-                if file is not None:
-                    _insert(base, "files", {f.name: getattr(file, f.name) for f in fields(StoredFile)})
+            for file in files.values():
+                _insert(base, "files", asdict(file))
             return True
 
     def cancel(self, batch_id: str) -> bool:
@@ -237,9 +241,8 @@ class Store:
 
     def count(self, batch_id: str, counts: RowCounts) -> None:
         """Store the progress of a running batch."""
-        changes = {name: getattr(counts, name) for name in ("total", "completed", "failed")}
         with self._transaction() as base:
-            _update(base, batch_id, changes, OPEN)
+            _update(base, batch_id, asdict(counts), OPEN)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -252,24 +255,30 @@ class Store:
                 if self._base.in_transaction:
                     self._base.execute("ROLLBACK")
 
-    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+    def _select(self, make: Callable[[sqlite3.Row], _T], query: str, *values: object) -> list[_T]:
         with self._lock:
-            return self._base.execute(query, values).fetchall()
+            return [make(row) for row in self._base.execute(query, values).fetchall()]
 
     def _page(
-        self, table: str, after: str | None, limit: int, newest_first: bool, column: str, value: str | None
-    ) -> tuple[list[sqlite3.Row], bool] | None:
-        conditions, values = [f"(? IS NULL OR {column} = ?)"], [value, value]
-        with self._lock:
-            if after is not None:
-                if self._base.execute(f"SELECT 1 FROM {table} WHERE id = ?", (after,)).fetchone() is None:
-                    return None
-                conditions.append(f"place {'<' if newest_first else '>'} (SELECT place FROM {table} WHERE id = ?)")
-                values.append(after)
-            order = "DESC" if newest_first else "ASC"
-            query = f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY place {order} LIMIT ?"
-            rows = self._base.execute(query, (*values, limit + 1)).fetchall()
-        return rows[:limit], len(rows) > limit
+        self,
+        make: Callable[[sqlite3.Row], _T],
+        table: str,
+        after: str | None,
+        limit: int,
+        *,
+        newest_first: bool = True,
+        **equal: str | None,
+    ) -> tuple[list[_T], bool] | None:
+        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+        wanted = {f"{column} = ?": value for column, value in equal.items() if value is not None}
+        if after is not None:
+            if not self._select(tuple, f"SELECT 1 FROM {table} WHERE id = ?", after):
+                return None
+            wanted[f"place {beyond} (SELECT place FROM {table} WHERE id = ?)"] = after
+        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
+        query = f"SELECT * FROM {table} {where} ORDER BY place {order} LIMIT ?"
+        found = self._select(make, query, *wanted.values(), limit + 1)
+        return found[:limit], len(found) > limit
 
 
 def _insert(base: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
@@ -300,3 +309,75 @@ def _batch(row: sqlite3.Row) -> Batch:
         metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
         errors=tuple(BatchFailure(**each) for each in json.loads(row["errors"] or "[]")),
     )
+
+
+class DataDirectory:
+    """A data directory locked by this process; created if missing."""
+
+    def __init__(self, root: Path) -> None:
+        """Lock ``root`` for this process.
+
+        Raises:
+            ConfigError: the directory cannot be created or written, or another server uses it.
+        """
+        self.root = root.absolute()
+        self.files, self.batches = self.root / "files", self.root / "batches"
+        base = self.root / "state.db"
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = take_lock(self.root / "serve.lock", what=f"--data {root}")
+            for own in (self.files, self.batches):
+                own.mkdir(mode=0o700, exist_ok=True)
+                own.chmod(0o700)
+            os.close(os.open(base, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise ConfigError(f"--data {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
+        self.store = Store(base)
+        self._sweep()
+
+    def close(self) -> None:
+        self.store.close()
+        os.close(self._lock)
+
+    def path(self, file: StoredFile) -> Path:
+        return self.root / file.path
+
+    def relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def clear_job(self, batch_id: str) -> None:
+        """Remove the files that an ended job no longer needs: all but kept files and the log."""
+        directory = self.batches / batch_id
+        kept = {self.path(file) for file in self.store.files()} | {directory / LOG}
+        if directory.is_dir():
+            for path in directory.iterdir():
+                if path not in kept:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _sweep(self) -> None:
+        """Remove unfinished uploads, files whose deletion was interrupted, and leftovers of ended jobs."""
+        kept = {self.path(file) for file in self.store.files()}
+        for path in self.files.iterdir():
+            if path not in kept:
+                path.unlink()
+        for directory in filter(Path.is_dir, self.batches.iterdir()):
+            batch = self.store.batch(directory.name)
+            if batch is None:
+                shutil.rmtree(directory)
+            elif batch.status not in OPEN:
+                self.clear_job(directory.name)
+
+
+def take_lock(path: Path, *, what: str) -> int:
+    """A descriptor that holds the lock until it is closed or the process ends.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise ConfigError(f"{what}: another moelight serve-batch works there; stop it, or name another") from None
+    return held

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -28,8 +27,8 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
 from moelight.serve import jobs
-from moelight.serve.data import take_lock
-from moelight.serve.jobs import Command, Job, Pace, WorkThread
+from moelight.serve.jobs import Command, Job, JobRunner, Pace, WorkThread, handled_signals
+from moelight.serve.store import take_lock
 
 SETTLE_S = 2.0  # a file that has not changed for this long is complete
 _SUFFIX = ".jsonl"
@@ -52,10 +51,9 @@ class Watcher:
         Raises:
             ConfigError: ``root`` is not a writable directory, or another process watches it.
         """
-        self._root, self._command, self._say = root.absolute(), command, say
-        self._pace, self._settle_s = pace or Pace(), settle_s
+        self._root, self._say, self._settle_s = root.absolute(), say, settle_s
+        self._runner = JobRunner(command, say=say, pace=pace)
         self._taken = self._root / ".moelight"
-        self._stopping, self._news = threading.Event(), threading.Event()
         self._sizes: dict[str, tuple[int, int, float]] = {}
         self._at = ""  # the name of the running file
         self._later: dict[str, float] = {}  # names of files with a failed step, and the time of the next try
@@ -71,24 +69,23 @@ class Watcher:
 
     def stop(self) -> None:
         """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
-        self._stopping.set()
-        self._news.set()
+        self._runner.stop()
 
     def run(self) -> None:
         """Run present and future files, until stopped."""
-        while not self._stopping.is_set():
+        runner = self._runner
+        while not runner.stopping.is_set():
             try:
                 job = self._next()
                 if job is not None:
                     self._work(job)
                     continue
             except OSError as error:  # the disk is full, most likely
-                self._say(f"{error}; tried again in {self._pace.retry_s:g} s")
-                self._later[self._at] = time.monotonic() + self._pace.retry_s
+                self._say(f"{error}; tried again in {runner.pace.retry_s:g} s")
+                self._later[self._at] = time.monotonic() + runner.pace.retry_s
                 if not self._at:
-                    self._news.wait(self._pace.retry_s)
-            self._news.wait(max(self._pace.poll_s, self._settle_s / 4))
-            self._news.clear()
+                    runner.news.wait(runner.pace.retry_s)
+            runner.wait(max(runner.pace.poll_s, self._settle_s / 4))
 
     def _next(self) -> Job | None:
         """The job of a file that was taken before, or of a complete file that is taken now; None if there is none."""
@@ -133,22 +130,13 @@ class Watcher:
         return self._root / min(ready)[1] if ready else None
 
     def _work(self, job: Job) -> None:
-        name = job.directory.name
         if not _ending(job).exists():
+            name = job.directory.name
             self._say(f"{name}: begun")
-            ending = jobs.finish(
-                job,
-                self._command,
-                unwanted=self._stopping.is_set,
-                seen=lambda _: None,
-                say=lambda text: self._say(f"{name}: {text}"),
-                news=self._news,
-                pace=self._pace,
-            )
+            ending = self._runner.finish(job, name, unwanted=self._runner.stopping.is_set)
             if ending is None:
                 return
-            why = None if ending.well else ending.why()
-            self._decide(job, "done" if ending.well else "failed", why)
+            self._decide(job, "done" if ending.whole else "failed", None if ending.whole else ending.why())
         self._deliver(job)
 
     def _decide(self, job: Job, to: str, why: str | None) -> dict[str, Any]:
@@ -157,8 +145,7 @@ class Watcher:
         stem, tries = _cut(base, most), 1
         while any((self._root / to / f"{stem}{end}").exists() for end in _ENDS):
             tries += 1
-            number = f"-{tries}"
-            stem = _cut(base, most - len(number)) + number
+            stem = _cut(base, most - len(f"-{tries}")) + f"-{tries}"
         ending = {"to": to, "stem": stem, "why": why}
         write_whole(_ending(job), json.dumps(ending))
         return ending
@@ -194,11 +181,9 @@ _ENDS = (_SUFFIX, f".output{_SUFFIX}", f".errors{_SUFFIX}", ".error.txt")
 
 def _cut(name: str, most: int) -> str:
     """``name``, truncated to at most ``most`` bytes at a character boundary."""
-    raw = os.fsencode(name)
-    end = min(most, len(raw))
-    while most - 3 <= end < len(raw) and raw[end] & 0xC0 == 0x80:  # the cut is within a character
-        end -= 1
-    return os.fsdecode(raw[:end])
+    while len(os.fsencode(name)) > most:
+        name = name[:-1]
+    return name
 
 
 def _ending(job: Job) -> Path:
@@ -207,23 +192,16 @@ def _ending(job: Job) -> Path:
 
 def watch(watcher: Watcher, *, say: Callable[[str], None]) -> int:
     """Run ``watcher`` until a signal arrives, and return its number."""
-    number = 0
     thread = WorkThread(watcher.run, on_end=lambda: None)
 
-    def on_signal(came: int, _: object) -> None:
-        nonlocal number
-        number = came
+    def stop(*_: object) -> None:
         watcher.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends at once
 
-    before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled_signals(stop) as came:
         thread.start()
         thread.join()
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
     if not thread.sound:
         raise RuntimeError("the watcher ended by a fault of its own")
     say("stopped; the same command goes on")
-    return number
+    return came[-1] if came else 0

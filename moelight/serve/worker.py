@@ -1,24 +1,28 @@
 """The worker: runs batches one after another, each along its states, also those that a killed server left open.
 
-Maps a job's ending to the state of its batch. Does not depend on HTTP or on how a job runs.
+Checks that an input can be a batch; faults of single lines are left to the job, which turns each such line into an
+error row. Maps a job's ending to the state of its batch. Does not depend on HTTP or on how a job runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from moelight.serve import jobs
-from moelight.serve.data import DataDirectory
-from moelight.serve.jobs import Command, Job, Pace
-from moelight.serve.store import Batch, BatchFailure, RowCounts, StoredFile
-from moelight.serve.validate import check_lines
+import msgspec
 
+from moelight.serve import jobs
+from moelight.serve.jobs import Command, Job, JobRunner, Pace
+from moelight.serve.store import Batch, BatchFailure, DataDirectory, RowCounts, StoredFile
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+_MAX_LINE_BYTES = 16 << 20  # longer lines are counted and not parsed
+_MAX_FAULTS = 100
+_BOM = b"\xef\xbb\xbf"
 _LOST_INPUT = BatchFailure(code="missing_file", message="the input file is no longer there", param="input_file_id")
 
 
@@ -34,19 +38,17 @@ class Worker:
         pace: Pace | None = None,
         expire: bool = False,
     ) -> None:
-        self._data, self._store, self._command = data, data.store, command
-        self._say, self._pace, self._expire = say, pace or Pace(), expire
-        self._news, self._stopping = threading.Event(), threading.Event()
+        self._data, self._store, self._expire = data, data.store, expire
+        self._runner, self._say = JobRunner(command, say=say, pace=pace), say
         self._waits: tuple[str, BatchFailure] | None = None
 
     def wake(self) -> None:
         """Check the batches again: one was created, or is to be cancelled."""
-        self._news.set()
+        self._runner.news.set()
 
     def stop(self) -> None:
         """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
-        self._stopping.set()
-        self._news.set()
+        self._runner.stop()
 
     def waits(self, batch_id: str) -> BatchFailure | None:
         """The reason why the batch is blocked, if it is the running batch; otherwise None."""
@@ -55,18 +57,18 @@ class Worker:
 
     def run(self) -> None:
         """Run batches until stopped."""
-        while not self._stopping.is_set():
+        runner = self._runner
+        while not runner.stopping.is_set():
             batches = self._store.open_batches()
             if not batches:
-                self._news.wait()
-                self._news.clear()
+                runner.wait()
                 continue
             try:
                 self._advance(batches[0])
             except (OSError, sqlite3.OperationalError) as error:  # the disk is full, most likely
-                self._say(f"{batches[0].id}: {error}; tried again in {self._pace.retry_s:g} s")
-                self._wait_for(batches[0].id, f"{error}; tried again every {self._pace.retry_s:g} s")
-                self._stopping.wait(self._pace.retry_s)
+                self._say(f"{batches[0].id}: {error}; tried again in {runner.pace.retry_s:g} s")
+                self._wait_for(batches[0].id, f"{error}; tried again every {runner.pace.retry_s:g} s")
+                runner.stopping.wait(runner.pace.retry_s)
 
     def _advance(self, batch: Batch) -> None:
         """Run one step of the batch. Each step can be repeated: its effect is one transaction."""
@@ -77,16 +79,16 @@ class Worker:
             self._end(batch, "cancelled")
         elif self._late(batch):
             self._end(batch, "expired")
-        elif batch.status == "validating":
-            self._validate(batch)
         else:
-            self._run(batch)
+            source = self._store.file(batch.input_file_id)
+            if source is None or not self._data.path(source).is_file():
+                self._end(batch, "failed", _LOST_INPUT)
+            elif batch.status == "validating":
+                self._validate(batch, source)
+            else:
+                self._run(batch, source)
 
-    def _validate(self, batch: Batch) -> None:
-        source = self._store.file(batch.input_file_id)
-        if source is None or not self._data.path(source).is_file():
-            self._end(batch, "failed", _LOST_INPUT)
-            return
+    def _validate(self, batch: Batch, source: StoredFile) -> None:
         total, faults = check_lines(self._data.path(source), endpoint=batch.endpoint)
         batch = replace(batch, counts=RowCounts(total=total))
         if faults:
@@ -94,12 +96,8 @@ class Worker:
         elif self._store.move(batch.id, "in_progress", counts=batch.counts):
             self._say(f"{batch.id}: {total} lines")
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch, source: StoredFile) -> None:
         """Run the batch's job and move the batch to the state of its ending; an interrupted batch keeps its state."""
-        source = self._store.file(batch.input_file_id)
-        if source is None or not self._data.path(source).is_file():
-            self._end(batch, "failed", _LOST_INPUT)
-            return
         latest = batch.counts
 
         def seen(counts: RowCounts) -> None:
@@ -109,19 +107,16 @@ class Worker:
                 with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job detects that itself
                     self._store.count(batch.id, latest)
 
-        ending = jobs.finish(
-            self._data.job(batch.id, source),
-            self._command,
+        ending = self._runner.finish(
+            Job(source=self._data.path(source), directory=self._data.batches / batch.id),
+            batch.id,
             unwanted=lambda: self._unwanted(batch),
             seen=seen,
-            say=lambda text: self._say(f"{batch.id}: {text}"),
-            news=self._news,
-            pace=self._pace,
             waits=lambda what: self._wait_for(batch.id, what),
         )
         if ending is None:
             return
-        if ending.well:
+        if ending.whole:
             self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
@@ -131,7 +126,7 @@ class Worker:
         self._waits = (batch_id, BatchFailure(code="insufficient_storage", message=what)) if what else None
 
     def _unwanted(self, batch: Batch) -> bool:
-        if self._stopping.is_set() or self._late(batch):
+        if self._runner.stopping.is_set() or self._late(batch):
             return True
         now = self._store.batch(batch.id)
         return now is None or now.status != "in_progress"
@@ -142,7 +137,7 @@ class Worker:
     def _end(self, batch: Batch, status: str, *faults: BatchFailure) -> None:
         """Register the rows done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
-        jobs.wait_until_free(job, within_s=self._pace.grace_s)
+        jobs.wait_until_free(job, within_s=self._runner.pace.grace_s)
         completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)
         counts = RowCounts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
         if status == "completed" and completed + failed < counts.total:
@@ -159,7 +154,7 @@ class Worker:
         if moved:
             why = f" ({faults[0].message})" if faults else ""
             self._say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {counts.total}{why}")
-            self._data.clear_job(job)
+            self._data.clear_job(batch.id)
 
     def _made(self, batch: Batch, path: Path, what: str) -> StoredFile:
         return StoredFile(
@@ -170,3 +165,56 @@ class Worker:
             bytes=path.stat().st_size,
             created_at=int(time.time()),
         )
+
+
+class _Line(msgspec.Struct):
+    url: str | msgspec.UnsetType = msgspec.UNSET
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+
+
+def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
+    """The number of non-blank lines, and the faults that reject the file as a whole (empty if there are none).
+
+    A file is rejected when it has no line, when none of its lines is a JSON object, or when a line is for another
+    endpoint than the batch. At most 100 faults are returned.
+    """
+    total, objects, faults = 0, 0, list[BatchFailure]()
+    for number, line in _lines(path):
+        total += 1
+        if len(line) >= _MAX_LINE_BYTES:
+            objects += 1
+            continue
+        try:
+            url = _DECODER.decode(line).url
+        except msgspec.ValidationError:  # JSON; the job reports the fault in the line's error row
+            objects += line.lstrip().startswith(b"{")
+            continue
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        objects += 1
+        if isinstance(url, str) and url != endpoint and len(faults) < _MAX_FAULTS:
+            message = f"the line is for {url[:200]!r}, the batch for {endpoint!r}"
+            faults.append(BatchFailure(code="mismatched_endpoint", message=message, param="url", line=number))
+    if not total:
+        return 0, [BatchFailure(code="empty_file", message="the input file has no lines", param="input_file_id")]
+    if not objects:
+        message = "no line of the input file is a JSON object: upload JSON Lines, uncompressed"
+        return total, [BatchFailure(code="invalid_json_line", message=message, param="input_file_id", line=1)]
+    return total, faults
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """``(number from 1, line)`` for each non-blank line; a very long line is cut."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_BYTES):
+            number += 1
+            rest = line
+            while len(rest) == _MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(_MAX_LINE_BYTES)
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line.strip():
+                yield number, line

@@ -31,7 +31,7 @@ class AuditErrors:
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
         self._listing = checkpoint.listing
         self._model = model
-        self._axes = _axes(FAMILIES.get(model.model_type).expert_width_key)
+        self._axes = _axes(FAMILIES[model.model_type].expert_width_key)
         self.found: list[str] = []
 
     def missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:

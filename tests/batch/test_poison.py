@@ -16,9 +16,8 @@ from moelight.batch.paths import journal_of
 from moelight.batch.recovery import read_journal
 from moelight.core.errors import InputError
 from moelight.engine.tokenizer import Tokenizer
-from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import generate_command
-from moelight.serve.store import Batch
+from moelight.serve.store import Batch, DataDirectory
 from tests.cli.program import DEMO, moelight, moelight_inside, read_rows, write_prompts
 from tests.serve.test_survival import batch_of, file_of, work
 

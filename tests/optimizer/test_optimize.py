@@ -15,8 +15,7 @@ from moelight.optimizer.optimize import make_plan
 from moelight.optimizer.plan import Plan, plan_as_dict
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.workload import Workload
-from moelight.profiles.workload_files import load_workload
+from moelight.profiles.workload import Workload, load_workload
 
 PAIRS = [("t4", "mixtral"), ("l4", "qwen3-30b-a3b"), ("h100", "gpt-oss-120b"), ("laptop-nvme", "olmoe-1b-7b")]
 

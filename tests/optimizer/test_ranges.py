@@ -10,8 +10,7 @@ from moelight.core.errors import UserError
 from moelight.optimizer.optimize import make_plan
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.workload import MOST_REQUESTS, Workload
-from moelight.profiles.workload_files import load_workload
+from moelight.profiles.workload import MOST_REQUESTS, Workload, load_workload
 
 BANDWIDTHS, PEAKS = (1e3, 1e18), (1e3, 1e21)
 

@@ -23,8 +23,7 @@ from moelight.optimizer.search import search
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier, load_hardware_profile
 from moelight.profiles.model import AttentionSpec, ExpertSpec, RouterSpec
 from moelight.profiles.model_files import load_model_profile
-from moelight.profiles.workload import Workload
-from moelight.profiles.workload_files import load_workload
+from moelight.profiles.workload import Workload, load_workload
 from tests.optimizer.drawn import drawn_problem
 
 PAIRS = [

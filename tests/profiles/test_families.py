@@ -64,7 +64,7 @@ def test_what_transformers_saves_is_what_was_meant(family: str, tmp_path: Path) 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
     known = AutoConfig.for_model(family)
-    width = FAMILIES.get(family).expert_width_key
+    width = FAMILIES[family].expert_width_key
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width)
     profile = read({"model_type": family, **{key: getattr(known, key) for key in needed}})
     assert profile.experts.num_experts == known.num_local_experts

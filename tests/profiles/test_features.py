@@ -11,9 +11,16 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.engine.checkpoint import open_checkpoint
-from moelight.profiles.features import NOT_COMPUTED, require_computable
 from moelight.profiles.files import profile_names
-from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, ModelProfile, RouterSpec
+from moelight.profiles.model import (
+    NOT_COMPUTED,
+    AttentionSpec,
+    ExpertSpec,
+    LatentSpec,
+    ModelProfile,
+    RouterSpec,
+    require_computable,
+)
 from moelight.profiles.model_files import load_model_profile, model_config
 from tests.shapes import small_model
 

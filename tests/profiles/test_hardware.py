@@ -159,12 +159,12 @@ def test_the_machines_that_are_shipped() -> None:
     assert with_gpu == set(WITH_GPU)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_value_of_a_shipped_machine_has_a_source(name: str) -> None:
-    machine = load_hardware_profile(name)
-    assert machine.name == name and machine.source
-    assert {key for key, _ in machine.sources} == set(machine.figure_keys())
-    assert all(len(source) > 10 for _, source in machine.sources)
+def test_every_value_of_a_shipped_machine_has_a_source() -> None:
+    for name in SHIPPED:
+        machine = load_hardware_profile(name)
+        assert machine.name == name and machine.source
+        assert {key for key, _ in machine.sources} == set(machine.figure_keys())
+        assert all(len(source) > 10 for _, source in machine.sources)
 
 
 @pytest.mark.parametrize(("generation", "name"), [(g, name) for g, names in GENERATION.items() for name in names])

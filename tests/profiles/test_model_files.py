@@ -50,16 +50,11 @@ def test_shipped_models_have_the_published_number_of_parameters(name: str, billi
     assert round(parameters / 1e9, 1) == billions
 
 
-@pytest.mark.parametrize("name", profile_names("model"))
-def test_every_shipped_model_says_where_it_was_read(name: str) -> None:
-    source = read_yaml(profile_names("model")[name]).entries()["source"].text()
-    assert source.startswith("https://huggingface.co/")
-    assert source.endswith("/config.json")
-
-
-@pytest.mark.parametrize("name", profile_names("model"))
-def test_every_shipped_model_can_be_read(name: str) -> None:
-    assert load_model_profile(name).model_type == model_config(name)["model_type"]
+def test_every_shipped_model_can_be_read_and_says_where_it_was_read() -> None:
+    for name, path in profile_names("model").items():
+        source = read_yaml(path).entries()["source"].text()
+        assert source.startswith("https://huggingface.co/") and source.endswith("/config.json")
+        assert load_model_profile(name).model_type == model_config(name)["model_type"]
 
 
 def test_the_short_name_is_the_long_one() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.files import profile_names, read_yaml
-from moelight.profiles.workload import Workload
-from moelight.profiles.workload_files import load_workload
+from moelight.profiles.workload import Workload, load_workload
 
 # MoE-Lightning, table 3; and the sequences of the largest batch the paper or its artifact runs.
 PUBLISHED = {

@@ -103,10 +103,10 @@ def standing(data: Path, slow_s: float = SLOW_SENDER_S) -> Iterator[Standing]:
 
 
 def serve_standing(data: Path, command: Command = stand_in, *, slow_s: float = SLOW_SENDER_S) -> int:
-    from moelight.serve import auth, request_body, server
+    from moelight.serve import auth, http, server
     from moelight.serve.server import ServerOptions, serve
 
-    server.HEADERS_S, request_body.STALL_S, auth.LINGER_S = slow_s, slow_s, 0.3 * slow_s
+    server.HEADERS_S, http.STALL_S, auth.LINGER_S = slow_s, slow_s, 0.3 * slow_s
     options = ServerOptions(model="org/demo", data=data, port=0, max_file_bytes=MAX_FILE_BYTES)
     return serve(options, command, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE)
 

