@@ -20,7 +20,7 @@ from moelight import __version__
 from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
-from moelight.kernels.serving import serving
+from moelight.kernels.native import serving
 from moelight.runtime import measure
 from moelight.runtime.cores import LINK_BYTES_PER_S, Demands, share_cores
 from moelight.runtime.numa import place_memory, why_not_placed

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moelight.kernels import native
-from moelight.kernels.serving import NATIVE_OPERATIONS, serving
+from moelight.kernels.native import NATIVE_OPERATIONS, serving
 
 
 @pytest.fixture

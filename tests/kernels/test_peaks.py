@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moelight.kernels import native
-from moelight.kernels.dlpack import as_dlpack
+from moelight.kernels.arguments import as_dlpack
 
 MIB = 1 << 20
 

@@ -232,11 +232,7 @@ def tensors(draw: st.DrawFn, like: Tensor) -> Tensor:
 
 
 def twin_of_decode(arguments: Arguments) -> Tensor:
-    rest = {name: value for name, value in arguments.items() if name not in {"out", "threads"}}
-    new = {name: rest.pop(name) for name in ("k_new", "v_new")}
-    shared = ("k_cache", "v_cache", "block_tables", "seq_lens", "k_scale", "v_scale")
-    reference.kv_append_last(**new, **{name: rest[name] for name in shared if name in rest})
-    return reference.gqa_decode(**rest)
+    return reference.gqa_decode(**{name: value for name, value in arguments.items() if name not in {"out", "threads"}})
 
 
 def twin_of_latent(arguments: Arguments) -> Tensor:

@@ -24,9 +24,9 @@ from moelight.core.units import KiB, MiB
 from moelight.kernels import native
 from moelight.profiles.hardware import EFFICIENCY, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
-from moelight.runtime.calibration import disk, machine, memory, surfaces, timing
+from moelight.runtime.calibration import disk, machine, surfaces, timing
 from moelight.runtime.calibration.effort import FULL, QUICK, Effort
-from moelight.runtime.calibration.pool import LEAST_TURNS, Pool
+from moelight.runtime.calibration.surfaces import LEAST_TURNS, Pool
 from moelight.runtime.calibration.timing import Measurement, Others, best_of_rounds, reading_of, sample
 from moelight.runtime.machine import Machine, find_machine
 
@@ -113,9 +113,9 @@ def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
 
 
 def test_memory_is_read_copied_and_touched(pool: Pool) -> None:
-    read, copied = memory.reads(pool)(0.01), memory.copies(pool)(0.01)
+    read, copied = surfaces.reads(pool)(0.01), surfaces.copies(pool)(0.01)
     assert 1e8 < read.rate < 1e13 and 1e8 < copied.rate < 1e13
-    assert 1e6 < memory.norms(pool, rows=4, hidden=32)(0.005).rate < 1e12
+    assert 1e6 < surfaces.norms(pool, rows=4, hidden=32)(0.005).rate < 1e12
 
 
 def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(pool: Pool) -> None:
@@ -158,7 +158,7 @@ def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
 
 def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
     with torch.inference_mode():
-        reading = surfaces.cost_model(pool)(0.05)
+        reading = surfaces.layer_phases(pool)(0.05)
     assert 2e-6 < 1 / reading.rate < 0.05
 
 
@@ -439,6 +439,6 @@ def test_efforts_end_in_time_and_meet_every_form_of_product(effort: Effort, most
 @pytest.mark.skipif(not native.available(), reason="the twin of the kernel is slow")
 def test_decoding_reads_no_faster_than_memory_would_allow_by_much(pool: Pool) -> None:
     """A count of bytes that is wrong by a factor would show: the pool is in the cache, but not ten times over."""
-    read = memory.reads(pool)(0.05)
+    read = surfaces.reads(pool)(0.05)
     decode = surfaces.decode_points("cpu_attention", pool, (96,))["cpu_attention", 0, 96](0.05)
     assert decode.rate < 10 * read.rate
