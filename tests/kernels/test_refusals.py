@@ -203,12 +203,12 @@ def test_indices_out_of_range(checker, name, damage):
 
 
 @pytest.mark.parametrize("call", ["decode", "append"])
-@pytest.mark.parametrize("size", [1, 8, 17, 24, 256])
-def test_only_some_block_sizes_are_served(checker, call, size):
-    shape = (4, 2, size, 16)
-    arguments = CALLS[call][1]() | {"k_cache": torch.zeros(shape), "v_cache": torch.zeros(shape)}
-    with pytest.raises(ValueError, match=r"^k_cache: block size"):
-        CALLS[call][0](**arguments)
+def test_only_some_block_sizes_are_served(checker, call):
+    for size in [1, 8, 17, 24, 256]:
+        shape = (4, 2, size, 16)
+        arguments = CALLS[call][1]() | {"k_cache": torch.zeros(shape), "v_cache": torch.zeros(shape)}
+        with pytest.raises(ValueError, match=r"^k_cache: block size"):
+            CALLS[call][0](**arguments)
 
 
 SIZES = st.integers(0, 3)
