@@ -6,13 +6,12 @@ a process of its own, so that memory it takes or libraries cache ends with it.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from moelight.runtime.calibration.timing import (
     Measure,
     Measurement,
     Work,
+    beside,
     best_of_rounds,
     finisher,
     sample,
@@ -79,23 +79,15 @@ def launches(device: torch.device) -> Measure:
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
 
 
-@contextlib.contextmanager
-def kept_busy(work: Work) -> Iterator[None]:
+def kept_busy(work: Work) -> AbstractContextManager[None]:
     """Run ``work`` over and over on a thread of its own within the context."""
-    enough = threading.Event()
 
-    def toil() -> None:
+    def toil(enough: threading.Event) -> None:
         with torch.inference_mode():
             while not enough.is_set():
                 work()
 
-    worker = threading.Thread(target=toil, name="moelight-attention-beside", daemon=True)
-    worker.start()
-    try:
-        yield
-    finally:
-        enough.set()
-        worker.join()
+    return beside(toil, "moelight-attention-beside")
 
 
 Say = Callable[[str], None]

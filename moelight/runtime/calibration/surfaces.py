@@ -34,7 +34,7 @@ from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.runtime.calibration.effort import Shape
-from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, sample
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
 from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
@@ -373,15 +373,9 @@ def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
     part()
     rest, began = list[float](), time.perf_counter()
     while not rest or time.perf_counter() - began < seconds:
-        whole_s, part_s = _timed(whole), _timed(part)
+        (whole_s,), (part_s,) = repeated(whole, 0.0), repeated(part, 0.0)
         rest.append(max(whole_s - part_s, _LEAST_SHARE * whole_s))
     return rest
-
-
-def _timed(work: Work) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 class _Layer:
