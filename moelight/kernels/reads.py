@@ -1,7 +1,6 @@
 """Reads from files into memory, several at a time, past the page cache where the file system allows.
 
-Depends only on byte ranges of files and their destinations. Without the extension, Python threads read through the page
-cache (`reference_reads`).
+Without the extension, Python threads read through the page cache (`PreadReader`).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _check(
 ) -> int:
     """Check the arguments; return R."""
     if not isinstance(pages, PageTable):
-        raise ValueError(f"pages: must be Pages, is {type(pages).__name__}")
+        raise ValueError(f"pages: must be a PageTable, is {type(pages).__name__}")
     device = pages.table.device
     rows, _ = check_tensor("x", x, FLOATS if pages.scaled else pages.stored, (None, pages.hidden), device=device)
     if tokens is not None:
