@@ -111,7 +111,7 @@ def cpu_expert_ffn(
     contiguous beyond the first dimension. The activation is rounded to the dtype of x. The GIL is released.
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
-    if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
+    if activation not in tuple(reference.ACTIVATIONS):
         raise ValueError(f"activation: must be one of {', '.join(reference.ACTIVATIONS)}, is {activation!r}")
     optional = {
         "gate_up_bias": gate_up_bias,
@@ -234,7 +234,8 @@ def _check_experts(
         raise ValueError(f"gate_up: must have an even number of rows, has {rows}")
     for name, shape in (("gate_up", (rows, hidden)), ("down", (hidden, rows // 2))):
         names = (name, f"{name}_bias", f"{name}_scale")
-        dtype, bias_dtypes = lists[name][busy[0]].dtype, (torch.float32, x.dtype)
+        dtype = arguments.check_dense(name, lists[name][busy[0]]).dtype
+        bias_dtypes: tuple[torch.dtype, ...] = (torch.float32, x.dtype)
         for expert in busy:
             weight, bias, scale = (lists[each][expert] if each in lists else None for each in names)
             _check_weight(names, (weight, bias, scale), shape, group_size, dtype, bias_dtypes)
@@ -262,5 +263,5 @@ def _check_weight(
         raise ValueError(f"{names[2]}: must be given with integer weights, and with no others")
     if scale is not None:
         groups = 1 if group_size is None else -(-depth // group_size)
-        flat = groups == 1 and isinstance(scale, Tensor) and scale.ndim == 1
+        flat = groups == 1 and getattr(scale, "ndim", 0) == 1
         check_tensor(names[2], scale, torch.float32, (rows,) if flat else (rows, groups), gap=False)

@@ -285,8 +285,8 @@ def expert_ffn(
         up_bias, up_scale, bias, scale = (
             None if each is None else each[e] for each in (gate_up_bias, gate_up_scale, down_bias, down_scale)
         )
-        product = _product(x[first:last], wide, up_bias, up_scale, group_size)
-        inner = ACTIVATIONS[activation](*product.chunk(2, dim=-1), 7.0).to(x.dtype)
+        gate, up = _product(x[first:last], wide, up_bias, up_scale, group_size).chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate, up, 7.0).to(x.dtype)
         out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size)
     return out
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -136,8 +137,8 @@ def _launch(
     rows, experts = out.shape[0], pages.experts
     most = min(rows, experts)
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
-    sizes = {"itemsize": x.element_size(), "mean_rows": rows / most, "group": pages.group}
-    wide, narrow = (tiles.choose(card, **sizes, matrices=matrices) for matrices in (2, 1))
+    choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group)
+    wide, narrow = choose(matrices=2), choose(matrices=1)
     slot_count = (rows + most * (narrow.rows - 1)) // narrow.rows
     slots = torch.empty((slot_count, 3), dtype=torch.int32, device=x.device)
     padded = 1 << (experts - 1).bit_length()
