@@ -14,7 +14,7 @@ from peers.common import huge
 
 from kernel_cases.threads import PAUSE_S, spread
 from moelight.kernels import native
-from moelight.kernels.dlpack import as_dlpack
+from moelight.kernels.arguments import as_dlpack
 
 PRODUCT_S = 0.02
 _TRIAL_ROUNDS = 1600

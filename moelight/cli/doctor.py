@@ -20,11 +20,20 @@ from moelight import __version__
 from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
-from moelight.kernels.serving import serving
+from moelight.kernels.native import serving
 from moelight.runtime import measure
-from moelight.runtime.cores import LINK_BYTES_PER_S, Demands, share_cores
-from moelight.runtime.numa import place_memory, why_not_placed
-from moelight.runtime.topology import SYS, PciSlot, Topology, pci_slot_of, read_topology
+from moelight.runtime.topology import (
+    LINK_BYTES_PER_S,
+    SYS,
+    Demands,
+    PciSlot,
+    Topology,
+    pci_slot_of,
+    place_memory,
+    read_topology,
+    share_cores,
+    why_not_placed,
+)
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 INSTALL_HINT = (

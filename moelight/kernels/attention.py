@@ -1,8 +1,6 @@
-"""CPU attention over the paged key/value cache.
+"""CPU attention over the paged key/value cache: native where the extension is built, else `reference.py`.
 
-Selects the implementation: the extension where it is built, else `reference.py`. Does not depend on the owner of the
-cache. Every wrong argument is a ValueError that names it; the extension has checks of its own, `checks.py` checks for
-the reference implementations.
+Every wrong argument is a ValueError that names it.
 
 Legend: B sequences, T tokens, Hq query heads, Hkv key/value heads, D head size, P block size in tokens; of latent
 attention H heads, R the size of the latent, Rr of the rotary part.
@@ -10,18 +8,21 @@ attention H heads, R the size of the latent, Rr of the rotary part.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelight.kernels import checks, native, reference
-from moelight.kernels.dlpack import as_dlpack
+from moelight.core.policy import KV_BLOCK_SIZES
+from moelight.kernels import arguments, native, reference
+from moelight.kernels.arguments import FLOATS, Shape, as_dlpack, check_tensor, maybe_dlpack
 from moelight.kernels.reference import Cache
 
 __all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
+
+_MAX_HEAD_DIM = 256
 
 
 def cpu_gqa_decode(
@@ -42,7 +43,7 @@ def cpu_gqa_decode(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """Softmax(scale * q k^T) v of one query per sequence over its paged context -> `out`, or a new [B, Hq, D].
+    """Softmax(scale * q k^T) v of one query per sequence over its paged context -> `out` (may be `q`), or a new tensor.
 
     q, out        [B, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
     k_cache, v_cache  [blocks, Hkv, P, D]: dtype of q, or int8; P one of 16, 32, 64 and 128
@@ -56,51 +57,26 @@ def cpu_gqa_decode(
     threads       None for torch.get_num_threads()
 
     CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result is bit for bit
-    independent of the rest of the batch and of the number of threads. `out` may be `q`. The GIL is released.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
+    independent of the rest of the batch and of the number of threads. The GIL is released.
     """
-    scale, window, threads = checks.check_scalars(scale, window, threads)
-    softcap = checks.check_softcap(softcap)
+    scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
+    window, softcap = arguments.check_window(window), arguments.check_softcap(softcap)
     extension = native.extension()
     if extension is None:
-        checks.check_decode(q, k_cache, v_cache, block_tables, seq_lens, window, out)
-        checks.check_decode_extras(q, k_cache, sinks, k_scale, v_scale, k_new, v_new)
-        if k_new is not None and v_new is not None:
-            reference.kv_append_last(k_cache, v_cache, k_new, v_new, block_tables, seq_lens, k_scale, v_scale)
-        result = reference.gqa_decode(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            seq_lens,
-            scale,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-        return result if out is None else out.copy_(result)
-    queries = as_dlpack("q", q)
+        _check_decode(q, k_cache, v_cache, block_tables, seq_lens, window, sinks, k_scale, v_scale, k_new, v_new, out)
+        rest: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "k_new": k_new, "v_new": v_new}
+        paged = (q, k_cache, v_cache, block_tables, seq_lens)
+        return _stored(reference.gqa_decode(*paged, scale, k_scale=k_scale, v_scale=v_scale, **rest), out)
+    queries, keys, values = as_dlpack("q", q), as_dlpack("k_cache", k_cache), as_dlpack("v_cache", v_cache)
+    tables, lengths = as_dlpack("block_tables", block_tables), as_dlpack("seq_lens", seq_lens)
+    scales = (maybe_dlpack("k_scale", k_scale), maybe_dlpack("v_scale", v_scale))
+    new = (maybe_dlpack("k_new", k_new), maybe_dlpack("v_new", v_new))
+    sink = maybe_dlpack("sinks", sinks)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    into = as_dlpack("out", out)
     extension.gqa_decode(
-        queries,
-        as_dlpack("k_cache", k_cache),
-        as_dlpack("v_cache", v_cache),
-        as_dlpack("block_tables", block_tables),
-        as_dlpack("seq_lens", seq_lens),
-        scale,
-        window or 0,
-        _optional("sinks", sinks),
-        softcap or 0.0,
-        _optional("k_scale", k_scale),
-        _optional("v_scale", v_scale),
-        _optional("k_new", k_new),
-        _optional("v_new", v_new),
-        as_dlpack("out", out),
-        threads,
+        queries, keys, values, tables, lengths, scale, window or 0, sink, softcap or 0.0, *scales, *new, into, threads
     )
     return out
 
@@ -128,13 +104,11 @@ def cpu_kv_append(
     threads           None for torch.get_num_threads()
 
     CPU memory, contiguous beyond the first dimension. Nothing is written if any argument is wrong.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or slot.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        checks.check_append(k_cache, v_cache, k_new, v_new, slots, k_scale, v_scale)
+        _check_append(k_cache, v_cache, k_new, v_new, slots, k_scale, v_scale)
         reference.kv_append(k_cache, v_cache, k_new, v_new, slots, k_scale=k_scale, v_scale=v_scale)
         return
     extension.kv_append(
@@ -143,8 +117,8 @@ def cpu_kv_append(
         as_dlpack("k_new", k_new),
         as_dlpack("v_new", v_new),
         as_dlpack("slots", slots),
-        _optional("k_scale", k_scale),
-        _optional("v_scale", v_scale),
+        maybe_dlpack("k_scale", k_scale),
+        maybe_dlpack("v_scale", v_scale),
         threads,
     )
 
@@ -160,7 +134,8 @@ def cpu_mla_decode(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """Latent attention of one query per sequence over its paged context -> `out`, or a new [B, H, R].
+    """Latent attention of one query per sequence over its paged context -> `out` (may be `q_nope_absorbed`), or a new
+    tensor.
 
     A cached row is a latent c of R elements and a rotary key r of Rr, shared by all heads. The score of a position is
     scale * (q_nope_absorbed . c + q_rope . r), the result the sum of softmax weights times c.
@@ -173,17 +148,13 @@ def cpu_mla_decode(
     threads       None for torch.get_num_threads()
 
     One dtype throughout, CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result
-    is bit for bit independent of the rest of the batch and of the number of threads. `out` may be `q_nope_absorbed`.
-    The GIL is released.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
+    is bit for bit independent of the rest of the batch and of the number of threads. The GIL is released.
     """
-    scale, _, threads = checks.check_scalars(scale, None, threads)
+    scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        checks.check_latent_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
-        result = reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale)
-        return result if out is None else out.copy_(result)
+        _check_latent(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
+        return _stored(reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale), out)
     queries = as_dlpack("q_nope_absorbed", q_nope_absorbed)
     if out is None:
         out = torch.empty_like(q_nope_absorbed, memory_format=torch.contiguous_format)
@@ -209,20 +180,17 @@ def cpu_mla_append(cache: Tensor, new: Tensor, slots: Tensor, *, threads: int | 
     threads  None for torch.get_num_threads()
 
     CPU memory, contiguous beyond the first dimension. Nothing is written if any argument is wrong.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or slot.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        checks.check_latent_append(cache, new, slots)
+        blocks, block_size, row = _check_filled("cache", cache, FLOATS, (None,) * 3)
+        check_tensor("slots", slots, torch.int64, (None,))
+        check_tensor("new", new, cache.dtype, (slots.shape[0], row))
+        arguments.check_indices("slots", slots, blocks * block_size)
         reference.mla_append(cache, new, slots)
         return
     extension.mla_append(as_dlpack("cache", cache), as_dlpack("new", new), as_dlpack("slots", slots), threads)
-
-
-def _optional(name: str, tensor: Tensor | None) -> object:
-    return None if tensor is None else as_dlpack(name, tensor)
 
 
 def cpu_prefill_attention(
@@ -241,7 +209,7 @@ def cpu_prefill_attention(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """Causal softmax(scale * q k^T) v of packed prompts -> `out`, or a new [T, Hq, D].
+    """Causal softmax(scale * q k^T) v of packed prompts -> `out` (may be `q`), or a new tensor.
 
     q, out      [T, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
     k, v        [T, Hkv, D], dtype of q
@@ -258,25 +226,25 @@ def cpu_prefill_attention(
     CPU memory, contiguous beyond the first dimension. Sums in float32; bfloat16 is multiplied in pairs where the
     processor does so. A row's result depends on its own sequence up to its own position alone, bit for bit: not on the
     other sequences, the number of threads, or the chunks that its prompt is cut into, if the cache holds the same
-    values as k and v (an int8 cache does not). `out` may be `q`. The GIL is released.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, length or block index.
+    values as k and v (an int8 cache does not). The GIL is released.
     """
-    scale, window, threads = checks.check_scalars(scale, window, threads)
-    _softcap(softcap)
-    _cache(cache, k_scale, v_scale)
-    sinks = _sinks(sinks)
+    scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
+    window, softcap = arguments.check_window(window), arguments.check_softcap(softcap)
+    _check_context(cache, k_scale, v_scale)
+    if sinks is not None and arguments.check_dense("sinks", sinks).dtype in FLOATS:
+        sinks = sinks.float().contiguous()
     extension = native.extension()
     if extension is None:
-        _check(q, k, v, cu_seqlens, window, sinks, cache, k_scale, v_scale, out)
-        options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "cache": cache}
-        result = reference.prefill_attention(q, k, v, cu_seqlens, scale, **options, k_scale=k_scale, v_scale=v_scale)
-        return result if out is None else out.copy_(result)
-    prompts = _export(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+        _check_prefill(q, k, v, cu_seqlens, window, sinks, cache, k_scale, v_scale, out)
+        rest: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "cache": cache}
+        return _stored(
+            reference.prefill_attention(q, k, v, cu_seqlens, scale, **rest, k_scale=k_scale, v_scale=v_scale), out
+        )
+    prompts = [as_dlpack(name, each) for name, each in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens))]
     names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    context = _export(**dict(zip(names, cache or (), strict=False))) or [None] * 4
-    scales = [None] * 2 if k_scale is None or v_scale is None else _export(k_scale=k_scale, v_scale=v_scale)
-    sink = None if sinks is None else as_dlpack("sinks", sinks)
+    context = [None] * 4 if cache is None else [as_dlpack(name, each) for name, each in zip(names, cache, strict=True)]
+    scales = (maybe_dlpack("k_scale", k_scale), maybe_dlpack("v_scale", v_scale))
+    sink = maybe_dlpack("sinks", sinks)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     extension.prefill_attention(
@@ -285,16 +253,109 @@ def cpu_prefill_attention(
     return out
 
 
-def _export(**tensors: Tensor) -> list[object]:
-    return [as_dlpack(name, tensor) for name, tensor in tensors.items()]
+def _stored(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
 
 
-def _softcap(softcap: object) -> None:
-    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap < math.inf):
-        raise ValueError(f"softcap: must be a positive number or None, is {softcap!r}")
+def _check_filled(name: str, tensor: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: Shape) -> torch.Size:
+    found = check_tensor(name, tensor, dtypes, shape)
+    if 0 in found[1:]:
+        raise ValueError(f"{name}: is empty: shape {list(found)}")
+    return found
 
 
-def _cache(cache: object, k_scale: object, v_scale: object) -> None:
+def _check_queries(q: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], kv_heads: int, head_dim: int) -> None:
+    _, heads, _ = _check_filled("q", q, dtypes, (None, None, head_dim))
+    if heads % kv_heads:
+        raise ValueError(f"q: its {heads} heads are no multiple of the {kv_heads} of keys and values")
+
+
+def _check_head_dim(name: str, size: int) -> None:
+    if not 8 <= size <= _MAX_HEAD_DIM or size % 8:
+        raise ValueError(f"{name}: head size must be a multiple of 8 from 8 to {_MAX_HEAD_DIM}, is {size}")
+
+
+def _check_optional(*table: tuple[str, Tensor | None, torch.dtype, Shape]) -> None:
+    for name, tensor, dtype, shape in table:
+        if tensor is not None:
+            check_tensor(name, tensor, dtype, shape)
+
+
+def _check_caches(
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[torch.Size, tuple[torch.dtype, ...]]:
+    """Shape of the caches, and the dtypes that queries and new rows may have."""
+    shape = check_tensor("k_cache", k_cache, (*FLOATS, torch.int8), (None,) * 4)
+    if shape[2] not in KV_BLOCK_SIZES:
+        raise ValueError(f"k_cache: block size must be one of {KV_BLOCK_SIZES}, shape is {list(shape)}")
+    _check_head_dim("k_cache", shape[3])
+    _check_filled("k_cache", k_cache, k_cache.dtype, shape)
+    check_tensor("v_cache", v_cache, k_cache.dtype, shape)
+    scaled = k_cache.dtype == torch.int8
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scales is not None) != scaled:
+            raise ValueError(f"{name}: int8 caches need it, others have none")
+        _check_optional((name, scales, torch.float32, shape[:3]))
+    return shape, FLOATS if scaled else (k_cache.dtype,)
+
+
+def _check_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    (blocks, kv_heads, block_size, head_dim), dtypes = _check_caches(k_cache, v_cache, k_scale, v_scale)
+    _check_queries(q, dtypes, kv_heads, head_dim)
+    batch, heads, _ = q.shape
+    if (k_new is None) != (v_new is None):
+        raise ValueError(f"{'k_new' if k_new is None else 'v_new'}: k_new and v_new come together")
+    _check_optional(
+        ("out", out, q.dtype, q.shape),
+        ("sinks", sinks, torch.float32, (heads,)),
+        ("k_new", k_new, q.dtype, (batch, kv_heads, head_dim)),
+        ("v_new", v_new, q.dtype, (batch, kv_heads, head_dim)),
+    )
+    _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size, window)
+
+
+def _check_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    (blocks, kv_heads, block_size, head_dim), dtypes = _check_caches(k_cache, v_cache, k_scale, v_scale)
+    check_tensor("slots", slots, torch.int64, (None,))
+    check_tensor("k_new", k_new, dtypes, (len(slots), kv_heads, head_dim))
+    check_tensor("v_new", v_new, k_new.dtype, k_new.shape)
+    arguments.check_indices("slots", slots, blocks * block_size)
+
+
+def _check_latent(
+    q_nope_absorbed: Tensor, q_rope: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor | None
+) -> None:
+    blocks, block_size, row = _check_filled("cache", cache, FLOATS, (None,) * 3)
+    batch, heads, latent = _check_filled("q_nope_absorbed", q_nope_absorbed, cache.dtype, (None,) * 3)
+    _, _, rotary = _check_filled("q_rope", q_rope, cache.dtype, (batch, heads, None))
+    if latent + rotary != row:
+        raise ValueError(f"cache: its rows have {row} elements, the queries {latent} + {rotary}")
+    _check_optional(("out", out, cache.dtype, q_nope_absorbed.shape))
+    _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size)
+
+
+def _check_context(cache: object, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     if cache is not None and not (isinstance(cache, (tuple, list)) and len(cache) == 4):
         raise ValueError("cache: must be (k_cache, v_cache, block_tables, context_lens) or None")
     if (k_scale is None) != (v_scale is None):
@@ -303,17 +364,7 @@ def _cache(cache: object, k_scale: object, v_scale: object) -> None:
         raise ValueError("k_scale: without a cache there is nothing to scale")
 
 
-def _sinks(sinks: Tensor | None) -> Tensor | None:
-    """``sinks`` as the extension reads them: float32, contiguous."""
-    if sinks is None:
-        return None
-    checks._tensor("sinks", sinks)
-    if sinks.dtype not in checks.FLOATS:
-        raise ValueError(f"sinks: must be float32, bfloat16 or float16, is {sinks.dtype}")
-    return sinks.float().contiguous()
-
-
-def _check(
+def _check_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -325,55 +376,47 @@ def _check(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> None:
-    checks._tensor("q", q)
-    if q.dtype not in checks.FLOATS:
-        raise ValueError(f"q: must be float32, bfloat16 or float16, is {q.dtype}")
-    checks._layout("q", q, 3, q.dtype)
-    tokens, q_heads, head_dim = q.shape
-    if not 8 <= head_dim <= checks.MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(f"q: head size must be a multiple of 8 from 8 to {checks.MAX_HEAD_DIM}, is {head_dim}")
-    for name, tensor in (("k", k), ("v", v)):
-        checks._layout(name, tensor, 3, q.dtype)
-        checks._shape(name, tensor, (tokens, k.shape[1], head_dim))
-    if k.shape[1] < 1:
-        raise ValueError("k: has no heads")
-    if q_heads < 1 or q_heads % k.shape[1]:
-        raise ValueError(f"q: its {q_heads} heads are no multiple of k's {k.shape[1]}")
-    if out is not None:
-        checks._layout("out", out, 3, q.dtype)
-        checks._shape("out", out, tuple(q.shape))
-    checks._layout("cu_seqlens", cu_seqlens, 1, torch.int32)
-    bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens: must ascend from 0 to the {tokens} tokens of q")
-    if sinks is not None:
-        checks._shape("sinks", sinks, (q_heads,))
+    tokens, heads, head_dim = check_tensor("q", q, FLOATS, (None,) * 3)
+    _check_head_dim("q", head_dim)
+    _, kv_heads, _ = _check_filled("k", k, q.dtype, (tokens, None, head_dim))
+    check_tensor("v", v, q.dtype, k.shape)
+    _check_queries(q, q.dtype, kv_heads, head_dim)
+    _check_optional(("out", out, q.dtype, q.shape), ("sinks", sinks, torch.float32, (heads,)))
+    check_tensor("cu_seqlens", cu_seqlens, torch.int32, (None,))
+    bounds = arguments.check_offsets("cu_seqlens", cu_seqlens, tokens)
     if cache is not None:
-        _check_cache(q, k, bounds, window, cache, torch.int8 if k_scale is not None else q.dtype)
-        for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scales is not None:
-                checks._layout(name, scales, 3, torch.float32)
-                checks._shape(name, scales, tuple(cache[0].shape[:3]))
+        k_cache, v_cache, block_tables, context_lens = cache
+        dtype = q.dtype if k_scale is None else torch.int8
+        shape = _check_filled("k_cache", k_cache, dtype, (None, kv_heads, None, head_dim))
+        check_tensor("v_cache", v_cache, dtype, shape)
+        _check_optional(
+            *((name, each, torch.float32, shape[:3]) for name, each in (("k_scale", k_scale), ("v_scale", v_scale)))
+        )
+        idle = [s for s, (first, last) in enumerate(pairwise(bounds)) if first == last]
+        earlier = None if window is None else window - 1
+        sequences = (len(bounds) - 1, shape[0], shape[2])
+        _check_blocks("context_lens", context_lens, block_tables, *sequences, earlier, idle)
 
 
-def _check_cache(q: Tensor, k: Tensor, bounds: list[int], window: int | None, cache: Cache, dtype: torch.dtype) -> None:
-    k_cache, v_cache, block_tables, context_lens = cache
-    checks._layout("k_cache", k_cache, 4, dtype)
-    blocks, _, block_size, _ = k_cache.shape
-    checks._shape("k_cache", k_cache, (blocks, k.shape[1], max(1, block_size), q.shape[2]))
-    checks._layout("v_cache", v_cache, 4, dtype)
-    checks._shape("v_cache", v_cache, tuple(k_cache.shape))
-    checks._layout("block_tables", block_tables, 2, torch.int32)
-    checks._shape("block_tables", block_tables, (len(bounds) - 1, block_tables.shape[1]))
-    checks._layout("context_lens", context_lens, 1, torch.int32)
-    checks._shape("context_lens", context_lens, (len(bounds) - 1,))
+def _check_blocks(
+    name: str,
+    lengths: Tensor,
+    block_tables: Tensor,
+    batch: int,
+    blocks: int,
+    block_size: int,
+    window: int | None = None,
+    idle: Sequence[int] = (),
+) -> None:
+    """Check the tables of all sequences but the ``idle`` ones, from the last ``window`` positions on."""
+    check_tensor("block_tables", block_tables, torch.int32, (batch, None))
+    check_tensor(name, lengths, torch.int32, (batch,))
     room = block_tables.shape[1] * block_size
-    for s, length in enumerate(context_lens.tolist()):
+    for b, length in enumerate(lengths.tolist()):
         if not 0 <= length <= room:
-            raise ValueError(f"context_lens: entry {s} is {length}, the block table holds 0 to {room}")
-        if bounds[s] == bounds[s + 1]:
-            continue
-        first = 0 if window is None else max(0, length - window + 1) // block_size
-        for i, block in enumerate(block_tables[s, first : -(-length // block_size)].tolist(), start=first):
+            raise ValueError(f"{name}: entry {b} is {length}, the block table holds 0 to {room}")
+        first = 0 if window is None else max(0, length - window) // block_size
+        entries = [] if b in idle else block_tables[b, first : -(-length // block_size)].tolist()
+        for i, block in enumerate(entries, start=first):
             if not 0 <= block < blocks:
-                raise ValueError(f"block_tables: entry [{s}, {i}] is {block}, the cache has {blocks} blocks")
+                raise ValueError(f"block_tables: entry [{b}, {i}] is {block}, the cache has {blocks} blocks")

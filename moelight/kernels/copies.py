@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelight.kernels import checks, native
-from moelight.kernels.dlpack import as_dlpack
+from moelight.kernels import arguments, native
+from moelight.kernels.arguments import as_dlpack, check_tensor
 
 
 def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
@@ -17,14 +17,12 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, or an overlap.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is not None:
         extension.copy_pages(as_dlpack("dst", dst), as_dlpack("src", src), threads)
         return
-    for name, tensor in (("dst", dst), ("src", src)):
-        checks._layout(name, tensor, 1, torch.uint8)
-    checks._shape("src", src, tuple(dst.shape))
+    check_tensor("src", src, torch.uint8, check_tensor("dst", dst, torch.uint8, (None,)))
     if dst.numel() and abs(dst.data_ptr() - src.data_ptr()) < dst.numel():
         raise ValueError("src: overlaps dst")
     dst.copy_(src)

@@ -1,8 +1,6 @@
 """Linear layers and experts on the CPU, over weights as the checkpoint stores them.
 
-Selects the implementation: the extension where it is built, else `reference_ffn.py`. Does not depend on routing or on
-where weights are stored. Every wrong argument is a ValueError that names it; the extension has checks of its own,
-`checks_ffn.py` checks for the reference implementations.
+Native where the extension is built, else `reference.py`. Every wrong argument is a ValueError that names it.
 
 Weights are float32, bfloat16, float16, int8 or, as uint8, int4: two values a byte along the input dimension, the
 earlier in the low four bits, 8 meaning zero. Integers have float32 scales, one per output row, or one per row and
@@ -21,15 +19,18 @@ Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
 
-from moelight.kernels import checks, native, reference
+from moelight.kernels import arguments, native, reference
+from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, maybe_dlpack
 
 Tensors = Sequence[Tensor | None]
+_GROUP_STEP = 32
+_STORED = FLOATS + INTEGERS
 
 
 def cpu_linear(
@@ -53,24 +54,27 @@ def cpu_linear(
     threads     None for torch.get_num_threads()
 
     CPU memory, contiguous beyond the first dimension. The GIL is released.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    group_size, threads = checks.check_ffn_scalars(group_size, threads)
+    group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        checks.check_linear(x, weight, bias, scale, group_size, out)
+        tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
+        outputs, _ = check_tensor("weight", weight, _STORED, (None, None))
+        names, bias_dtypes = ("weight", "bias", "scale"), (torch.float32, x.dtype)
+        _check_weight(names, (weight, bias, scale), (outputs, inputs), group_size, weight.dtype, bias_dtypes)
+        if out is not None:
+            check_tensor("out", out, x.dtype, (tokens, outputs))
         result = reference.linear(x, weight, bias, scale=scale, group_size=group_size)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty((_rows("x", x), _rows("weight", weight)), dtype=x.dtype)
     extension.linear(
-        _view("x", x),
-        _view("weight", weight),
-        None if bias is None else _view("bias", bias),
-        None if scale is None else _view("scale", scale),
+        as_dlpack("x", x),
+        as_dlpack("weight", weight),
+        maybe_dlpack("bias", bias),
+        maybe_dlpack("scale", scale),
         group_size or 0,
-        _view("out", out),
+        as_dlpack("out", out),
         threads,
     )
     return out
@@ -91,9 +95,9 @@ def cpu_expert_ffn(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """down(activation(gate(x), up(x))) of every expert over its own rows of x -> `out`, or a new [T, H].
+    """down(activation(gate(x), up(x))) of every expert over its own rows of x -> `out` (may be x), or a new [T, H].
 
-    x             [T, H], sorted by expert: float32, bfloat16 or float16
+    x, out        [T, H] of one dtype, sorted by expert: float32, bfloat16 or float16
     gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]
     down          E tensors [H, I]; uint8 is [H, I / 2]
     offsets       int32 [E + 1]: expert e owns rows offsets[e] to offsets[e + 1]
@@ -101,16 +105,14 @@ def cpu_expert_ffn(
     gate_up_bias, down_bias    E tensors [2I] and [H]: float32 or the dtype of x
     gate_up_scale, down_scale  E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
-    out           [T, H], dtype of x; may be x
     threads       None for torch.get_num_threads()
 
     All entries of an expert without rows may be None. The tensors of a list share their shape and dtype. CPU memory,
     contiguous beyond the first dimension. The activation is rounded to the dtype of x. The GIL is released.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or offset.
     """
-    group_size, threads = checks.check_ffn_scalars(group_size, threads)
-    checks.check_activation(activation)
+    group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
+    if activation not in tuple(reference.ACTIVATIONS):
+        raise ValueError(f"activation: must be one of {', '.join(reference.ACTIVATIONS)}, is {activation!r}")
     optional = {
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
@@ -119,24 +121,16 @@ def cpu_expert_ffn(
     }
     extension = native.extension()
     if extension is None:
-        checks.check_experts(x, gate_up, down, offsets, optional, group_size, out)
-        cuts = offsets.tolist()
+        cuts = _check_experts(x, gate_up, down, offsets, optional, group_size, out)
         result = reference.expert_ffn(x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional)
         return result if out is None else out.copy_(result)
-    rows = _view("x", x)
+    rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    extension.expert_ffn(
-        rows,
-        _views("gate_up", gate_up),
-        _views("down", down),
-        _view("offsets", offsets),
-        activation,
-        *(None if tensors is None else _views(name, tensors) for name, tensors in optional.items()),
-        group_size or 0,
-        _view("out", out),
-        threads,
-    )
+    lists = (_export("gate_up", gate_up), _export("down", down))
+    rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
+    into = as_dlpack("out", out)
+    extension.expert_ffn(rows, *lists, as_dlpack("offsets", offsets), activation, *rest, group_size or 0, into, threads)
     return out
 
 
@@ -152,13 +146,9 @@ def cpu_linear_workspace(
     """Bytes that `cpu_linear` with up to these sizes keeps per calling thread; 0 without the extension.
 
     All products and experts of a thread share one workspace, as large as the largest of them needs.
-
-    Raises ValueError, naming the argument, for a size or dtype that the call rejects.
     """
-    types = checks.check_types(dtype, weight_dtype)
-    checks.check_sizes(tokens=tokens, outputs=outputs, inputs=inputs)
-    _, threads = checks.check_ffn_scalars(None, threads)
-    extension = native.extension()
+    types = _check_sizes(dtype, weight_dtype, tokens=tokens, outputs=outputs, inputs=inputs)
+    threads, extension = arguments.check_threads(threads), native.extension()
     return 0 if extension is None else int(extension.linear_workspace(*types, tokens, outputs, inputs, threads))
 
 
@@ -176,13 +166,9 @@ def cpu_expert_ffn_workspace(
 
     tokens   rows of x, all experts together
     experts  E
-
-    Raises ValueError, naming the argument, for a size or dtype that the call rejects.
     """
-    types = checks.check_types(dtype, weight_dtype)
-    checks.check_sizes(tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
-    _, threads = checks.check_ffn_scalars(None, threads)
-    extension = native.extension()
+    types = _check_sizes(dtype, weight_dtype, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
+    threads, extension = arguments.check_threads(threads), native.extension()
     if extension is None:
         return 0
     return int(extension.expert_ffn_workspace(*types, tokens, hidden, intermediate, experts, threads))
@@ -194,15 +180,88 @@ def _rows(name: str, tensor: object) -> int:
     return tensor.shape[0]
 
 
-def _view(name: str, tensor: Tensor) -> object:
-    """DLPack capsule of the tensor's memory, for the extension."""
-    try:
-        return to_dlpack(tensor)
-    except (TypeError, RuntimeError, BufferError, AttributeError) as error:
-        raise ValueError(f"{name}: not a tensor in CPU memory: {error}") from error
-
-
-def _views(name: str, tensors: Tensors) -> list[object]:
+def _export(name: str, tensors: Tensors) -> list[object]:
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
-    return [None if tensor is None else _view(name, tensor) for tensor in tensors]
+    return [None if tensor is None else as_dlpack(name, tensor) for tensor in tensors]
+
+
+def _check_group_size(size: object) -> int | None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % _GROUP_STEP):
+        raise ValueError(f"group_size: must be a positive multiple of {_GROUP_STEP} or None, is {size!r}")
+    return None if size is None else min(size, 1 << 62)
+
+
+def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype, **sizes: object) -> tuple[int, int]:
+    """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
+    for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, _STORED)):
+        if given not in allowed:
+            raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {given}")
+    for name, size in sizes.items():
+        arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
+    return FLOATS.index(dtype), _STORED.index(weight_dtype)
+
+
+def _check_experts(
+    x: Tensor,
+    gate_up: Tensors,
+    down: Tensors,
+    offsets: Tensor,
+    optional: Mapping[str, Tensors | None],
+    group_size: int | None,
+    out: Tensor | None,
+) -> list[int]:
+    """Check the arguments of `cpu_expert_ffn`; return the offsets."""
+    tokens, hidden = check_tensor("x", x, FLOATS, (None, None))
+    check_tensor("offsets", offsets, torch.int32, (None,))
+    cuts = arguments.check_offsets("offsets", offsets, tokens)
+    busy = [expert for expert, (first, last) in enumerate(pairwise(cuts)) if last > first]
+    if out is not None:
+        check_tensor("out", out, x.dtype, x.shape)
+    lists = {"gate_up": gate_up, "down": down} | {name: each for name, each in optional.items() if each is not None}
+    for name, tensors in lists.items():
+        if not isinstance(tensors, (list, tuple)):
+            raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
+        if len(tensors) != len(cuts) - 1:
+            raise ValueError(f"{name}: has {len(tensors)} entries, offsets is for {len(cuts) - 1} experts")
+        for expert, tensor in enumerate(tensors):
+            if tensor is not None or expert in busy:
+                arguments.check_dense(name, tensor)
+    if not busy:
+        return cuts
+    rows, _ = check_tensor("gate_up", gate_up[busy[0]], _STORED, (None, None))
+    if rows % 2:
+        raise ValueError(f"gate_up: must have an even number of rows, has {rows}")
+    for name, shape in (("gate_up", (rows, hidden)), ("down", (hidden, rows // 2))):
+        names = (name, f"{name}_bias", f"{name}_scale")
+        dtype = arguments.check_dense(name, lists[name][busy[0]]).dtype
+        bias_dtypes: tuple[torch.dtype, ...] = (torch.float32, x.dtype)
+        for expert in busy:
+            weight, bias, scale = (lists[each][expert] if each in lists else None for each in names)
+            _check_weight(names, (weight, bias, scale), shape, group_size, dtype, bias_dtypes)
+            bias_dtypes = bias_dtypes if bias is None else (bias.dtype,)
+    return cuts
+
+
+def _check_weight(
+    names: tuple[str, str, str],
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    shape: tuple[int, int],
+    group_size: int | None,
+    dtype: torch.dtype,
+    bias_dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Check one weight, its bias and its scale (`names`, ``tensors``), where ``shape`` is (outputs, inputs)."""
+    (weight, bias, scale), (rows, depth) = tensors, shape
+    packing = 2 if dtype == torch.uint8 else 1
+    if rows < 1 or depth < 1 or depth % packing:
+        raise ValueError(f"{names[0]}: {'two values a byte fill no row' if rows and depth else 'is empty'}: {shape}")
+    check_tensor(names[0], weight, dtype if dtype in _STORED else _STORED, (rows, depth // packing))
+    if bias is not None:
+        check_tensor(names[1], bias, bias_dtypes, (rows,))
+    if (scale is None) != (dtype in FLOATS):
+        raise ValueError(f"{names[2]}: must be given with integer weights, and with no others")
+    if scale is not None:
+        groups = 1 if group_size is None else -(-depth // group_size)
+        flat = groups == 1 and getattr(scale, "ndim", 0) == 1
+        check_tensor(names[2], scale, torch.float32, (rows,) if flat else (rows, groups), gap=False)

@@ -1,9 +1,10 @@
-"""The compiled extension: whether it is available, why not, and the instruction set in use.
+"""The compiled extension: whether it is available, why not, the instruction set in use, and the operations it serves.
 
-Loads `_native`; does not depend on its functions. Never imports torch, because `doctor` uses this module.
+Never imports torch, because `doctor` uses this module.
 """
 
 import importlib
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -67,3 +68,44 @@ def has_fast_bfloat16() -> bool:
     native = extension()
     amd = native is not None and native.cpu_vendor() == "AuthenticAMD"
     return has_tiles() or (amd and cpu_features().get("avx512_bf16", False))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """One row: the `implementation` of `operation`, and the `reason` for it."""
+
+    operation: str
+    implementation: str
+    reason: str
+
+
+# Operations with bfloat16 products, for which some processors have special units.
+PRODUCTS = ("gqa_decode", "prefill_attention", "linear", "expert_ffn")
+OTHERS = (
+    "mla_decode",
+    "kv_append",
+    "route",
+    "sort_by_expert",
+    "gather_rows",
+    "scatter_sum",
+    "rms_norm",
+    "rotate",
+    "copy_pages",
+    "file_reads",
+)
+NATIVE_OPERATIONS = PRODUCTS + OTHERS
+_UNITS = {
+    "pairs": "bfloat16 in pairs (AVX512_BF16, AVX512_VNNI)",
+    "tiles": "bfloat16 in tiles (AMX)",
+    "wide": "bfloat16 is widened to float32",
+}
+
+
+def serving() -> list[Serving]:
+    """Every operation of the CPU with its implementation in this process."""
+    implementation = f"native {isa()}" if available() else "torch"
+    units = _UNITS.get(bf16_products() or "")
+    reasons = dict.fromkeys(NATIVE_OPERATIONS, reason())
+    if units is not None:
+        reasons |= dict.fromkeys(PRODUCTS, f"{reason()}; {units}")
+    return [Serving(operation=name, implementation=implementation, reason=why) for name, why in reasons.items()]

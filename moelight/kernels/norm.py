@@ -1,20 +1,18 @@
 """Operations on a token's row between two products: root-mean-square norm, residual sum, rotary embedding.
 
-Selects the implementation: the extension for tensors in CPU memory where it is built, else `reference.py`. Every wrong
-argument of a `cpu_` function is a ValueError that names it.
+Native for tensors in CPU memory where the extension is built, else `reference.py`. Every wrong argument of a `cpu_`
+function is a ValueError that names it.
 
 Legend: T tokens, G heads of a token, H elements, D head size.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from moelight.kernels import checks, native, reference
-from moelight.kernels.dlpack import as_dlpack
+from moelight.kernels import arguments, native, reference
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None) -> Tensor:
@@ -50,22 +48,19 @@ def cpu_rms_norm(
 
     Rounded as HF transformers does: normalised in float32, rounded to x's dtype, then scaled. The result of a row
     is bit for bit independent of other rows and of the number of threads.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or number.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
-    eps = _epsilon(eps)
+    threads, eps = arguments.check_threads(threads), arguments.check_number("eps", eps, 0)
     extension = native.extension()
     if extension is None:
-        _rows("x", x)
-        checks._layout("weight", weight, 1, x.dtype)
-        checks._shape("weight", weight, (x.shape[-1],))
-        if add is not None:
-            _like("add", add, x)
-        out = _output(out, x)
+        shape = check_tensor("x", x, FLOATS, (None,) * (2 if getattr(x, "ndim", 0) == 2 else 3))
+        check_tensor("weight", weight, x.dtype, shape[-1:])
+        for name, tensor in (("add", add), ("out", out)):
+            if tensor is not None:
+                check_tensor(name, tensor, x.dtype, shape)
         if add is not None:
             x += add
-        return out.copy_(reference.rms_norm(x, weight, eps))
+        result = reference.rms_norm(x, weight, eps)
+        return result if out is None else out.copy_(result)
     rows, added = _headed("x", x), None if add is None else _headed("add", add)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -82,50 +77,25 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
     threads   None for torch.get_num_threads()
 
     Rounded as HF transformers does: both products, then their sum.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        _rows("x", x)
-        if x.ndim != 3 or x.shape[2] % 2:
+        tokens, heads, size = check_tensor("x", x, FLOATS, (None,) * 3)
+        if size % 2:
             raise ValueError(f"x: must be [T, heads, D] with an even D, has shape {list(x.shape)}")
-        for name, angles in (("cos", cos), ("sin", sin)):
-            checks._layout(name, angles, 2, x.dtype)
-            checks._shape(name, angles, (x.shape[0], x.shape[2]))
-        return _output(out, x).copy_(reference.rotate(x, cos, sin))
+        for name, tensor, shape in (
+            ("cos", cos, (tokens, size)),
+            ("sin", sin, (tokens, size)),
+            ("out", x if out is None else out, (tokens, heads, size)),
+        ):
+            check_tensor(name, tensor, x.dtype, shape)
+        result = reference.rotate(x, cos, sin)
+        return result if out is None else out.copy_(result)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
     extension.rotate(rows, as_dlpack("cos", cos), as_dlpack("sin", sin), as_dlpack("out", out), threads)
-    return out
-
-
-def _epsilon(eps: object) -> float:
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps: must be a finite number from 0 on, is {eps!r}")
-    return float(eps)
-
-
-def _rows(name: str, tensor: Tensor) -> None:
-    checks._tensor(name, tensor)
-    if tensor.dtype not in checks.FLOATS:
-        raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {tensor.dtype}")
-    if tensor.ndim not in (2, 3):
-        raise ValueError(f"{name}: must have 2 or 3 dimensions, has shape {list(tensor.shape)}")
-    checks._layout(name, tensor, tensor.ndim, tensor.dtype)
-
-
-def _like(name: str, tensor: Tensor, x: Tensor) -> None:
-    checks._layout(name, tensor, x.ndim, x.dtype)
-    checks._shape(name, tensor, tuple(x.shape))
-
-
-def _output(out: Tensor | None, x: Tensor) -> Tensor:
-    if out is None:
-        return torch.empty(x.shape, dtype=x.dtype)
-    _like("out", out, x)
     return out
 
 

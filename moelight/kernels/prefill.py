@@ -1,6 +1,6 @@
 """Causal attention of packed, ragged prompts through torch's fused kernel, one sequence at a time; no padding.
 
-Runs on any device of torch. Its reference implementation is `reference.causal_attention`.
+Runs on any device of torch. Its reference implementation is `reference.prefill_attention`.
 
 Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, C earlier positions.
 """

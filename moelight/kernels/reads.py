@@ -1,7 +1,6 @@
 """Reads from files into memory, several at a time, past the page cache where the file system allows.
 
-Depends only on byte ranges of files and their destinations. Without the extension, Python threads read through the page
-cache (`reference_reads`).
+Without the extension, Python threads read through the page cache (`PreadReader`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch import Tensor
 
 from moelight.core.units import MiB
 from moelight.hrm.footprint import READ_CHUNK_BYTES, READ_DEPTH
-from moelight.kernels import checks, native
-from moelight.kernels.dlpack import as_dlpack
+from moelight.kernels import native
+from moelight.kernels.arguments import as_dlpack, check_integer, check_tensor
 
 Fault = tuple[int, str, str]
 Done = Callable[["Fault | None"], None]
@@ -288,8 +287,8 @@ class FileReader(AbstractContextManager["FileReader"]):
         self._turn = threading.Lock()
         paths = [_path(file) for file in files]
         self._index = {path: position for position, path in enumerate(dict.fromkeys(paths))}
-        _whole("depth", depth, 1, MAX_DEPTH)
-        _whole("chunk_bytes", chunk_bytes, CHUNK_STEP, MAX_CHUNK_BYTES)
+        check_integer("depth", depth, 1, MAX_DEPTH)
+        check_integer("chunk_bytes", chunk_bytes, CHUNK_STEP, MAX_CHUNK_BYTES)
         if chunk_bytes % CHUNK_STEP:
             raise ValueError(f"chunk_bytes: must be a multiple of {CHUNK_STEP}, is {chunk_bytes}")
         extension = native.extension()
@@ -368,9 +367,8 @@ class FileReader(AbstractContextManager["FileReader"]):
         path = _path(file)
         if path not in self._index:
             raise ValueError(f"file: {path} is not one of those that were opened")
-        _whole("offset", offset, 0, 1 << 62)
-        checks._tensor("dest", dest)
-        checks._layout("dest", dest, 1, torch.uint8)
+        check_integer("offset", offset, 0, 1 << 62)
+        check_tensor("dest", dest, torch.uint8, (None,))
         return ReadPart(path, offset, dest)
 
 
@@ -381,11 +379,6 @@ def _path(file: object) -> Path:
     if "\0" in str(path):
         raise ValueError("file: no path has a zero byte in it")
     return path
-
-
-def _whole(name: str, number: object, least: int, most: int) -> None:
-    if not isinstance(number, int) or not least <= number <= most:
-        raise ValueError(f"{name}: must be an integer from {least} to {most}, is {number!r}")
 
 
 def _numpy(_: str, tensor: Tensor) -> object:

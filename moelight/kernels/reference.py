@@ -1,6 +1,6 @@
-"""Reference implementations of attention, norms and routing in plain torch, accumulating in float32.
+"""Reference implementations of the kernels in plain torch, accumulating in float32 or, of float64, in float64.
 
-One operation at a time, on any device; clarity before speed. Callers check the arguments (as `attention.py` does).
+One operation at a time, on any device; clarity before speed. Callers check the arguments.
 
 Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden; of
 latent attention H heads, R the size of the latent, Rr of the rotary part.
@@ -14,6 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -51,45 +53,14 @@ def kv_append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write token t of k_new, v_new [T, Hkv, D] to block slots[t] // P, offset slots[t] % P of the caches.
-
-    Caches [blocks, Hkv, P, D], slots int64 [T]; if a slot occurs twice, the later token is kept. Caches of int8 require
-    k_scale, v_scale float32 [blocks, Hkv, P], which are written too.
-    """
-    block_size = k_cache.shape[2]
+    """`cpu_kv_append`: write token t of k_new, v_new [T, Hkv, D] to slot slots[t] of the caches [blocks, Hkv, P, D]."""
     for cache, scales, new in ((k_cache, k_scale, k_new), (v_cache, v_scale, v_new)):
-        rows, steps = (new, None) if scales is None else quantise(new)
+        rows, steps = (new, new) if scales is None else quantise(new)
         for token, slot in enumerate(slots.tolist()):
-            block, offset = divmod(slot, block_size)
+            block, offset = divmod(slot, cache.shape[2])
             cache[block, :, offset] = rows[token]
-            if scales is not None and steps is not None:
+            if scales is not None:
                 scales[block, :, offset] = steps[token]
-
-
-def kv_append_last(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Append row b of k_new, v_new [B, Hkv, D] at position seq_lens[b] - 1 of sequence b, where it has one."""
-    block_size = k_cache.shape[2]
-    last = [(b, length - 1) for b, length in enumerate(seq_lens.tolist()) if length > 0]
-    slots = [int(block_tables[b, at // block_size]) * block_size + at % block_size for b, at in last]
-    rows = [b for b, _ in last]
-    kv_append(
-        k_cache,
-        v_cache,
-        k_new[rows],
-        v_new[rows],
-        torch.tensor(slots, dtype=torch.int64),
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,32 +88,28 @@ def gqa_decode(
     softcap: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence over its paged context: q [B, Hq, D] -> [B, Hq, D]. Zeros if seq_lens is 0.
-
-    Caches [blocks, Hkv, P, D], block_tables int32 [B, max_blocks], seq_lens int32 [B]. Sinks [Hq] are logits that join
-    the softmax of their head and are dropped. Caches of int8 require k_scale, v_scale [blocks, Hkv, P].
-    """
+    """`cpu_gqa_decode`: q [B, Hq, D] over caches [blocks, Hkv, P, D] -> [B, Hq, D]; zeros if seq_lens is 0."""
+    lengths, block_size = seq_lens.tolist(), k_cache.shape[2]
+    if k_new is not None and v_new is not None:
+        rows = [b for b, length in enumerate(lengths) if length > 0]
+        last = [(b, *divmod(lengths[b] - 1, block_size)) for b in rows]
+        slots = torch.tensor([int(block_tables[b, i]) * block_size + at for b, i, at in last], dtype=torch.int64)
+        kv_append(k_cache, v_cache, k_new[rows], v_new[rows], slots, k_scale=k_scale, v_scale=v_scale)
     out = torch.zeros_like(q)
-    for b, length in enumerate(seq_lens.tolist()):
-        if length == 0:
-            continue
-        begin = 0 if window is None else max(0, length - window)
-        k = paged_rows(k_cache, block_tables[b], begin, length)
-        v = paged_rows(v_cache, block_tables[b], begin, length)
-        if k_scale is not None and v_scale is not None:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            k = k.to(wide) * paged_rows(k_scale.unsqueeze(-1), block_tables[b], begin, length)
-            v = v.to(wide) * paged_rows(v_scale.unsqueeze(-1), block_tables[b], begin, length)
-        out[b] = _attend(q[b : b + 1], k, v, scale, mask=None, sinks=sinks, softcap=softcap)[0]
+    for b, length in enumerate(lengths):
+        if length > 0:
+            begin = 0 if window is None else max(0, length - window)
+            k = paged_rows(k_cache, block_tables[b], begin, length, k_scale)
+            v = paged_rows(v_cache, block_tables[b], begin, length, v_scale)
+            out[b] = _attend(q[b : b + 1], k, v, scale, sinks=sinks, softcap=softcap)[0]
     return out
 
 
 def mla_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """Write token t of new [T, R + Rr] to block slots[t] // P, offset slots[t] % P of the cache [blocks, P, R + Rr].
-
-    Slots int64 [T]; if a slot occurs twice, the later token is kept.
-    """
+    """`cpu_mla_append`: write token t of new [T, R + Rr] to slot slots[t] of the cache [blocks, P, R + Rr]."""
     for token, slot in enumerate(slots.tolist()):
         cache[slot // cache.shape[1], slot % cache.shape[1]] = new[token]
 
@@ -150,62 +117,66 @@ def mla_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
 def mla_decode(
     q_nope_absorbed: Tensor, q_rope: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float
 ) -> Tensor:
-    """Latent attention, absorbed: q_nope_absorbed [B, H, R], q_rope [B, H, Rr] -> [B, H, R]. Zeros where seq_lens is 0.
+    """`cpu_mla_decode`: q_nope_absorbed [B, H, R], q_rope [B, H, Rr] -> [B, H, R]; zeros where seq_lens is 0.
 
     A row of the cache [blocks, P, R + Rr] is a latent, which is key and value of all heads, and a rotary key.
     """
     out = torch.zeros_like(q_nope_absorbed)
     q = torch.cat((q_nope_absorbed, q_rope), dim=-1)
     for b, length in enumerate(seq_lens.tolist()):
-        if length == 0:
-            continue
-        rows = paged_rows(cache.unsqueeze(1), block_tables[b], 0, length)
-        out[b] = _attend(q[b : b + 1], rows, rows[..., : out.shape[-1]], scale, mask=None)[0]
+        if length > 0:
+            rows = paged_rows(cache.unsqueeze(1), block_tables[b], 0, length)
+            out[b] = _attend(q[b : b + 1], rows, rows[..., : out.shape[-1]], scale)[0]
     return out
 
 
-def causal_attention(
+def prefill_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Sequence[int],
+    cu_seqlens: Tensor,
     scale: float,
     *,
     window: int | None = None,
-    context_lens: Sequence[int] | None = None,
-    k_cache: Tensor | None = None,
-    v_cache: Tensor | None = None,
-    block_tables: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    cache: Cache | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of ragged packed prompts: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
-
-    Sequence s owns rows cu_seqlens[s] to cu_seqlens[s + 1]. If `context_lens` is given, each sequence also sees that
-    many earlier positions in the paged caches, through its row of block_tables. `window` counts the current position.
-    """
-    out = torch.empty_like(q)
-    for s, (first, last) in enumerate(pairwise(cu_seqlens)):
-        keys, values = k[first:last], v[first:last]
-        context = 0 if context_lens is None else context_lens[s]
-        if context > 0:
-            if k_cache is None or v_cache is None or block_tables is None:
-                raise ValueError("context_lens: earlier context needs k_cache, v_cache and block_tables")
-            keys = torch.cat((paged_rows(k_cache, block_tables[s], 0, context), keys))
-            values = torch.cat((paged_rows(v_cache, block_tables[s], 0, context), values))
+    """`cpu_prefill_attention`: q [T, Hq, D], k and v [T, Hkv, D], cu_seqlens int32 [S + 1] -> [T, Hq, D]."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for s, (first, last) in enumerate(pairwise(cu_seqlens.tolist())):
+        keys, values, context = k[first:last], v[first:last], 0 if cache is None else int(cache[3][s])
+        if cache is not None and context > 0 and last > first:
+            begin = 0 if window is None else max(0, context - window + 1)
+            earlier = [
+                paged_rows(each, cache[2][s], begin, context, scales).to(q.dtype)
+                for each, scales in ((cache[0], k_scale), (cache[1], v_scale))
+            ]
+            keys, values = torch.cat((earlier[0], keys)), torch.cat((earlier[1], values))
+            context -= begin  # positions count from the first one that any row sees
         position = torch.arange(context, context + last - first, device=q.device).unsqueeze(1)
-        key_position = torch.arange(context + last - first, device=q.device)
-        mask = key_position <= position
+        key_position = torch.arange(len(keys), device=q.device)
+        seen = key_position <= position
         if window is not None:
-            mask &= key_position > position - window
-        out[first:last] = _attend(q[first:last], keys, values, scale, mask)
+            seen &= key_position > position - window
+        out[first:last] = _attend(q[first:last], keys, values, scale, seen, sinks=sinks, softcap=softcap)
     return out
 
 
-def paged_rows(cache: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
-    """Positions [begin, end) of a sequence: cache [blocks, Hkv, P, D], table [max_blocks] -> [end - begin, Hkv, D]."""
+def paged_rows(cache: Tensor, table: Tensor, begin: int, end: int, scales: Tensor | None = None) -> Tensor:
+    """Positions [begin, end) of a sequence: cache [blocks, Hkv, P, D], table [max_blocks] -> [end - begin, Hkv, D].
+
+    With ``scales`` [blocks, Hkv, P], the products in the dtype of the scales.
+    """
     block_size = cache.shape[2]
     first, last = begin // block_size, -(-end // block_size)
     rows = cache[table[first:last].long()].transpose(1, 2).flatten(0, 1)
-    return rows[begin - first * block_size : end - first * block_size]
+    rows = rows[begin - first * block_size : end - first * block_size]
+    if scales is None:
+        return rows
+    return rows.to(scales.dtype) * paged_rows(scales.unsqueeze(-1), table, begin, end)
 
 
 def _attend(
@@ -213,7 +184,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     scale: float,
-    mask: Tensor | None,
+    mask: Tensor | None = None,
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -221,7 +192,7 @@ def _attend(
     """q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, R], mask [n, m] true where seen, sinks [Hq] -> [n, Hq, R]."""
     kv_heads = k.shape[1]
     grouped = _wide(q).unflatten(1, (kv_heads, -1))
-    scores = torch.einsum("nhgd,mhd->hgnm", grouped, _wide(k)) * scale
+    scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(grouped.dtype)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -230,7 +201,7 @@ def _attend(
         column = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, q.shape[0], 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[0]]
-    return torch.einsum("hgnm,mhd->nhgd", weights, _wide(v)).flatten(1, 2).to(q.dtype)
+    return torch.einsum("hgnm,mhd->nhgd", weights, v.to(grouped.dtype)).flatten(1, 2).to(q.dtype)
 
 
 def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -253,13 +224,13 @@ def dequantized(weight: Tensor, scale: Tensor | None, group_size: int | None) ->
     means zero.
     """
     if scale is None:
-        return weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return _wide(weight)
     if weight.dtype == torch.uint8:
         weight = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).to(torch.int8) - 8
-    depth = weight.shape[1]
-    wide = scale.reshape(len(scale), -1)
-    per_column = wide.repeat_interleave(min(group_size or depth, depth), dim=1)[:, :depth]
-    return weight.to(scale.dtype) * per_column
+    depth, scales = weight.shape[1], _wide(scale.reshape(len(scale), -1))
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(group_size or depth, dim=1)[:, :depth]
+    return weight.to(scales.dtype) * scales
 
 
 def linear(
@@ -280,14 +251,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | Non
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
 
 
-def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+def _swiglu_oai(gate: Tensor, up: Tensor, clamp: float) -> Tensor:
+    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda gate, up: functional.silu(gate) * up,
-    "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "silu": lambda gate, up, _: functional.silu(gate) * up,
+    "gelu_tanh": lambda gate, up, _: functional.gelu(gate, approximate="tanh") * up,
     "swiglu_oai": _swiglu_oai,
 }
 
@@ -305,95 +276,19 @@ def expert_ffn(
     down_scale: Sequence[Tensor | None] | None = None,
     group_size: int | None = None,
 ) -> Tensor:
-    """down(activation(gate(x), up(x))) of every expert for its own rows: x [T, H] sorted by expert -> [T, H].
-
-    Expert e owns rows offsets[e] to offsets[e + 1]; gate_up[e] is [2I, H], gate rows first, and down[e] [H, I]. The
-    result of the activation is rounded to x's dtype, as is the output.
-    """
+    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e owns rows offsets[e] to offsets[e + 1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for e, (first, last) in enumerate(pairwise(offsets)):
         wide, narrow = gate_up[e], down[e]
         if first == last or wide is None or narrow is None:
             continue
-        product = _product(x[first:last], wide, _of(gate_up_bias, e), _of(gate_up_scale, e), group_size)
-        inner = ACTIVATIONS[activation](*product.chunk(2, dim=-1)).to(x.dtype)
-        out[first:last] = linear(inner, narrow, _of(down_bias, e), scale=_of(down_scale, e), group_size=group_size)
+        up_bias, up_scale, bias, scale = (
+            None if each is None else each[e] for each in (gate_up_bias, gate_up_scale, down_bias, down_scale)
+        )
+        gate, up = _product(x[first:last], wide, up_bias, up_scale, group_size).chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate, up, 7.0).to(x.dtype)
+        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size)
     return out
-
-
-def _of(tensors: Sequence[Tensor | None] | None, expert: int) -> Tensor | None:
-    return None if tensors is None else tensors[expert]
-
-
-Cache = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    *,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    cache: Cache | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """q [T, Hq, D], k and v [T, Hkv, D], cu_seqlens int32 [S + 1] -> [T, Hq, D]; see `cpu_prefill_attention`."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for s, (first, last) in enumerate(pairwise(cu_seqlens.tolist())):
-        keys, values, context = k[first:last], v[first:last], 0
-        if last == first:
-            continue
-        if cache is not None and (context := int(cache[3][s])) > 0:
-            begin = 0 if window is None else max(0, context - window + 1)
-            earlier = [
-                paged_rows(each, cache[2][s], begin, context)
-                if scale_of is None
-                else _scaled(each, scale_of, cache[2][s], begin, context).to(q.dtype)
-                for each, scale_of in ((cache[0], k_scale), (cache[1], v_scale))
-            ]
-            keys, values = torch.cat((earlier[0], keys)), torch.cat((earlier[1], values))
-            context -= begin  # positions count from the first one that any row sees
-        out[first:last] = _attend_prompt(q[first:last], keys, values, scale, context, window, sinks, softcap)
-    return out
-
-
-def _scaled(cache: Tensor, scales: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
-    """Positions [begin, end) of an int8 cache, in float32."""
-    return paged_rows(cache, table, begin, end).float() * paged_rows(scales.unsqueeze(-1), table, begin, end)
-
-
-def _attend_prompt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    context: int,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """q [n, Hq, D], k and v [context + n, Hkv, D] -> [n, Hq, D]."""
-    kv_heads = k.shape[1]
-    grouped = _wide(q).unflatten(1, (kv_heads, -1))
-    scores = torch.einsum("nhgd,mhd->hgnm", grouped, _wide(k)) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    position = torch.arange(context, context + q.shape[0]).unsqueeze(1)
-    key_position = torch.arange(context + q.shape[0])
-    seen = key_position <= position
-    if window is not None:
-        seen &= key_position > position - window
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., : k.shape[0]]
-    return torch.einsum("hgnm,mhd->nhgd", weights, _wide(v)).flatten(1, 2).to(q.dtype)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:

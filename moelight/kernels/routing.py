@@ -1,7 +1,6 @@
 """Routing on the CPU: the experts of each token, rows sorted by expert, and the weighted sum back.
 
-Selects the implementation: the extension where it is built, else `reference.py`. Does not depend on the weights
-of experts. Every wrong argument is a ValueError that names it.
+Native where the extension is built, else `reference.py`. Every wrong argument is a ValueError that names it.
 
 Legend: T tokens, E experts, k experts per token, H hidden size, R = T * k routed rows (token * k + rank).
 """
@@ -13,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moelight.kernels import checks, native, reference
-from moelight.kernels.dlpack import as_dlpack
+from moelight.kernels import arguments, native, reference
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_integer, check_tensor
 
 MOST_EXPERTS = 1 << 16
 _MOST_ROWS = (1 << 31) - 1
@@ -46,18 +45,16 @@ def cpu_route(
     Weights are the softmax over all E logits in float32. Of equal logits the lowest id wins. The result is bit for bit
     independent of instruction set, number of threads and other tokens. A token with a logit that is not a number, or
     infinite, gets the first k experts and weights that are not numbers.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape or stride.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     lent = _export("logits", logits)
     if extension is None:
-        _floats("logits", logits)
+        check_tensor("logits", logits, FLOATS, (None, None))
     tokens, experts = logits.shape
     if experts > MOST_EXPERTS:
         raise ValueError(f"logits: at most {MOST_EXPERTS} experts are routed, has {experts}")
-    _whole("top_k", top_k, 1, experts)
+    check_integer("top_k", top_k, 1, experts)
     if extension is None:
         return reference.route(logits, top_k, normalize=normalize, round_weights=round_weights)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
@@ -69,21 +66,18 @@ def cpu_route(
 
 
 def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
-    """ids int32 [T, k], each from 0 to ``experts`` - 1 -> the routed rows by expert, then token, then rank.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or id.
-    """
+    """ids int32 [T, k], each from 0 to ``experts`` - 1 -> the routed rows by expert, then token, then rank."""
     extension = native.extension()
     lent_ids = _export("ids", ids)
     if extension is None:
-        checks._layout("ids", ids, 2, torch.int32)
-    _whole("experts", experts, 0, MOST_EXPERTS)
+        check_tensor("ids", ids, torch.int32, (None, None))
+    check_integer("experts", experts, 0, MOST_EXPERTS)
     tokens, top_k = ids.shape
     rows = tokens * top_k
     if rows > _MOST_ROWS:
         raise ValueError(f"ids: has too many rows: shape {list(ids.shape)}")
     if extension is None:
-        _range("ids", ids, 0, experts)
+        arguments.check_indices("ids", ids, experts)
         return SortedRows(*reference.sort_by_expert(ids, experts))
     found = SortedRows(
         order=torch.empty(rows, dtype=torch.int32),
@@ -103,16 +97,14 @@ def cpu_gather_rows(
 
     `out` may have a gap between its rows; it shares no memory with `x`. ``threads`` is None for
     torch.get_num_threads().
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or token.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        _floats("x", x)
-        checks._layout("token_of_row", token_of_row, 1, torch.int32)
+        check_tensor("x", x, FLOATS, (None, None))
+        check_tensor("token_of_row", token_of_row, torch.int32, (None,))
         out = _output(out, x, token_of_row.shape[0])
-        _range("token_of_row", token_of_row, 0, x.shape[0])
+        arguments.check_indices("token_of_row", token_of_row, x.shape[0])
         return out.copy_(reference.gather_rows(x, token_of_row))
     rows, tokens = _export("x", x), as_dlpack("token_of_row", token_of_row)
     if out is None:
@@ -142,20 +134,16 @@ def cpu_scatter_sum(
     A token is summed in float32 over its ranks in order, so that ids in ascending order are summed in that order, and
     rounded to the dtype of `rows`; then it is added to `out`, as `out += ...` would. The result is bit for bit
     independent of instruction set, number of threads and other tokens.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride or position.
     """
-    _, _, threads = checks.check_scalars(1.0, None, threads)
+    threads = arguments.check_threads(threads)
     if residual and out is None:
         raise ValueError("out: must hold the residual")
     extension = native.extension()
     if extension is None:
-        _floats("rows", rows)
-        checks._layout("position", position, 2, torch.int32)
-        checks._layout("weights", weights, 2, torch.float32)
-        checks._shape("weights", weights, tuple(position.shape))
+        check_tensor("rows", rows, FLOATS, (None, None))
+        check_tensor("weights", weights, torch.float32, check_tensor("position", position, torch.int32, (None, None)))
         out = _output(out, rows, position.shape[0])
-        _range("position", position, -(1 << 31), rows.shape[0])
+        arguments.check_indices("position", position, rows.shape[0], least=-(1 << 31))
         return reference.scatter_sum(rows, position, weights, out, residual=residual)
     lent, places = _export("rows", rows), _export("position", position)
     if out is None:
@@ -172,36 +160,17 @@ def _export(name: str, tensor: Tensor) -> object:
     return lent
 
 
-def _whole(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name}: must be an integer from {least} to {most}, is {value!r}")
-
-
-def _floats(name: str, tensor: Tensor) -> None:
-    checks._tensor(name, tensor)
-    if tensor.dtype not in checks.FLOATS:
-        raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {tensor.dtype}")
-    checks._layout(name, tensor, 2, tensor.dtype)
-
-
 def _output(out: Tensor | None, like: Tensor, rows: int) -> Tensor:
     if out is None:
         return torch.empty(rows, like.shape[1], dtype=like.dtype)
-    checks._layout("out", out, 2, like.dtype)
-    checks._shape("out", out, (rows, like.shape[1]))
-    if out.numel() and like.numel() and _begin(out) < _end(like) and _begin(like) < _end(out):
+    check_tensor("out", out, like.dtype, (rows, like.shape[1]))
+    (begin, end), (first, last) = _span(out), _span(like)
+    if out.numel() and like.numel() and begin < last and first < end:
         raise ValueError("out: shares memory with the rows it is made from")
     return out
 
 
-def _begin(tensor: Tensor) -> int:
-    return tensor.data_ptr()
-
-
-def _end(tensor: Tensor) -> int:
-    return tensor.data_ptr() + ((len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]) * tensor.element_size()
-
-
-def _range(name: str, index: Tensor, least: int, rows: int) -> None:
-    if index.numel() and not least <= int(index.min()) <= int(index.max()) < rows:
-        raise ValueError(f"{name}: has entries from {int(index.min())} to {int(index.max())}, there are {rows} rows")
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and after the last one."""
+    size = (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]
+    return tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size()

@@ -1,6 +1,6 @@
 """Thread teams: threads reserved for the kernels that one lane calls, optionally bound to cores.
 
-Does not assign cores to lanes (`runtime.cores` does). Without the extension a team has no effect: torch's threads
+Does not assign cores to lanes (`runtime.topology` does). Without the extension a team has no effect: torch's threads
 compute, and torch places them.
 """
 

@@ -21,10 +21,19 @@ from moelight.core.schedule import Lane
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
 from moelight.paging.arena import allocate
-from moelight.runtime.cores import CoreShares, Share, demands_of, share_cores
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
-from moelight.runtime.numa import place_memory, placing, settle, why_not_placed
-from moelight.runtime.topology import pci_slot_of, read_topology
+from moelight.runtime.topology import (
+    CoreShares,
+    Share,
+    demands_of,
+    pci_slot_of,
+    place_memory,
+    placing,
+    read_topology,
+    settle,
+    share_cores,
+    why_not_placed,
+)
 
 
 class EmulatedEvent:

@@ -1,10 +1,13 @@
-"""The profile of this machine: measured once, cached on disk, with capacities read at every call.
+"""The profile of this machine: measured once, cached on disk under the machine's fingerprint, with capacities read at
+every call.
 
 Never imports torch where no accelerator can be present.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -14,14 +17,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory
+from moelight.kernels import native
 from moelight.profiles.hardware import WORK, HardwareProfile, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
-from moelight.runtime.calibration.identity import accelerators, fingerprint
-from moelight.runtime.measure import available_bytes
+from moelight.runtime.measure import available_bytes, processor_name
+
+if TYPE_CHECKING:
+    from moelight.runtime.machine import Machine
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -36,6 +42,9 @@ COMMENTS = (
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _CPU_FIGURES = ("host_copy", "cpu_task")
 _GPU_FIGURES = ("host_to_device_under_attention", "gpu_launch", "transfer")
+
+# Device files under /dev of the drivers of NVIDIA, AMD, WSL and Intel.
+_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*")
 
 
 def to_stderr(line: str) -> None:
@@ -162,7 +171,7 @@ def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([own] if own else [])])}
     with tempfile.TemporaryDirectory(prefix="moelight-") as scratch:
         file = Path(scratch) / "measured.yaml"
-        command = [sys.executable, "-m", "moelight.runtime.calibration", device, str(directory), str(file)]
+        command = [sys.executable, "-m", "moelight.runtime.calibration.machine", device, str(directory), str(file)]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=MEASURING_S, check=False
@@ -177,3 +186,67 @@ def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
 
 def _cannot_measure(why: str) -> ConfigError:
     return ConfigError(f"this machine could not be measured ({why}); name a machine with --hw, for example --hw t4")
+
+
+def may_have_accelerator() -> bool:
+    """True if an accelerator may be present; on Linux, only if a driver has created a device file."""
+    return not sys.platform.startswith("linux") or any(
+        True for pattern in _DEVICE_FILES for _ in Path("/dev").glob(pattern)
+    )
+
+
+def accelerators(device: str) -> tuple[str, ...]:
+    """Names of the accelerators selected by ``device`` (``auto``, ``cpu``, ``cuda``, ``xpu``); none for a CPU.
+
+    Raises:
+        ConfigError: no such device here, or the emulated device.
+    """
+    if device == "cpu" or (device == "auto" and not may_have_accelerator()):
+        return ()
+    import torch
+
+    from moelight.runtime.machine import find_machine
+
+    machine = find_machine(device)
+    if machine.twin:
+        raise ConfigError(f"--device {device}: a twin has no speed of its own; name cpu, cuda or xpu")
+    if not machine.discrete:
+        return ()
+    backend = torch.get_device_module(machine.device)
+    return tuple(str(backend.get_device_properties(index).name) for index in range(backend.device_count()))
+
+
+def fingerprint(device: str) -> str:
+    """Short hash of this machine and these versions; other hardware or another release has another one."""
+    facts = (
+        processor_name(),
+        usable_threads(),
+        os.environ.get("OMP_NUM_THREADS", ""),
+        *accelerators(device),
+        _version("torch"),
+        _version("moelight"),
+        native.reason(),
+    )
+    return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:16]
+
+
+def describe(machine: Machine) -> str:
+    """Description of the machine in one clause, for the notes of a profile."""
+    import torch
+
+    gpus = accelerators(machine.device.type)
+    parts = [processor_name(), f"{torch.get_num_threads()} threads"]
+    parts += [f"{len(gpus)} x {gpus[0]}"] if gpus else []
+    return ", ".join([*parts, f"torch {_version('torch')}", f"moelight {_version('moelight')}"])
+
+
+def usable_threads() -> int:
+    """Number of hardware threads that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -9,25 +9,16 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 PROC = Path("/proc")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _GroupFiles:
-    """Names of the memory files in one version of control groups."""
-
-    limit: str
-    usage: str
-    inactive_file: str
-
-
-_V1 = _GroupFiles(limit="memory.limit_in_bytes", usage="memory.usage_in_bytes", inactive_file="total_inactive_file")
-_V2 = _GroupFiles(limit="memory.max", usage="memory.current", inactive_file="inactive_file")
+# By version of control groups: the files of the limit and of the usage, and the entry of memory.stat for page cache.
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def physical_bytes() -> int:
@@ -94,10 +85,10 @@ def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
     Page cache that the kernel drops first does not count as used.
     """
     for directory, version in _groups(proc, "memory"):
-        files = _V2 if version == 2 else _V1
-        limit = _number(directory / files.limit)
+        limit_file, usage_file, inactive = _GROUP_FILES[version]
+        limit = _number(directory / limit_file)
         if limit is not None:
-            used = (_number(directory / files.usage) or 0) - _inactive_file(directory, files)
+            used = (_number(directory / usage_file) or 0) - _inactive_bytes(directory, inactive)
             yield limit, max(0, used)
 
 
@@ -142,10 +133,10 @@ def _mounts(proc: Path) -> Iterator[tuple[str, list[str], str, Path]]:
             yield types[0], types[2].split(","), fields[3], Path(fields[4].replace("\\040", " "))
 
 
-def _inactive_file(directory: Path, files: _GroupFiles) -> int:
+def _inactive_bytes(directory: Path, entry: str) -> int:
     for line in _lines(directory / "memory.stat"):
         name, _, value = line.partition(" ")
-        if name == files.inactive_file and value.strip().isdecimal():
+        if name == entry and value.strip().isdecimal():
             return int(value)
     return 0
 

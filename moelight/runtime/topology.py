@@ -1,23 +1,50 @@
-"""Hardware topology: cores, their hyperthreads, NUMA nodes with their memory, and the PCI slot of a GPU.
+"""Cores and memory of the machine: read from the system, shared among the lanes of a run, and chosen for its arenas.
 
-Reads /sys as Linux provides it; elsewhere every processor is a core of one node.
+Reads /sys as Linux provides it; elsewhere every processor is a core of one node. On a machine with one node, or where
+the system refuses, the operating system places memory: a run is then slower, not wrong. Never imports torch, because
+`doctor` uses this module.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 import os
+import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moelight.core.policy import Policy
+from moelight.core.schedule import Lane
+from moelight.core.units import format_bytes
 from moelight.runtime.measure import PROC, processor_quota
 
 if TYPE_CHECKING:
     import torch
 
 SYS = Path("/sys")
+# Copy rate of one thread within host memory; 8 to 10 GB/s were measured.
+COPY_BYTES_PER_S = 8e9
+# Assumed rate of an unknown link: PCIe 4.0 x16, as far as copies reach.
+LINK_BYTES_PER_S = 25e9
+# From this many threads on, one core is left unbound for the thread that launches device work.
+_CORES_TO_LAUNCH = 4
+# Share of a node's memory that is kept free for torch, the driver and other programs.
+ROOM = 0.05
+_DEFAULT, _PREFERRED, _INTERLEAVE = 0, 1, 3
+_MODES = {"bound": _PREFERRED, "interleaved": _INTERLEAVE}
+_MOST_NODES = 1024
+_NEW = {"mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237}
+_NUMBERS = {
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239},
+    "aarch64": _NEW,
+    "riscv64": _NEW,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,3 +180,217 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demands:
+    """Processor demands of a run.
+
+    Attributes:
+        device: a discrete device computes.
+        computes: the CPU computes attention or experts (always without a device).
+        stages: pages are staged from host memory.
+        link_bytes_per_s: rate of the link to the device.
+        node: NUMA node of the device; None if unknown.
+    """
+
+    device: bool
+    computes: bool = True
+    stages: bool = False
+    link_bytes_per_s: float = LINK_BYTES_PER_S
+    node: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """``threads`` of a lane's kernels, each bound to one of ``places`` (the processors of one core); unbound without
+    places."""
+
+    threads: int
+    places: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreShares:
+    """Threads of the computing lanes and of staging (None: no such work), with the reason.
+
+    No thread is bound to the ``free`` processors, so launching and reading threads find time there; empty if every
+    processor has a bound thread or no thread is bound. ``shared``: all computing lanes use ``compute``.
+    """
+
+    compute: Share | None
+    staging: Share | None
+    free: tuple[int, ...]
+    reason: str
+    shared: bool
+
+    def of(self, lane: Lane) -> Share | None:
+        """Threads of ``lane``; None for a lane that computes nothing on the CPU."""
+        if self.shared:
+            return None if lane is Lane.DISK else self.compute
+        return {Lane.CPU: self.compute, Lane.STAGE: self.staging}.get(lane)
+
+
+def demands_of(policy: Policy, plug: PciSlot | None, *, device: bool) -> Demands:
+    """Processor demands of a run of ``policy``, with a discrete ``device`` or without one."""
+    rate = None if plug is None else plug.bytes_per_s
+    return Demands(
+        device=device,
+        computes=not device or policy.attention_device == "cpu" or policy.ffn_device != "gpu",
+        stages=device and policy.weights.host > policy.cpu_experts,
+        link_bytes_per_s=rate or LINK_BYTES_PER_S,
+        node=None if plug is None else plug.node,
+    )
+
+
+def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreShares:
+    """Assign one thread per core, ``at_most`` in all (torch's thread count).
+
+    Threads are bound only if the run uses all cores; otherwise the operating system places them.
+    """
+    # the nearest to the device first
+    cores = tuple(sorted(topology.cores, key=lambda core: demands.node is not None and core.node != demands.node))
+    granted = len(cores) if topology.quota is None else math.ceil(topology.quota)
+    threads = max(1, min(len(cores), granted, at_most))
+    bound = 1 < threads == len(cores)
+    if not demands.device:
+        return CoreShares(
+            compute=_share(cores, threads, bound=bound),
+            staging=None,
+            free=(),
+            reason=f"{_count(topology, threads, bound=bound)}; reads run between them",
+            shared=True,
+        )
+    launching = 1 if threads >= _CORES_TO_LAUNCH else 0
+    staging, computing = _split(threads - launching, demands)
+    bound = bound and 0 < staging + computing <= threads - launching
+    stagers, others = cores[launching : launching + staging], cores[launching + staging :]
+    free = [*cores[:launching], *others[computing:]] if bound else []
+    parts = [
+        f"{staging} to stage pages" if staging else "",
+        f"{computing} to compute" if computing else "",
+        "1 core left to launch work" if launching else "work is launched between them",
+    ]
+    split = ", ".join(part for part in parts if part)
+    return CoreShares(
+        compute=_share(others, computing, bound=bound) if computing else None,
+        staging=_share(stagers, staging, bound=bound) if staging else None,
+        free=tuple(each for core in free for each in core.processors),
+        reason=f"{_count(topology, threads, bound=bound)}: {split}",
+        shared=False,
+    )
+
+
+def _split(threads: int, demands: Demands) -> tuple[int, int]:
+    """Numbers of threads that stage and that compute.
+
+    Staging gets as many threads as the link can use, at most a third if the CPU computes too; work that occurs gets at
+    least one thread.
+    """
+    wanted = max(1, math.ceil(demands.link_bytes_per_s / COPY_BYTES_PER_S)) if demands.stages else 0
+    if not demands.computes:
+        return min(wanted, threads), 0
+    staging = min(wanted, max(1, threads // 3))
+    return staging, max(1, threads - staging)
+
+
+def _share(cores: tuple[Core, ...], threads: int, *, bound: bool) -> Share:
+    return Share(threads=threads, places=tuple(core.processors for core in cores[:threads]) if bound else ())
+
+
+def _count(topology: Topology, threads: int, *, bound: bool) -> str:
+    cores, count = len(topology.cores), "1 thread" if threads == 1 else f"{threads} threads"
+    if threads != cores:
+        limited = topology.quota is not None and math.ceil(topology.quota) <= threads
+        limit = f"a quota of {topology.quota:g} processors" if limited else "torch's number, OMP_NUM_THREADS"
+        count = f"{count} for {cores} cores ({limit})"
+    return f"{count}, {'each bound to its core' if bound else 'none bound'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlace:
+    """Placement of host memory, with the reason: ``anywhere``, ``bound`` to one of ``nodes`` (while the node has free
+    memory), or ``interleaved`` over all ``nodes``."""
+
+    kind: str
+    nodes: tuple[int, ...] = ()
+    reason: str
+
+
+def place_memory(
+    topology: Topology, wanted_bytes: int, *, device_node: int | None = None, refusal: str | None = None
+) -> MemoryPlace:
+    """Choose the placement of ``wanted_bytes`` of host memory.
+
+    Memory is bound to the node of the device, or of all cores, if everything fits there with a margin, else
+    interleaved. ``refusal``: the reason why the system does not place memory; None if it does.
+    """
+    nodes = {node.number: node for node in topology.nodes}
+    if len(nodes) < 2:
+        return MemoryPlace(kind="anywhere", reason="one NUMA node")
+    if refusal is not None:
+        return MemoryPlace(kind="anywhere", reason=f"{len(nodes)} NUMA nodes, but {refusal}")
+    whose, home = "the device's", device_node
+    if home is None:
+        whose, of_cores = "that of all its cores", {core.node for core in topology.cores}
+        home = of_cores.pop() if len(of_cores) == 1 else None
+    everywhere = tuple(nodes)
+    if home not in nodes:
+        return MemoryPlace(kind="interleaved", nodes=everywhere, reason="no node is nearer than the others")
+    near, size = nodes[home], format_bytes(wanted_bytes)
+    if wanted_bytes + ROOM * near.total_bytes <= near.available_bytes:
+        return MemoryPlace(kind="bound", nodes=(home,), reason=f"node {home}, {whose}, has room for {size}")
+    room = format_bytes(near.available_bytes)
+    return MemoryPlace(
+        kind="interleaved", nodes=everywhere, reason=f"node {home}, {whose}, has {room} for {size}, which is not enough"
+    )
+
+
+def why_not_placed() -> str | None:
+    """Reason why the system does not place memory for this thread; None if it does."""
+    if platform.system() != "Linux" or platform.machine() not in _NUMBERS:
+        return f"memory is not placed on {platform.system()} {platform.machine()}"
+    mode = ctypes.c_int(_DEFAULT)
+    if code := _call("get_mempolicy", ctypes.byref(mode), None, 0, None, 0):
+        return f"the system does not let memory be placed ({os.strerror(code)})"
+    return "the user has placed its memory already (numactl)" if mode.value != _DEFAULT else None
+
+
+@contextmanager
+def placing(place: MemoryPlace) -> Iterator[None]:
+    """Place memory that the calling thread touches first within the context at ``place``. Threads started within
+    inherit the placement."""
+    if place.kind == "anywhere":
+        yield
+        return
+    _call("set_mempolicy", _MODES[place.kind], _mask(place.nodes), _MOST_NODES)
+    try:
+        yield
+    finally:
+        _call("set_mempolicy", _DEFAULT, None, 0)
+
+
+def settle(place: MemoryPlace, start: int, size: int) -> None:
+    """Place the untouched pages of the ``size`` bytes from address ``start`` on at ``place``, whichever thread touches
+    them."""
+    if place.kind != "anywhere" and size > 0:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        address = ctypes.c_void_p(first)
+        _call("mbind", address, start + size - first, _MODES[place.kind], _mask(place.nodes), _MOST_NODES, 0)
+
+
+def _mask(nodes: Iterable[int]) -> ctypes.Array[ctypes.c_ulong]:
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    words = (ctypes.c_ulong * (_MOST_NODES // bits + 1))()
+    for node in nodes:
+        words[node // bits] |= 1 << node % bits
+    return words
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Return 0, or the errno of the failure."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    number = ctypes.c_long(_NUMBERS[platform.machine()][name])
+    return ctypes.get_errno() if libc.syscall(number, *wide) else 0

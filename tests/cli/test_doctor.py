@@ -16,7 +16,7 @@ from moelight.cli import doctor
 from moelight.cli.doctor import machine_facts, machine_lines
 from moelight.core.units import format_bytes
 from moelight.kernels import native
-from moelight.kernels.serving import serving
+from moelight.kernels.native import serving
 from moelight.runtime.topology import PciSlot
 from tests.cli.program import DEMO, ROOT, moelight
 from tests.runtime.machines import topology

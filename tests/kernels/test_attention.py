@@ -37,20 +37,20 @@ def truth(call, window=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 80, 96, 128, 192, 256])
-def test_every_head_size(server, dtype, head_dim):
-    call = paged([1, 33, 200], q_heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
-    out = cpu_gqa_decode(*call.arguments)
-    assert out.dtype == dtype
-    assert out.shape == call.q.shape
-    assert relative_error(out, truth(call)) <= TOLERANCE[dtype]
+def test_every_head_size(server, dtype):
+    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256]:
+        call = paged([1, 33, 200], q_heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
+        out = cpu_gqa_decode(*call.arguments)
+        assert out.dtype == dtype
+        assert out.shape == call.q.shape
+        assert relative_error(out, truth(call)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 13])
-def test_every_group_size(server, dtype, group):
-    call = paged([40, 7, 70], q_heads=2 * group, kv_heads=2, dtype=dtype)
-    assert relative_error(cpu_gqa_decode(*call.arguments), truth(call)) <= TOLERANCE[dtype]
+def test_every_group_size(server, dtype):
+    for group in [1, 2, 3, 4, 5, 8, 13]:
+        call = paged([40, 7, 70], q_heads=2 * group, kv_heads=2, dtype=dtype)
+        assert relative_error(cpu_gqa_decode(*call.arguments), truth(call)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,13 +62,11 @@ def test_ragged_lengths_from_none_to_five_thousand(server, dtype):
     assert not out[RAGGED.index(0)].any()
 
 
-@pytest.mark.parametrize(
-    ("block_size", "window"), [(16, 1), (16, 3), (16, 100), (32, 513), (64, 511), (64, 57), (128, 100_000)]
-)
-def test_windows_and_block_sizes(server, block_size, window):
-    call = paged([1, 99, 700, 1300], head_dim=16, block_size=block_size)
-    out = cpu_gqa_decode(*call.arguments, window=window)
-    assert relative_error(out, truth(call, window)) <= 1e-5
+def test_windows_and_block_sizes(server):
+    for block_size, window in [(16, 1), (16, 3), (16, 100), (32, 513), (64, 511), (64, 57), (128, 100_000)]:
+        call = paged([1, 99, 700, 1300], head_dim=16, block_size=block_size)
+        out = cpu_gqa_decode(*call.arguments, window=window)
+        assert relative_error(out, truth(call, window)) <= 1e-5
 
 
 def test_blocks_before_the_window_and_after_the_end_are_never_looked_at(server):
@@ -185,20 +183,19 @@ def test_the_pool_survives_a_fork(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
-def test_append_writes_its_slots_and_nothing_else(server, dtype, tokens):
-    call = paged([200, 200], kv_heads=3, head_dim=24, dtype=dtype)
-    k_cache, v_cache = call.k_cache.clone(), call.v_cache.clone()
-    slots = torch.randperm(k_cache.shape[0] * 16)[:tokens]
-    tokens = len(slots)
-    fused = torch.randn(tokens, 6, 24).to(dtype)
-    k_new, v_new = fused[:, :3], fused[:, 3:]
-    cpu_kv_append(k_cache, v_cache, k_new, v_new, slots)
-    expected_k, expected_v = call.k_cache.clone(), call.v_cache.clone()
-    expected_k[slots // 16, :, slots % 16] = k_new
-    expected_v[slots // 16, :, slots % 16] = v_new
-    assert torch.equal(k_cache, expected_k)
-    assert torch.equal(v_cache, expected_v)
+def test_append_writes_its_slots_and_nothing_else(server, dtype):
+    for tokens in [0, 1, 7, 300]:
+        call = paged([200, 200], kv_heads=3, head_dim=24, dtype=dtype)
+        k_cache, v_cache = call.k_cache.clone(), call.v_cache.clone()
+        slots = torch.randperm(k_cache.shape[0] * 16)[:tokens]
+        fused = torch.randn(len(slots), 6, 24).to(dtype)
+        k_new, v_new = fused[:, :3], fused[:, 3:]
+        cpu_kv_append(k_cache, v_cache, k_new, v_new, slots)
+        expected_k, expected_v = call.k_cache.clone(), call.v_cache.clone()
+        expected_k[slots // 16, :, slots % 16] = k_new
+        expected_v[slots // 16, :, slots % 16] = v_new
+        assert torch.equal(k_cache, expected_k)
+        assert torch.equal(v_cache, expected_v)
 
 
 def test_append_keeps_the_later_of_two_tokens_for_one_slot(server):
@@ -251,13 +248,13 @@ def test_the_twin_is_the_formula(options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-def test_sinks(server, dtype, head_dim):
-    call = paged([1, 33, 0, 1200], q_heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
-    for shift in (0, -40, 8):
-        sinks = some_sinks(6) + shift
-        expected = reference.gqa_decode(*call.double().arguments, sinks=sinks.double())
-        assert relative_error(cpu_gqa_decode(*call.arguments, sinks=sinks), expected) <= TOLERANCE[dtype]
+def test_sinks(server, dtype):
+    for head_dim in [40, 64, 128]:
+        call = paged([1, 33, 0, 1200], q_heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
+        for shift in (0, -40, 8):
+            sinks = some_sinks(6) + shift
+            expected = reference.gqa_decode(*call.double().arguments, sinks=sinks.double())
+            assert relative_error(cpu_gqa_decode(*call.arguments, sinks=sinks), expected) <= TOLERANCE[dtype]
 
 
 def test_a_sink_that_is_no_logit_is_no_sink(server):
@@ -267,30 +264,32 @@ def test_a_sink_that_is_no_logit_is_no_sink(server):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [0.5, 5, 30.0, 1000.0])
-def test_softcap(server, dtype, softcap):
-    call = replace(paged([1, 33, 0, 1200], q_heads=6, kv_heads=2, head_dim=80, dtype=dtype), scale=0.5)
-    for options in ({"softcap": softcap}, {"softcap": softcap, "window": 100, "sinks": some_sinks(6)}):
-        expected = reference.gqa_decode(*call.double().arguments, **options)
-        assert relative_error(cpu_gqa_decode(*call.arguments, **options), expected) <= TOLERANCE[dtype]
+def test_softcap(server, dtype):
+    for softcap in [0.5, 5, 30.0, 1000.0]:
+        call = replace(paged([1, 33, 0, 1200], q_heads=6, kv_heads=2, head_dim=80, dtype=dtype), scale=0.5)
+        for options in ({"softcap": softcap}, {"softcap": softcap, "window": 100, "sinks": some_sinks(6)}):
+            expected = reference.gqa_decode(*call.double().arguments, **options)
+            assert relative_error(cpu_gqa_decode(*call.arguments, **options), expected) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 80, 96, 128, 192, 256])
-def test_int8_every_head_size(server, dtype, head_dim):
-    call, scales = quantised(paged([1, 33, 0, 600], q_heads=6, kv_heads=2, head_dim=head_dim), dtype)
-    out = cpu_gqa_decode(*call.arguments, **scales)
-    assert out.dtype == dtype
-    assert relative_error(out, int8_truth(call, scales)) <= TOLERANCE[dtype]
+def test_int8_every_head_size(server, dtype):
+    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256]:
+        call, scales = quantised(paged([1, 33, 0, 600], q_heads=6, kv_heads=2, head_dim=head_dim), dtype)
+        out = cpu_gqa_decode(*call.arguments, **scales)
+        assert out.dtype == dtype
+        assert relative_error(out, int8_truth(call, scales)) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_int8_ragged_with_everything(server, block_size):
-    call, scales = quantised(paged(RAGGED, q_heads=5, kv_heads=1, head_dim=16, block_size=block_size), torch.float32)
-    options = EVERYTHING | {"sinks": some_sinks(5)}
-    out, expected = cpu_gqa_decode(*call.arguments, **scales, **options), int8_truth(call, scales, **options)
-    for row in range(len(RAGGED)):
-        assert relative_error(out[row], expected[row]) <= 1e-5
+def test_int8_ragged_with_everything(server):
+    for block_size in [16, 32, 64, 128]:
+        call, scales = quantised(
+            paged(RAGGED, q_heads=5, kv_heads=1, head_dim=16, block_size=block_size), torch.float32
+        )
+        options = EVERYTHING | {"sinks": some_sinks(5)}
+        out, expected = cpu_gqa_decode(*call.arguments, **scales, **options), int8_truth(call, scales, **options)
+        for row in range(len(RAGGED)):
+            assert relative_error(out[row], expected[row]) <= 1e-5
 
 
 def test_int8_is_near_what_was_quantised(server):
@@ -320,13 +319,13 @@ def test_int8_append_quantises_as_the_twin_does(server, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_int8_does_not_hide_a_poisoned_row(server, dtype, name):
-    call, scales = quantised(paged([50, 50], head_dim=16), dtype)
-    scales[name][call.block_tables[0, 1], :, 3] = float("nan")
-    out = cpu_gqa_decode(*call.arguments, **scales)
-    assert out[0].isnan().any()
-    assert out[1].isfinite().all()
+def test_int8_does_not_hide_a_poisoned_row(server, dtype):
+    for name in ["k_scale", "v_scale"]:
+        call, scales = quantised(paged([50, 50], head_dim=16), dtype)
+        scales[name][call.block_tables[0, 1], :, 3] = float("nan")
+        out = cpu_gqa_decode(*call.arguments, **scales)
+        assert out[0].isnan().any()
+        assert out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])

@@ -22,11 +22,11 @@ def check(length: int, to: int, start: int, threads: int) -> None:
     assert (whole[to + length :] == 7).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, MIB - 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 8 * MIB + 77])
-def test_lengths(server, length, threads):
-    check(length, 0, 0, threads)
-    check(length, 3, 17, threads)
+def test_lengths(server):
+    for threads in [1, 2, 5]:
+        for length in [0, 1, 63, 64, 65, MIB - 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 8 * MIB + 77]:
+            check(length, 0, 0, threads)
+            check(length, 3, 17, threads)
 
 
 @FUZZ
@@ -40,9 +40,8 @@ def test_any_alignment(server, length, to, start, threads):
     check(length, to, start, threads)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
+def test_refusals(server):
+    for name, wrong in [
         ("dst", None),
         ("dst", torch.zeros(64)),
         ("dst", torch.zeros(8, 8, dtype=torch.uint8)),
@@ -55,17 +54,15 @@ def test_any_alignment(server, length, to, start, threads):
         ("src", torch.zeros(64, dtype=torch.uint8).numpy()),
         ("threads", 0),
         ("threads", "all"),
-    ],
-)
-def test_refusals(server, name, wrong):
-    arguments = {
-        "dst": torch.zeros(64, dtype=torch.uint8),
-        "src": torch.zeros(64, dtype=torch.uint8),
-        "threads": 1,
-        name: wrong,
-    }
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        copy_pages(arguments["dst"], arguments["src"], threads=arguments["threads"])
+    ]:
+        arguments = {
+            "dst": torch.zeros(64, dtype=torch.uint8),
+            "src": torch.zeros(64, dtype=torch.uint8),
+            "threads": 1,
+            name: wrong,
+        }
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            copy_pages(arguments["dst"], arguments["src"], threads=arguments["threads"])
 
 
 @pytest.mark.parametrize(("to", "start"), [(0, 0), (0, 1), (63, 0)])

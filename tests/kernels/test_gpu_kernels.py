@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,23 +60,23 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @EVERY_DTYPE
 @EVERY_COUNT
-@pytest.mark.parametrize(("hidden", "width"), [(64, 128), (80, 33), (17, 48)])
-def test_experts(device, dtype, tolerance, counts, hidden, width):
-    layer = floats(len(counts), hidden, width, dtype, device)
-    x, offsets = rows_of(counts, hidden, dtype, device)
-    found = expert_ffn(x, layer.pages, offsets)
-    assert found.dtype == dtype
-    assert distance(found, layer.truth(x, counts)) <= tolerance
+def test_experts(device, dtype, tolerance, counts):
+    for hidden, width in [(64, 128), (80, 33), (17, 48)]:
+        layer = floats(len(counts), hidden, width, dtype, device)
+        x, offsets = rows_of(counts, hidden, dtype, device)
+        found = expert_ffn(x, layer.pages, offsets)
+        assert found.dtype == dtype
+        assert distance(found, layer.truth(x, counts)) <= tolerance
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("form", INTEGERS)
-@pytest.mark.parametrize(("rows", "hidden", "width"), [("empty experts", 128, 64), ("ragged", 80, 34)])
-def test_experts_in_integers(device, dtype, tolerance, rows, form, hidden, width):
-    counts = COUNTS[rows]
-    layer = integers(len(counts), hidden, width, *INTEGERS[form], device, torch.float32)
-    x, offsets = rows_of(counts, hidden, dtype, device)
-    assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= tolerance
+def test_experts_in_integers(device, dtype, tolerance, form):
+    for rows, hidden, width in [("empty experts", 128, 64), ("ragged", 80, 34)]:
+        counts = COUNTS[rows]
+        layer = integers(len(counts), hidden, width, *INTEGERS[form], device, torch.float32)
+        x, offsets = rows_of(counts, hidden, dtype, device)
+        assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= tolerance
 
 
 @EVERY_DTYPE
@@ -144,36 +145,35 @@ def test_in_place_strided_and_empty(device):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 4, 2), (13, 6, 2), (40, 5, 5)])
-def test_a_layer_from_logits_to_sums(device, dtype, tolerance, tokens, experts, top_k):
-    layer = floats(experts, 48, 40, dtype, device)
-    x, logits = torch.randn(tokens, 48).to(dtype).to(device), torch.randn(tokens, experts).to(dtype).to(device)
-    weights, ids = route(logits, top_k, normalize=True)
-    source, places, offsets = by_expert(ids, experts)
-    found = combine(expert_ffn(x, layer.pages, offsets, tokens=source), weights, places)
-    truth = torch.zeros(tokens, 48, dtype=torch.float64)
-    for e in range(experts):
-        every = layer.truth(x, tuple(tokens if other == e else 0 for other in range(experts)))
-        truth += every * (weights.double() * (ids == e)).sum(1, keepdim=True).cpu()
-    assert found.dtype == dtype
-    assert distance(found, truth) <= tolerance
+def test_a_layer_from_logits_to_sums(device, dtype, tolerance):
+    for tokens, experts, top_k in [(1, 4, 2), (13, 6, 2), (40, 5, 5)]:
+        layer = floats(experts, 48, 40, dtype, device)
+        x, logits = torch.randn(tokens, 48).to(dtype).to(device), torch.randn(tokens, experts).to(dtype).to(device)
+        weights, ids = route(logits, top_k, normalize=True)
+        source, places, offsets = by_expert(ids, experts)
+        found = combine(expert_ffn(x, layer.pages, offsets, tokens=source), weights, places)
+        truth = torch.zeros(tokens, 48, dtype=torch.float64)
+        for e in range(experts):
+            every = layer.truth(x, tuple(tokens if other == e else 0 for other in range(experts)))
+            truth += every * (weights.double() * (ids == e)).sum(1, keepdim=True).cpu()
+        assert found.dtype == dtype
+        assert distance(found, truth) <= tolerance
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (7, 8, 2), (33, 60, 4), (5, 128, 8), (3, 5, 5)])
-def test_route_is_the_models_own(device, dtype, tolerance, narrow, normalize, tokens, experts, top_k):
-    logits = torch.randn(tokens, experts).mul(3).to(dtype)
-    logits[0] = logits[0, 0]  # of equals the lowest id wins
-    logits[-1, ::2] = logits[-1].max()
-    spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=narrow)
-    expected, expected_ids = moe.route_tokens(logits, spec)
-    weights, ids = route(logits.to(device), top_k, normalize=normalize, weights_in_model_dtype=narrow)
-    assert weights.dtype == torch.float32
-    assert torch.equal(ids.cpu(), expected_ids)
-    step = torch.finfo(dtype).eps if narrow else 0.0
-    assert torch.allclose(weights.cpu(), expected, rtol=1e-6 + step, atol=1e-9)
+def test_route_is_the_models_own(device, dtype, tolerance):
+    sizes = [(1, 1, 1), (7, 8, 2), (33, 60, 4), (5, 128, 8), (3, 5, 5)]
+    for narrow, normalize, (tokens, experts, top_k) in product((False, True), (False, True), sizes):
+        logits = torch.randn(tokens, experts).mul(3).to(dtype)
+        logits[0] = logits[0, 0]  # of equals the lowest id wins
+        logits[-1, ::2] = logits[-1].max()
+        spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=narrow)
+        expected, expected_ids = moe.route_tokens(logits, spec)
+        weights, ids = route(logits.to(device), top_k, normalize=normalize, weights_in_model_dtype=narrow)
+        assert weights.dtype == torch.float32
+        assert torch.equal(ids.cpu(), expected_ids)
+        step = torch.finfo(dtype).eps if narrow else 0.0
+        assert torch.allclose(weights.cpu(), expected, rtol=1e-6 + step, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN.*:RuntimeWarning", "ignore:invalid value.*:RuntimeWarning")
@@ -216,13 +216,13 @@ def test_slots_stay_inside_whatever_the_offsets_are(device):
     assert [tuple(s) for s in slots[:5].tolist()] == [(0, 0, 20), (0, 16, 20), (2, 20, 36), (4, 36, 40), (-1, 0, 0)]
 
 
-@pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (13, 7)])
-@pytest.mark.parametrize("mean_rows", [1, 16, 40, 1000])
-@pytest.mark.parametrize("group", [0, 32, 48, 128])
-def test_tiles_fit_the_card(card, mean_rows, group):
-    for itemsize, kind in ((2, 1), (2, 2), (4, 1), (4, 2)):
+def test_tiles_fit_the_card():
+    cards = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (13, 7)]
+    sizes = product([0, 32, 48, 128], [1, 16, 40, 1000], (2, 4), (1, 2))
+    for card, (group, mean_rows, itemsize, kind) in product(cards, sizes):
         tile = tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=kind)
-        assert tile.stages * (tile.rows + kind * tile.columns) * tile.depth * itemsize <= tiles.shared_bytes(card)
+        used = tile.stages * (tile.rows + kind * tile.columns) * tile.depth * itemsize
+        assert used <= tiles.shared_bytes(card), (card, group, mean_rows, itemsize, kind)
         assert group % tile.depth == 0
         other = tiles.choose(card, itemsize=itemsize, mean_rows=7, group=group, matrices=kind)
         assert other.depth == tile.depth

@@ -71,30 +71,30 @@ def test_the_twin_is_the_formula():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "rotary"), [(512, 64), (32, 16), (1, 1), (7, 3), (33, 31), (100, 12), (256, 8)])
-def test_every_size(server, dtype, size, rotary):
-    call = latent([1, 33, 0, 200], heads=5, size=size, rotary=rotary, dtype=dtype)
-    out = cpu_mla_decode(*call.arguments)
-    assert out.dtype == dtype
-    assert out.shape == call.q_nope_absorbed.shape
-    assert relative_error(out, call.truth()) <= TOLERANCE[dtype]
-    assert not out[2].any()
+def test_every_size(server, dtype):
+    for size, rotary in [(512, 64), (32, 16), (1, 1), (7, 3), (33, 31), (100, 12), (256, 8)]:
+        call = latent([1, 33, 0, 200], heads=5, size=size, rotary=rotary, dtype=dtype)
+        out = cpu_mla_decode(*call.arguments)
+        assert out.dtype == dtype
+        assert out.shape == call.q_nope_absorbed.shape
+        assert relative_error(out, call.truth()) <= TOLERANCE[dtype]
+        assert not out[2].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 16, 37, 128])
-def test_every_number_of_heads(server, dtype, heads):
-    call = latent([40, 7, 70], heads=heads, size=48, rotary=16, dtype=dtype)
-    assert relative_error(cpu_mla_decode(*call.arguments, threads=2), call.truth()) <= TOLERANCE[dtype]
+def test_every_number_of_heads(server, dtype):
+    for heads in [1, 2, 3, 4, 16, 37, 128]:
+        call = latent([40, 7, 70], heads=heads, size=48, rotary=16, dtype=dtype)
+        assert relative_error(cpu_mla_decode(*call.arguments, threads=2), call.truth()) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 5, 16, 128])
-def test_ragged_lengths_from_none_to_five_thousand(server, dtype, block_size):
-    call = latent(RAGGED, heads=2, size=16, rotary=8, block_size=block_size, dtype=dtype)
-    out, expected = cpu_mla_decode(*call.arguments), call.truth()
-    for row in range(len(RAGGED)):
-        assert relative_error(out[row], expected[row]) <= TOLERANCE[dtype]
+def test_ragged_lengths_from_none_to_five_thousand(server, dtype):
+    for block_size in [1, 5, 16, 128]:
+        call = latent(RAGGED, heads=2, size=16, rotary=8, block_size=block_size, dtype=dtype)
+        out, expected = cpu_mla_decode(*call.arguments), call.truth()
+        for row in range(len(RAGGED)):
+            assert relative_error(out[row], expected[row]) <= TOLERANCE[dtype]
 
 
 def test_rising_and_huge_logits(server):
@@ -171,15 +171,15 @@ def test_a_batch_whose_partials_do_not_fit_at_once(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 40])
-def test_append_writes_its_slots_and_nothing_else(server, dtype, tokens):
-    call = latent([100], block_size=5, dtype=dtype)
-    cache, new = call.cache.clone(), torch.randn(tokens, 50).to(dtype)[:, :40]
-    slots = torch.randperm(cache.shape[0] * 5)[:tokens]
-    cpu_mla_append(cache, new.contiguous(), slots)
-    expected = call.cache.clone()
-    expected[slots // 5, slots % 5] = new
-    assert torch.equal(cache, expected)
+def test_append_writes_its_slots_and_nothing_else(server, dtype):
+    for tokens in [0, 1, 7, 40]:
+        call = latent([100], block_size=5, dtype=dtype)
+        cache, new = call.cache.clone(), torch.randn(tokens, 50).to(dtype)[:, :40]
+        slots = torch.randperm(cache.shape[0] * 5)[:tokens]
+        cpu_mla_append(cache, new.contiguous(), slots)
+        expected = call.cache.clone()
+        expected[slots // 5, slots % 5] = new
+        assert torch.equal(cache, expected)
 
 
 def test_append_keeps_the_later_of_two_tokens_for_one_slot(server):

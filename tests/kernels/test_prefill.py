@@ -14,7 +14,7 @@ from moelight.kernels.prefill import prefill_attention
 def test_a_fresh_prompt(tokens: int, window: int | None) -> None:
     q, k, v = torch.randn(tokens, 6, 40), torch.randn(tokens, 2, 40), torch.randn(tokens, 2, 40)
     found = prefill_attention(q, k, v, 0.2, window=window)
-    twin = reference.causal_attention(q, k, v, [0, tokens], 0.2, window=window)
+    twin = reference.prefill_attention(q, k, v, torch.tensor([0, tokens]), 0.2, window=window)
     torch.testing.assert_close(found, twin, rtol=1e-5, atol=1e-5)
 
 
@@ -27,16 +27,6 @@ def test_a_later_chunk_sees_its_context(context: int, tokens: int, window: int |
     q, k, v = torch.randn(tokens, 6, 16), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
     cache = (k_cache, v_cache, table)
     found = prefill_attention(q, k, v, 0.25, window=window, context=context, cache=cache)
-    twin = reference.causal_attention(
-        q,
-        k,
-        v,
-        [0, tokens],
-        0.25,
-        window=window,
-        context_lens=[context],
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=table.unsqueeze(0),
-    )
+    paged = (k_cache, v_cache, table.unsqueeze(0), torch.tensor([context]))
+    twin = reference.prefill_attention(q, k, v, torch.tensor([0, tokens]), 0.25, window=window, cache=paged)
     torch.testing.assert_close(found, twin, rtol=1e-5, atol=1e-5)

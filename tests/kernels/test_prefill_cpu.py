@@ -20,19 +20,19 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 80, 96, 128, 192, 256])
-def test_every_head_size(server, dtype, head_dim):
-    call = prompts([1, 33, 70], q_heads=6, head_dim=head_dim, dtype=dtype)
-    found = call.run()
-    assert found.dtype == dtype
-    assert found.shape == call.q.shape
-    assert relative_error(found, call.truth()) <= TOLERANCE[dtype]
+def test_every_head_size(server, dtype):
+    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256]:
+        call = prompts([1, 33, 70], q_heads=6, head_dim=head_dim, dtype=dtype)
+        found = call.run()
+        assert found.dtype == dtype
+        assert found.shape == call.q.shape
+        assert relative_error(found, call.truth()) <= TOLERANCE[dtype]
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 13, 100])
-def test_every_group_size(server, dtype, group):
-    assert prompts([40, 7, 70], q_heads=2 * group, head_dim=16, dtype=dtype).error() <= TOLERANCE[dtype]
+def test_every_group_size(server, dtype):
+    for group in [1, 2, 3, 5, 8, 13, 100]:
+        assert prompts([40, 7, 70], q_heads=2 * group, head_dim=16, dtype=dtype).error() <= TOLERANCE[dtype]
 
 
 @EVERY_DTYPE
@@ -45,10 +45,10 @@ def test_ragged_prompts(server, dtype):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("block_size", [1, 5, 16, 128])
-def test_prompts_after_their_contexts(server, dtype, block_size):
-    call = prompts([30, 1, 70, 0, 12], [100, 64, 0, 9, 131], block_size=block_size, head_dim=24, dtype=dtype)
-    assert call.error() <= TOLERANCE[dtype]
+def test_prompts_after_their_contexts(server, dtype):
+    for block_size in [1, 5, 16, 128]:
+        call = prompts([30, 1, 70, 0, 12], [100, 64, 0, 9, 131], block_size=block_size, head_dim=24, dtype=dtype)
+        assert call.error() <= TOLERANCE[dtype]
 
 
 @EVERY_DTYPE
@@ -76,10 +76,10 @@ def test_contexts_in_int8(server, dtype, window):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("window", [1, 3, 64, 65, 100, 10_000])
-def test_windows(server, dtype, window):
-    assert prompts([1, 170, 40], window=window, dtype=dtype).error() <= TOLERANCE[dtype]
-    assert prompts([20, 99], [150, 70], window=window, dtype=dtype).error() <= TOLERANCE[dtype]
+def test_windows(server, dtype):
+    for window in [1, 3, 64, 65, 100, 10_000]:
+        assert prompts([1, 170, 40], window=window, dtype=dtype).error() <= TOLERANCE[dtype]
+        assert prompts([20, 99], [150, 70], window=window, dtype=dtype).error() <= TOLERANCE[dtype]
 
 
 @EVERY_DTYPE
@@ -165,50 +165,50 @@ OPTIONS = [{}, {"window": 50}, {"sinks": torch.randn(6), "softcap": 3.0}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
-@pytest.mark.parametrize("head_dim", [40, 128])
-def test_a_prompt_is_the_same_in_any_company(kind, options, head_dim):
-    lengths = [1, 300, 64, 0, 129, 16, 200]
-    call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=kind, **options)
-    together = call.run(threads=2).split(lengths)
-    parts = [each.split(lengths) for each in (call.q, call.k, call.v)]
-    for order, threads in (*(([s], 1) for s in range(len(lengths))), ([6, 2, 1], 2), ([4, 4, 3, 0], 5)):
-        q, k, v = (torch.cat([each[s] for s in order]) for each in parts)
-        company = replace(call, q=q, k=k, v=v, cu_seqlens=bounds([lengths[s] for s in order]))
-        assert torch.equal(company.run(threads=threads), torch.cat([together[s] for s in order]))
+def test_a_prompt_is_the_same_in_any_company(kind, options):
+    for head_dim in [40, 128]:
+        lengths = [1, 300, 64, 0, 129, 16, 200]
+        call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=kind, **options)
+        together = call.run(threads=2).split(lengths)
+        parts = [each.split(lengths) for each in (call.q, call.k, call.v)]
+        for order, threads in (*(([s], 1) for s in range(len(lengths))), ([6, 2, 1], 2), ([4, 4, 3, 0], 5)):
+            q, k, v = (torch.cat([each[s] for s in order]) for each in parts)
+            company = replace(call, q=q, k=k, v=v, cu_seqlens=bounds([lengths[s] for s in order]))
+            assert torch.equal(company.run(threads=threads), torch.cat([together[s] for s in order]))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
-@pytest.mark.parametrize("cuts", [[0, 1, 2, 300], [0, 64, 128, 300], [0, 130, 131, 195, 300], [0, 299, 300]], ids=str)
-def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options, cuts):
-    tokens, block_size = 300, 16
-    call = prompts([tokens], q_heads=6, head_dim=40, dtype=kind, **options)
-    whole = call.run(threads=2)
-    blocks = -(-tokens // block_size)
-    k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=kind).unbind()
-    table = torch.randperm(blocks + 2)[:blocks].int().unsqueeze(0)
-    for first, last in itertools.pairwise(cuts):
-        chunk = replace(
-            call,
-            q=call.q[first:last],
-            k=call.k[first:last],
-            v=call.v[first:last],
-            cu_seqlens=bounds([last - first]),
-            options=options | {"cache": (k_cache, v_cache, table, torch.tensor([first], dtype=torch.int32))},
-        )
-        assert torch.equal(chunk.run(threads=1), whole[first:last])
-        for position in range(first, last):
-            block, offset = table[0, position // block_size], position % block_size
-            k_cache[block, :, offset], v_cache[block, :, offset] = call.k[position], call.v[position]
+def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options):
+    for cuts in [[0, 1, 2, 300], [0, 64, 128, 300], [0, 130, 131, 195, 300], [0, 299, 300]]:
+        tokens, block_size = 300, 16
+        call = prompts([tokens], q_heads=6, head_dim=40, dtype=kind, **options)
+        whole = call.run(threads=2)
+        blocks = -(-tokens // block_size)
+        k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=kind).unbind()
+        table = torch.randperm(blocks + 2)[:blocks].int().unsqueeze(0)
+        for first, last in itertools.pairwise(cuts):
+            chunk = replace(
+                call,
+                q=call.q[first:last],
+                k=call.k[first:last],
+                v=call.v[first:last],
+                cu_seqlens=bounds([last - first]),
+                options=options | {"cache": (k_cache, v_cache, table, torch.tensor([first], dtype=torch.int32))},
+            )
+            assert torch.equal(chunk.run(threads=1), whole[first:last])
+            for position in range(first, last):
+                block, offset = table[0, position // block_size], position % block_size
+                k_cache[block, :, offset], v_cache[block, :, offset] = call.k[position], call.v[position]
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 128, 256])
-@pytest.mark.parametrize("group", [1, 5, 50])
-def test_every_way_to_multiply(kind, head_dim, group):
-    for call in (
-        prompts([1, 33, 170], q_heads=2 * group, head_dim=head_dim, dtype=kind),
-        prompts([7, 65], [99, 64], q_heads=2 * group, head_dim=head_dim, dtype=kind, window=70, softcap=9.0),
-    ):
-        assert call.error() <= TOLERANCE[kind]
+def test_every_way_to_multiply(kind):
+    for group in [1, 5, 50]:
+        for head_dim in [8, 40, 128, 256]:
+            for call in (
+                prompts([1, 33, 170], q_heads=2 * group, head_dim=head_dim, dtype=kind),
+                prompts([7, 65], [99, 64], q_heads=2 * group, head_dim=head_dim, dtype=kind, window=70, softcap=9.0),
+            ):
+                assert call.error() <= TOLERANCE[kind]
 
 
 def test_instruction_sets_agree(isa):

@@ -43,7 +43,7 @@ def test_gqa_decode(dtype, tolerance, window):
 def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, window):
     bounds = [0, 1, 1, 20, 33]
     q, k, v = (torch.randn(33, heads, 24).to(dtype) for heads in (4, 2, 2))
-    found = reference.causal_attention(q, k, v, bounds, 0.2, window=window)
+    found = reference.prefill_attention(q, k, v, torch.tensor(bounds), 0.2, window=window)
     for first, last in itertools.pairwise(bounds):
         n = last - first
         mask = torch.ones(n, n, dtype=torch.bool).tril()
@@ -64,24 +64,21 @@ def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, wind
 def test_a_prompt_in_chunks_is_the_prompt(window):
     tokens, cuts, block_size = 40, [0, 13, 14, 40], 8
     q, k, v = torch.randn(tokens, 4, 16), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
-    whole = reference.causal_attention(q, k, v, [0, tokens], 0.25, window=window)
+    whole = reference.prefill_attention(q, k, v, torch.tensor([0, tokens]), 0.25, window=window)
     k_cache, v_cache = (
         torch.full((9, 2, block_size, 16), float("nan")),
         torch.full((9, 2, block_size, 16), float("nan")),
     )
     table = torch.tensor([[4, 0, 7, 2, 8]], dtype=torch.int32)
     for first, last in itertools.pairwise(cuts):
-        part = reference.causal_attention(
+        part = reference.prefill_attention(
             q[first:last],
             k[first:last],
             v[first:last],
-            [0, last - first],
+            torch.tensor([0, last - first]),
             0.25,
             window=window,
-            context_lens=[first],
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_tables=table,
+            cache=(k_cache, v_cache, table, torch.tensor([first])),
         )
         torch.testing.assert_close(part, whole[first:last])
         slots = torch.tensor([int(table[0, p // block_size]) * block_size + p % block_size for p in range(first, last)])
@@ -90,12 +87,6 @@ def test_a_prompt_in_chunks_is_the_prompt(window):
         q[-1:], k_cache, v_cache, table, torch.tensor([tokens], dtype=torch.int32), 0.25, window=window
     )
     torch.testing.assert_close(decoded, whole[-1:])
-
-
-def test_context_without_a_cache_is_refused():
-    x = torch.randn(2, 1, 8)
-    with pytest.raises(ValueError, match=r"^context_lens: "):
-        reference.causal_attention(x, x, x, [0, 2], 1.0, context_lens=[3])
 
 
 @EVERY_DTYPE

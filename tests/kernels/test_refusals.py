@@ -203,12 +203,12 @@ def test_indices_out_of_range(checker, name, damage):
 
 
 @pytest.mark.parametrize("call", ["decode", "append"])
-@pytest.mark.parametrize("size", [1, 8, 17, 24, 256])
-def test_only_some_block_sizes_are_served(checker, call, size):
-    shape = (4, 2, size, 16)
-    arguments = CALLS[call][1]() | {"k_cache": torch.zeros(shape), "v_cache": torch.zeros(shape)}
-    with pytest.raises(ValueError, match=r"^k_cache: block size"):
-        CALLS[call][0](**arguments)
+def test_only_some_block_sizes_are_served(checker, call):
+    for size in [1, 8, 17, 24, 256]:
+        shape = (4, 2, size, 16)
+        arguments = CALLS[call][1]() | {"k_cache": torch.zeros(shape), "v_cache": torch.zeros(shape)}
+        with pytest.raises(ValueError, match=r"^k_cache: block size"):
+            CALLS[call][0](**arguments)
 
 
 SIZES = st.integers(0, 3)
@@ -232,11 +232,7 @@ def tensors(draw: st.DrawFn, like: Tensor) -> Tensor:
 
 
 def twin_of_decode(arguments: Arguments) -> Tensor:
-    rest = {name: value for name, value in arguments.items() if name not in {"out", "threads"}}
-    new = {name: rest.pop(name) for name in ("k_new", "v_new")}
-    shared = ("k_cache", "v_cache", "block_tables", "seq_lens", "k_scale", "v_scale")
-    reference.kv_append_last(**new, **{name: rest[name] for name in shared if name in rest})
-    return reference.gqa_decode(**rest)
+    return reference.gqa_decode(**{name: value for name, value in arguments.items() if name not in {"out", "threads"}})
 
 
 def twin_of_latent(arguments: Arguments) -> Tensor:

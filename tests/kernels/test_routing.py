@@ -22,18 +22,18 @@ FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthChe
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 8, 2), (1, 8, 2), (70, 8, 8), (50, 129, 8), (3, 1, 1)])
-def test_routes_as_the_models_do(server, dtype, normalize, tokens, experts, top_k):
-    logits = torch.randn(tokens, experts).mul(4).to(dtype)
-    for rounded in (False, True):
-        weights, ids = cpu_route(logits, top_k, normalize=normalize, round_weights=rounded)
-        spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=rounded)
-        expected, expected_ids = route_tokens(logits, spec)
-        assert weights.dtype == torch.float32
-        assert torch.equal(ids, expected_ids)
-        atol = 0.0 if not rounded or dtype == torch.float32 else torch.finfo(dtype).eps
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=max(atol, 1e-7))
+def test_routes_as_the_models_do(server, dtype):
+    for normalize in [False, True]:
+        for tokens, experts, top_k in [(0, 8, 2), (1, 8, 2), (70, 8, 8), (50, 129, 8), (3, 1, 1)]:
+            logits = torch.randn(tokens, experts).mul(4).to(dtype)
+            for rounded in (False, True):
+                weights, ids = cpu_route(logits, top_k, normalize=normalize, round_weights=rounded)
+                spec = RouterSpec(top_k=top_k, normalize=normalize, weights_in_model_dtype=rounded)
+                expected, expected_ids = route_tokens(logits, spec)
+                assert weights.dtype == torch.float32
+                assert torch.equal(ids, expected_ids)
+                atol = 0.0 if not rounded or dtype == torch.float32 else torch.finfo(dtype).eps
+                torch.testing.assert_close(weights, expected, rtol=1e-5, atol=max(atol, 1e-7))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -83,29 +83,29 @@ def test_routing_is_the_same_everywhere(isa, dtype):
     assert all(torch.equal(a, b) for a, b in zip(cpu_route(logits, 4, normalize=True), everyone, strict=True))
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 8, 2), (1, 8, 2), (300, 7, 3), (40, 200, 8), (5, 3, 0)])
-def test_sorted_rows(server, tokens, experts, top_k):
-    ids = torch.randint(0, max(1, experts - 1), (tokens, top_k)).int()  # the last expert stays empty
-    found = cpu_sort_by_expert(ids, experts)
-    assert torch.equal(found.order.long(), ids.flatten().argsort(stable=True))
-    assert torch.equal(found.token, found.order // max(1, top_k))
-    assert torch.equal(found.order[found.position.flatten().long()].long(), torch.arange(tokens * top_k))
-    counts = torch.bincount(ids.flatten(), minlength=experts)
-    assert torch.equal(found.offsets.diff(), counts.int())
-    assert found.offsets[0] == 0
-    assert all(tensor.dtype == torch.int32 for tensor in found)
+def test_sorted_rows(server):
+    for tokens, experts, top_k in [(0, 8, 2), (1, 8, 2), (300, 7, 3), (40, 200, 8), (5, 3, 0)]:
+        ids = torch.randint(0, max(1, experts - 1), (tokens, top_k)).int()  # the last expert stays empty
+        found = cpu_sort_by_expert(ids, experts)
+        assert torch.equal(found.order.long(), ids.flatten().argsort(stable=True))
+        assert torch.equal(found.token, found.order // max(1, top_k))
+        assert torch.equal(found.order[found.position.flatten().long()].long(), torch.arange(tokens * top_k))
+        counts = torch.bincount(ids.flatten(), minlength=experts)
+        assert torch.equal(found.offsets.diff(), counts.int())
+        assert found.offsets[0] == 0
+        assert all(tensor.dtype == torch.int32 for tensor in found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("hidden", [0, 1, 40, 4097])
-def test_gather(server, dtype, hidden):
-    x = torch.randn(50, hidden + 3).to(dtype)[:, :hidden]
-    index = torch.randint(0, 50, (333,)).int()
-    assert torch.equal(cpu_gather_rows(x, index, threads=2), x[index.long()])
-    out = torch.empty(333, hidden + 5, dtype=dtype)[:, :hidden]
-    assert cpu_gather_rows(x, index, out=out) is out
-    assert torch.equal(out, x[index.long()])
-    assert cpu_gather_rows(x, index[:0]).shape == (0, hidden)
+def test_gather(server, dtype):
+    for hidden in [0, 1, 40, 4097]:
+        x = torch.randn(50, hidden + 3).to(dtype)[:, :hidden]
+        index = torch.randint(0, 50, (333,)).int()
+        assert torch.equal(cpu_gather_rows(x, index, threads=2), x[index.long()])
+        out = torch.empty(333, hidden + 5, dtype=dtype)[:, :hidden]
+        assert cpu_gather_rows(x, index, out=out) is out
+        assert torch.equal(out, x[index.long()])
+        assert cpu_gather_rows(x, index[:0]).shape == (0, hidden)
 
 
 def routed(tokens: int, hidden: int, dtype: torch.dtype, experts: int = 11, top_k: int = 4) -> tuple[Any, ...]:
@@ -194,9 +194,8 @@ def test_the_wrong_argument_is_named(checker, name):
         assert str(refusal.value).split(":")[0] in {each, "out", "weights"}
 
 
-@pytest.mark.parametrize(
-    ("name", "argument", "value"),
-    [
+def test_values_out_of_range(checker):
+    for name, argument, value in [
         ("route", "top_k", 0),
         ("route", "top_k", 9),
         ("route", "top_k", 2**70),
@@ -211,12 +210,10 @@ def test_the_wrong_argument_is_named(checker, name):
         ("gather", "token_of_row", torch.tensor([0, -1, 2]).int()),
         ("scatter", "position", torch.full((6, 4), 24).int()),
         ("scatter", "threads", -2),
-    ],
-)
-def test_values_out_of_range(checker, name, argument, value):
-    face, arguments = call(name)
-    with pytest.raises(ValueError, match=f"^{argument}: "):
-        face(**arguments | {argument: value})
+    ]:
+        face, arguments = call(name)
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            face(**arguments | {argument: value})
 
 
 def test_out_may_not_be_what_is_read(checker):

@@ -24,9 +24,9 @@ from moelight.core.units import KiB, MiB
 from moelight.kernels import native
 from moelight.profiles.hardware import EFFICIENCY, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
-from moelight.runtime.calibration import disk, machine, memory, surfaces, timing
+from moelight.runtime.calibration import disk, machine, surfaces, timing
 from moelight.runtime.calibration.effort import FULL, QUICK, Effort
-from moelight.runtime.calibration.pool import LEAST_TURNS, Pool
+from moelight.runtime.calibration.surfaces import LEAST_TURNS, Pool
 from moelight.runtime.calibration.timing import Measurement, Others, best_of_rounds, reading_of, sample
 from moelight.runtime.machine import Machine, find_machine
 
@@ -90,9 +90,23 @@ def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch:
     assert least == 0.0 and next(busy) == 9.0
 
 
-def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that only ``sleep`` moves."""
+    found = SimpleNamespace(now=0.0, perf_counter=lambda: found.now, process_time=lambda: 0.0)
+
+    def sleep(seconds: float) -> None:
+        found.now += seconds
+
+    found.sleep = sleep
+    monkeypatch.setattr(timing, "time", found)
+    monkeypatch.setattr(surfaces, "time", found)
+    return found
+
+
+def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first(clock: SimpleNamespace) -> None:
     def slow(seconds: float) -> Measurement:
-        time.sleep(0.02)
+        clock.sleep(0.02)
         return Measurement(rate=1.0, spread=0.0)
 
     found, _ = best_of_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
@@ -113,9 +127,9 @@ def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
 
 
 def test_memory_is_read_copied_and_touched(pool: Pool) -> None:
-    read, copied = memory.reads(pool)(0.01), memory.copies(pool)(0.01)
+    read, copied = surfaces.reads(pool)(0.01), surfaces.copies(pool)(0.01)
     assert 1e8 < read.rate < 1e13 and 1e8 < copied.rate < 1e13
-    assert 1e6 < memory.norms(pool, rows=4, hidden=32)(0.005).rate < 1e12
+    assert 1e6 < surfaces.norms(pool, rows=4, hidden=32)(0.005).rate < 1e12
 
 
 def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(pool: Pool) -> None:
@@ -158,14 +172,15 @@ def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
 
 def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
     with torch.inference_mode():
-        reading = surfaces.cost_model(pool)(0.05)
+        reading = surfaces.layer_phases(pool)(0.05)
     assert 2e-6 < 1 / reading.rate < 0.05
 
 
-def test_the_arithmetic_of_acts_is_taken_off() -> None:
-    rest = surfaces._in_turn(lambda: time.sleep(3e-3), lambda: time.sleep(1e-3), 0.05)
-    assert len(rest) > 5 and 1e-3 < sorted(rest)[len(rest) // 2] < 2.9e-3
-    assert all(each > 0 for each in surfaces._in_turn(lambda: None, lambda: time.sleep(1e-3), 0.01))
+def test_the_arithmetic_of_acts_is_taken_off(clock: SimpleNamespace) -> None:
+    rest = surfaces._in_turn(lambda: clock.sleep(3e-3), lambda: clock.sleep(1e-3), 0.05)
+    assert len(rest) > 5 and rest == pytest.approx([2e-3] * len(rest))
+    rest = surfaces._in_turn(lambda: clock.sleep(1e-6), lambda: clock.sleep(1e-3), 0.01)
+    assert all(each > 0 for each in rest)
 
 
 def test_norms_and_sums_are_read_by_the_bytes_an_act_touches(pool: Pool) -> None:
@@ -439,6 +454,6 @@ def test_efforts_end_in_time_and_meet_every_form_of_product(effort: Effort, most
 @pytest.mark.skipif(not native.available(), reason="the twin of the kernel is slow")
 def test_decoding_reads_no_faster_than_memory_would_allow_by_much(pool: Pool) -> None:
     """A count of bytes that is wrong by a factor would show: the pool is in the cache, but not ten times over."""
-    read = memory.reads(pool)(0.05)
-    decode = surfaces.decode_points("cpu_attention", pool, (96,))["cpu_attention", 0, 96](0.05)
-    assert decode.rate < 10 * read.rate
+    decode_once = surfaces.decode_points("cpu_attention", pool, (96,))["cpu_attention", 0, 96]
+    read, decode = (max(measure(0.05).rate for _ in range(5)) for measure in (surfaces.reads(pool), decode_once))
+    assert decode < 10 * read

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
-from moelight.runtime.cores import CoreShares, Demands, demands_of, share_cores
-from moelight.runtime.topology import PciSlot
+from moelight.runtime.topology import CoreShares, Demands, PciSlot, demands_of, share_cores
 from tests.runtime.machines import topology
 
 PLAIN = Demands(device=False)

@@ -17,7 +17,6 @@ from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane
 from moelight.kernels.threads import ThreadTeam
 from moelight.runtime import machine as machine_room
-from moelight.runtime.cores import Demands, share_cores
 from moelight.runtime.lanes import (
     SKIPPED,
     InlineLane,
@@ -29,6 +28,7 @@ from moelight.runtime.lanes import (
     ThreadLane,
 )
 from moelight.runtime.machine import EmulatedEvent, EmulatedStream, Machine, find_machine, open_lanes
+from moelight.runtime.topology import Demands, share_cores
 from tests.runtime.machines import topology
 
 PATIENCE_S = 10.0

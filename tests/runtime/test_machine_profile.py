@@ -19,8 +19,7 @@ from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import WORK, HardwareProfile, Processor, Tier, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime import machine_profile as room
-from moelight.runtime.calibration import __main__ as program
-from moelight.runtime.calibration import identity
+from moelight.runtime.calibration import machine as program
 from moelight.runtime.machine_profile import kept_path, machine_profile
 
 
@@ -151,10 +150,10 @@ def test_a_disturbed_measurement_is_told_and_tried_again_after_a_while(monkeypat
 def test_other_machines_and_releases_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {kept_path("cpu")}
     for change in (
-        lambda: monkeypatch.setattr(identity, "processor_name", lambda: "another"),
-        lambda: monkeypatch.setattr(identity, "usable_threads", lambda: 77),
-        lambda: monkeypatch.setattr(identity, "_version", lambda package: f"{package} 99"),
-        lambda: monkeypatch.setattr(identity, "accelerators", lambda device: ("Twin 9000",)),
+        lambda: monkeypatch.setattr(room, "processor_name", lambda: "another"),
+        lambda: monkeypatch.setattr(room, "usable_threads", lambda: 77),
+        lambda: monkeypatch.setattr(room, "_version", lambda package: f"{package} 99"),
+        lambda: monkeypatch.setattr(room, "accelerators", lambda device: ("Twin 9000",)),
         lambda: monkeypatch.setenv("OMP_NUM_THREADS", "3"),
     ):
         change()
@@ -188,7 +187,7 @@ def test_the_measuring_program_writes_a_profile(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_an_accelerator_torch_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if identity.may_have_accelerator():
+    if room.may_have_accelerator():
         pytest.skip("this machine may have an accelerator")
     write_hardware_profile(measured(), kept_path("auto"))
     code = (

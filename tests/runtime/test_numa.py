@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.hrm.footprint import ArenaSize, Footprint
-from moelight.runtime import machine, numa
-from moelight.runtime.numa import MemoryPlace, place_memory
-from moelight.runtime.topology import read_plug, read_topology
+from moelight.runtime import machine
+from moelight.runtime import topology as numa
+from moelight.runtime.topology import MemoryPlace, place_memory, read_plug, read_topology
 from tests.runtime.machines import GiB, invent_sys, topology
 
 EVERYWHERE = MemoryPlace(kind="interleaved", nodes=(0,), reason="a test")

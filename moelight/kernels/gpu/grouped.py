@@ -1,7 +1,7 @@
 """Experts on the GPU: rows sorted by expert, each expert's matrices at any address, two launches.
 
-Selects the implementation: Triton's kernels, or the reference implementation in torch. Nothing here waits for the
-device: only the kernels read the number of rows of an expert.
+Triton's kernels, or torch where `serving` says so. With Triton nothing waits for the device: only the kernels read the
+number of rows of an expert.
 
 Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 """
@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moelight.kernels.gpu import checks, reference, serving, tiles
-from moelight.kernels.gpu.pages import FLOATS, PageTable
+from moelight.kernels import arguments
+from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.reference import ACTIVATIONS, dequantized
 
-ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 _MAP_NUMBERS = 4096
 
 
@@ -51,23 +56,41 @@ def expert_ffn(
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, range or index.
     """
     rows = _check(x, pages, offsets, activation, clamp, tokens)
+    for name, buffer, columns in (("out", out, pages.hidden), ("scratch", scratch, pages.width)):
+        if buffer is not None:
+            check_tensor(name, buffer, x.dtype, (rows, columns), device=x.device, gap=False)
     if out is None:
         out = torch.empty((rows, pages.hidden), dtype=x.dtype, device=x.device)
-    else:
-        checks.check_tensor("out", out, (x.dtype,), 2, x.device)
-        checks.check_shape("out", out, (rows, pages.hidden))
-    if scratch is not None:
-        checks.check_tensor("scratch", scratch, (x.dtype,), 2, x.device)
-        checks.check_shape("scratch", scratch, (rows, pages.width))
     if rows == 0:
         return out
-    mean_rows = rows / min(rows, pages.experts)
-    if not serving.serves(x.device, x.dtype, mean_rows)[0]:
-        return reference.expert_ffn(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
+    if not serving.serves(x.device, x.dtype, rows / min(rows, pages.experts))[0]:
+        return expert_ffn_in_torch(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
         _launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
     return out
+
+
+def expert_ffn_in_torch(
+    x: Tensor, pages: PageTable, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
+) -> Tensor:
+    """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets``, and so waits for the device."""
+    result = torch.zeros_like(out)
+    source = x if tokens is None else x[tokens]
+    for e, (first, last) in enumerate(pairwise(offsets.tolist())):
+        if first < last and pages.parts["gate_up"][e] is not None:
+            gate, up = _linear(source[first:last], pages, "gate_up", e).float().chunk(2, dim=-1)
+            result[first:last] = _linear(ACTIVATIONS[activation](gate, up, clamp).to(x.dtype), pages, "down", e)
+    return out.copy_(result)
+
+
+def _linear(x: Tensor, pages: PageTable, part: str, expert: int) -> Tensor:
+    weight, scale, bias = (
+        pages.parts[name][expert] if pages.parts[name] else None for name in (part, f"{part}_scale", f"{part}_bias")
+    )
+    assert weight is not None
+    dense = weight if scale is None else dequantized(weight, scale, pages.group or None).to(x.dtype)
+    return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -80,24 +103,18 @@ def _check(
 ) -> int:
     """Check the arguments; return R."""
     if not isinstance(pages, PageTable):
-        raise ValueError(f"pages: must be Pages, is {type(pages).__name__}")
-    checks.check_tensor("x", x, FLOATS, 2, pages.table.device)
-    checks.check_rows("x", x)
-    if x.shape[1] != pages.hidden:
-        raise ValueError(f"x: must have {pages.hidden} columns, has {x.shape[1]}")
-    if not pages.scaled and pages.stored != x.dtype:
-        raise ValueError(f"x: must be {pages.stored} as the weights, is {x.dtype}")
-    rows = x.shape[0]
+        raise ValueError(f"pages: must be a PageTable, is {type(pages).__name__}")
+    device = pages.table.device
+    rows, _ = check_tensor("x", x, FLOATS if pages.scaled else pages.stored, (None, pages.hidden), device=device)
     if tokens is not None:
-        checks.check_tensor("tokens", tokens, (torch.int64,), 1, x.device)
-        checks.check_shape("tokens", tokens, (tokens.shape[0],))
-        checks.check_indices("tokens", tokens, rows)
-        if tokens.shape[0] and not rows:
+        check_tensor("tokens", tokens, torch.int64, (None,), device=device)
+        arguments.check_indices("tokens", tokens, rows)
+        if len(tokens) and not rows:
             raise ValueError("x: has no rows for tokens to name")
-        rows = tokens.shape[0]
-    checks.check_tensor("offsets", offsets, (torch.int32,), 1, x.device)
-    checks.check_shape("offsets", offsets, (pages.experts + 1,))
-    checks.check_offsets("offsets", offsets, rows)
+        rows = len(tokens)
+    check_tensor("offsets", offsets, torch.int32, (pages.experts + 1,), device=device)
+    if offsets.device.type == "cpu":
+        arguments.check_offsets("offsets", offsets, rows)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
     if not isinstance(clamp, (int, float)) or not math.isfinite(clamp) or clamp <= 0:
@@ -117,55 +134,23 @@ def _launch(
 ) -> None:
     from moelight.kernels.gpu import grouped_triton
 
-    rows = out.shape[0]
-    experts, most = pages.experts, min(rows, pages.experts)
+    rows, experts = out.shape[0], pages.experts
+    most = min(rows, experts)
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
-    sizes = {
-        matrices: tiles.choose(
-            card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group, matrices=matrices
-        )
-        for matrices in (1, 2)
-    }
-    height = sizes[1].rows
-    slot_count = (rows + most * (height - 1)) // height
+    choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group)
+    wide, narrow = choose(matrices=2), choose(matrices=1)
+    slot_count = (rows + most * (narrow.rows - 1)) // narrow.rows
     slots = torch.empty((slot_count, 3), dtype=torch.int32, device=x.device)
     padded = 1 << (experts - 1).bit_length()
     step = max(1, min(64, _MAP_NUMBERS // padded))
     grouped_triton.map_slots[(-(-slot_count // step),)](
-        offsets, slots, experts, rows, slot_count, BM=height, PADDED=padded, SLOTS=step
+        offsets, slots, experts, rows, slot_count, BM=narrow.rows, PADDED=padded, SLOTS=step
     )
-    for part, source, result in (("gate_up", x, active), ("down", active, out)):
-        gated = part == "gate_up"
-        _product(
-            grouped_triton.grouped,
-            pages,
-            part,
-            source,
-            result,
-            slots,
-            tokens if gated else None,
-            sizes[2 if gated else 1],
-            activation,
-            clamp,
-        )
-
-
-def _product(
-    kernel: Any,
-    pages: PageTable,
-    part: str,
-    x: Tensor,
-    out: Tensor,
-    slots: Tensor,
-    tokens: Tensor | None,
-    tile: tiles.Tile,
-    activation: str,
-    clamp: float,
-) -> None:
-    """Launch one product: ``out`` [R, columns] from the rows of ``x``."""
-    arguments, constants = arguments_of(pages, part, x, out, slots, tokens, tile, activation, clamp)
-    blocks = -(-out.shape[1] // tile.columns)
-    kernel[(slots.shape[0] * blocks,)](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    for part, source, into, index, tile in (("gate_up", x, active, tokens, wide), ("down", active, out, None, narrow)):
+        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
+        blocks = -(-into.shape[1] // tile.columns)
+        grid = (slot_count * blocks,)
+        grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def arguments_of(

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelight.kernels.gpu import checks
+from moelight.kernels.arguments import FLOATS, INTEGERS, check_integer, check_tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MATRICES = (*FLOATS, torch.int8, torch.uint8)
+MATRICES = FLOATS + INTEGERS
 PARTS = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
 _ALIGNMENT_BYTES = 16
 
@@ -87,46 +86,35 @@ class PageTable:
 
         Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout, length or alignment.
         """
-        given = {
-            "gate_up": gate_up,
-            "down": down,
-            "gate_up_scale": gate_up_scale,
-            "down_scale": down_scale,
-            "gate_up_bias": gate_up_bias,
-            "down_bias": down_bias,
-        }
-        parts = {name: _tuple(name, tensors) for name, tensors in given.items()}
+        given = (gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
+        parts = {name: _tuple(name, tensors) for name, tensors in zip(PARTS, given, strict=True)}
         first = next((tensor for tensor in parts["gate_up"] if tensor is not None), None)
         if first is None:
             raise ValueError("gate_up: no expert has weights")
-        if first.dtype not in MATRICES:
-            raise ValueError(f"gate_up: must be float32, bfloat16, float16, int8 or uint8, is {first.dtype}")
-        if first.ndim != 2 or first.shape[0] % 2 or not first.numel():
-            raise ValueError(f"gate_up: must have shape [2I, inputs], has {list(first.shape)}")
+        check_tensor("gate_up", first, MATRICES, (None, None), device=None, gap=False)
         packing = 2 if first.dtype == torch.uint8 else 1
         hidden, width = first.shape[1] * packing, first.shape[0] // 2
-        if width % packing:
-            raise ValueError(f"gate_up: two values a byte need an even width, it is {width}")
+        if first.shape[0] % 2 or width % packing or not first.numel():
+            raise ValueError(
+                f"gate_up: must have shape [2I, inputs], has {list(first.shape)}; two values a byte need an even I"
+            )
         group = _group(group_size, first.dtype)
         _check_presence(parts, scaled=not first.dtype.is_floating_point)
-        shapes = {
-            "gate_up": (2 * width, hidden // packing),
-            "down": (hidden, width // packing),
-            "gate_up_scale": (2 * width, -(-hidden // group)) if group else (2 * width,),
-            "down_scale": (hidden, -(-width // group)) if group else (hidden,),
-            "gate_up_bias": (2 * width,),
-            "down_bias": (hidden,),
-        }
-        for name, tensors in parts.items():
-            _check_tensors(name, tensors, shapes[name], first, matrix=name in {"gate_up", "down"})
-        rows = [[0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up) for tensors in parts.values()]
+        for name, rows, inputs in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+            _check_tensors(name, parts[name], (rows, inputs // packing), first, matrix=True)
+            scales = (rows, -(-inputs // group)) if group else (rows,)
+            _check_tensors(f"{name}_scale", parts[f"{name}_scale"], scales, first)
+            _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
+        addresses = [
+            [0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up) for tensors in parts.values()
+        ]
         return PageTable(
             hidden=hidden,
             width=width,
             stored=first.dtype,
             group=group,
             parts=parts,
-            table=torch.tensor(rows, dtype=torch.int64).to(first.device),
+            table=torch.tensor(addresses, dtype=torch.int64).to(first.device),
         )
 
     @staticmethod
@@ -148,10 +136,9 @@ class PageTable:
 
         Raises ValueError, naming the argument, for what `of` rejects and for a matrix that exceeds the arena.
         """
-        checks.check_tensor("arena", arena, MATRICES, 1)
-        checks.check_shape("arena", arena, tuple(arena.shape))
+        check_tensor("arena", arena, MATRICES, (None,), device=None)
         for name, size in (("hidden", hidden), ("width", width)):
-            checks.check_integer(name, size, 1)
+            check_integer(name, size, 1)
         packing = 2 if arena.dtype == torch.uint8 else 1
         if hidden % packing or width % packing:
             raise ValueError(f"hidden: two values a byte need even sizes, they are {hidden} and {width}")
@@ -184,9 +171,6 @@ def _tuple(name: str, tensors: object) -> tuple[Tensor | None, ...]:
         return ()
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list of tensors, is {type(tensors).__name__}")
-    for e, tensor in enumerate(tensors):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: entry {e} must be a tensor or None, is {type(tensor).__name__}")
     return tuple(tensors)
 
 
@@ -218,21 +202,12 @@ def _check_presence(parts: dict[str, tuple[Tensor | None, ...]], *, scaled: bool
 
 
 def _check_tensors(
-    name: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], like: Tensor, *, matrix: bool
+    name: str, tensors: Sequence[Tensor | None], shape: tuple[int, ...], like: Tensor, *, matrix: bool = False
 ) -> None:
-    dtype = like.dtype if matrix else next((tensor.dtype for tensor in tensors if tensor is not None), like.dtype)
-    if not matrix and tensors and dtype not in FLOATS:
-        raise ValueError(f"{name}: must be float32, bfloat16 or float16, is {dtype}")
+    dtypes = (like.dtype,) if matrix else FLOATS
     for e, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name}: entry {e} must be {dtype}, is {tensor.dtype}")
-        if tensor.layout != torch.strided or tensor.device != like.device or tensor.device.type == "meta":
-            raise ValueError(f"{name}: entry {e} must be a dense tensor on the device of gate_up")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: entry {e} must have shape {list(shape)}, has {list(tensor.shape)}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: entry {e} must be contiguous")
-        if matrix and tensor.data_ptr() % _ALIGNMENT_BYTES:
-            raise ValueError(f"{name}: entry {e} must begin at a multiple of {_ALIGNMENT_BYTES} bytes")
+        if tensor is not None:
+            check_tensor(f"{name}: entry {e}", tensor, dtypes, shape, device=like.device, gap=False)
+            dtypes = (tensor.dtype,)
+            if matrix and tensor.data_ptr() % _ALIGNMENT_BYTES:
+                raise ValueError(f"{name}: entry {e} must begin at a multiple of {_ALIGNMENT_BYTES} bytes")

@@ -1,6 +1,6 @@
 """Routing around the experts on the GPU: experts of each token, rows sorted by expert, weighted sums back.
 
-Selects the implementation: Triton's kernels, or the reference implementation in torch. Nothing waits for the device.
+Triton's kernels, or torch where `serving` says so. Nothing waits for the device.
 
 Legend: T tokens, E experts, k experts per token, R = T * k routed rows, H hidden.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelight.kernels.gpu import checks, reference, serving
+from moelight.kernels.arguments import FLOATS, check_indices, check_integer, check_tensor
+from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import on_device
-from moelight.kernels.gpu.pages import FLOATS
+from moelight.kernels.reference import route_topk
 
 _ROUTE_NUMBERS = 2048
 _COMBINE_COLUMNS = 1024
@@ -29,12 +30,14 @@ def route(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, shape, stride or number.
     """
-    checks.check_tensor("logits", logits, FLOATS, 2)
-    checks.check_rows("logits", logits)
-    tokens, experts = logits.shape
-    checks.check_integer("top_k", top_k, 1, experts)
+    tokens, experts = check_tensor("logits", logits, FLOATS, (None, None), device=None)
+    check_integer("top_k", top_k, 1, experts)
     if not serving.serves(logits.device, logits.dtype)[0]:
-        return reference.route(logits, top_k, normalize=normalize, narrow=weights_in_model_dtype)
+        found, chosen = route_topk(logits, top_k, normalize)
+        if weights_in_model_dtype:
+            found = found.to(logits.dtype).float()
+        chosen, rank = chosen.sort(dim=-1)
+        return found.gather(-1, rank), chosen.to(torch.int32)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens == 0:
@@ -69,10 +72,9 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Raises ValueError, naming the argument, for a wrong type, dtype, shape or number.
     """
-    checks.check_tensor("ids", ids, (torch.int32, torch.int64), 2)
-    checks.check_integer("experts", experts, 1)
-    checks.check_indices("ids", ids, experts)
-    top_k = ids.shape[1]
+    _, top_k = check_tensor("ids", ids, (torch.int32, torch.int64), (None, None), device=None)
+    check_integer("experts", experts, 1)
+    check_indices("ids", ids, experts)
     ordered, order = ids.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
     offsets = torch.searchsorted(ordered, bounds, out_int32=True)
@@ -94,28 +96,25 @@ def combine(
 
     Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout or index.
     """
-    checks.check_tensor("results", results, FLOATS, 2)
-    checks.check_shape("results", results, tuple(results.shape))
-    checks.check_tensor("weights", weights, (torch.float32,), 2, results.device)
-    checks.check_shape("weights", weights, tuple(weights.shape))
-    tokens, top_k = weights.shape
-    if top_k < 1 or (tokens and not results.shape[0]):
+    rows, width = check_tensor("results", results, FLOATS, (None, None), device=None, gap=False)
+    tokens, top_k = check_tensor("weights", weights, torch.float32, (None, None), device=results.device, gap=False)
+    if top_k < 1 or (tokens and not rows):
         raise ValueError(f"weights: {tokens} tokens with {top_k} experts have no rows in results")
-    checks.check_tensor("places", places, (torch.int64,), 2, results.device)
-    checks.check_shape("places", places, (tokens, top_k))
-    checks.check_indices("places", places, results.shape[0])
-    width = results.shape[1]
+    check_tensor("places", places, torch.int64, (tokens, top_k), device=results.device, gap=False)
+    check_indices("places", places, rows)
     if out is None:
         if add:
             raise ValueError("out: must be given, to be added to")
         out = torch.empty((tokens, width), dtype=results.dtype, device=results.device)
     else:
-        checks.check_tensor("out", out, (results.dtype, torch.float32), 2, results.device)
-        checks.check_shape("out", out, (tokens, width))
+        check_tensor("out", out, (results.dtype, torch.float32), (tokens, width), device=results.device, gap=False)
     if not out.numel():
         return out
     if not serving.serves(results.device, results.dtype)[0]:
-        return reference.combine(results, weights, places, out, add=add)
+        total = out.float() if add else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for rank in range(top_k):
+            total.addcmul_(results[places[:, rank]].float(), weights[:, rank : rank + 1])
+        return out.copy_(total)
     from moelight.kernels.gpu import routing_triton
 
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())
@@ -125,7 +124,7 @@ def combine(
             weights,
             places,
             out,
-            results.shape[0],
+            rows,
             width,
             TOP_K=top_k,
             ADD=bool(add),

@@ -1,1 +1,1 @@
-"""Measurement of this machine: one module per kind of speed, each measured through the code that passes run."""
+"""Measurement of this machine: its memory, processors, disk and links, through the code that passes run."""

@@ -26,7 +26,7 @@ import torch
 from moelight.core.errors import ConfigError
 from moelight.core.units import MiB
 from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
-from moelight.runtime.calibration.timing import Measure, Measurement, Work, reading_of
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, beside, reading_of, repeated
 
 BLOCK_BYTES = 8 * MiB
 LEAST_BLOCKS = 2
@@ -146,7 +146,7 @@ def lane_reads(scratch: Scratch) -> Measure:
 
     def read(seconds: float) -> Measurement:
         with _DiskLane(scratch) as lane:
-            return _passes(seconds, scratch.size, lane.read_all, before=scratch.forget)
+            return _passes(seconds, scratch.size, lambda: list(lane.blocks()), before=scratch.forget)
 
     return read
 
@@ -172,11 +172,7 @@ def beside_reads(work: Work, scratch: Scratch) -> Measure:
     def read(seconds: float) -> Measurement:
         with _reading(scratch):
             work()
-            samples, began = list[float](), time.perf_counter()
-            while not samples or time.perf_counter() - began < BESIDE_LONGER * seconds:
-                start = time.perf_counter()
-                work()
-                samples.append(max(time.perf_counter() - start, 1e-9))
+            samples = repeated(work, BESIDE_LONGER * seconds)
         return Measurement(rate=len(samples) / sum(samples), spread=reading_of(samples).spread)
 
     return read
@@ -232,13 +228,7 @@ def _direct_share(scratch: Scratch, reader: int) -> None:
 
 def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Measurement:
     """Measurement of whole passes over the file, one sample each; ``before`` is not timed."""
-    samples, began = list[float](), time.perf_counter()
-    while not samples or time.perf_counter() - began < seconds:
-        before()
-        start = time.perf_counter()
-        one()
-        samples.append(max(time.perf_counter() - start, 1e-9))
-    return reading_of(samples, size)
+    return reading_of(repeated(one, seconds, before=before), size)
 
 
 class _DiskLane(AbstractContextManager["_DiskLane"]):
@@ -259,36 +249,31 @@ class _DiskLane(AbstractContextManager["_DiskLane"]):
         """True if the file is read past the page cache."""
         return self._reader.direct(self._file)
 
-    def read_all(self) -> None:
-        """Read the whole file once."""
-        for _ in self.blocks():
-            pass
-
     def blocks(self) -> Iterator[int]:
         """Yield the numbers of blocks as they arrive, of the whole file once."""
         coming: deque[tuple[int, ReadTicket]] = deque()
+
+        def arrived() -> int:
+            number, ticket = coming.popleft()
+            ticket.wait()
+            return number
+
         for place, number in enumerate(lane_order(self._scratch.blocks)):
             into = self._slots[place % len(self._slots)]
             if len(coming) == len(self._slots):
-                yield _arrived(coming)
+                yield arrived()
             coming.append((number, self._reader.submit([ReadPart(self._file, number * BLOCK_BYTES, into)])))
         while coming:
-            yield _arrived(coming)
-
-
-def _arrived(coming: deque[tuple[int, ReadTicket]]) -> int:
-    number, ticket = coming.popleft()
-    ticket.wait()
-    return number
+            yield arrived()
 
 
 @contextlib.contextmanager
 def _reading(scratch: Scratch) -> Iterator[list[float]]:
     """Read the file from disk over and over on a thread of its own, as the disk lane does; yield the list of arrival
     times."""
-    enough, arrived = threading.Event(), list[float]()
+    arrived = list[float]()
 
-    def read() -> None:
+    def read(enough: threading.Event) -> None:
         with _DiskLane(scratch) as lane:
             while not enough.is_set():
                 scratch.forget()
@@ -297,10 +282,5 @@ def _reading(scratch: Scratch) -> Iterator[list[float]]:
                         return
                     arrived.append(time.perf_counter())
 
-    reader = threading.Thread(target=read, name="moelight-scratch-reader", daemon=True)
-    reader.start()
-    try:
+    with beside(read, "moelight-scratch-reader"):
         yield arrived
-    finally:
-        enough.set()
-        reader.join()

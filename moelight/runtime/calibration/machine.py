@@ -1,16 +1,17 @@
 """Measures the hardware profile of the machine it runs on, within the limits of an effort.
 
-Maps measurements to figures of the profile. Does not depend on files or commands.
+``python -m moelight.runtime.calibration.machine DEVICE DIRECTORY FILE`` measures quickly. `machine_profile` runs it in
+a process of its own, so that memory it takes or libraries cache ends with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,25 +19,26 @@ from pathlib import Path
 import torch
 
 from moelight.core.dtypes import BFLOAT16
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import KiB, MiB, format_bytes
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
-from moelight.runtime.calibration import disk, memory, surfaces
-from moelight.runtime.calibration.effort import Effort, Shape
-from moelight.runtime.calibration.identity import describe
-from moelight.runtime.calibration.pool import SHARE_OF_FREE, Pool
-from moelight.runtime.calibration.surfaces import cost_model, elementwise_points
+from moelight.profiles.hardware_text import write_hardware_profile
+from moelight.runtime.calibration import disk, surfaces
+from moelight.runtime.calibration.effort import QUICK, Effort, Shape
+from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Pool
 from moelight.runtime.calibration.timing import (
     DISTURBED_CORES,
     Measure,
     Measurement,
     Work,
+    beside,
     best_of_rounds,
     finisher,
     sample,
 )
-from moelight.runtime.machine import Machine
+from moelight.runtime.machine import Machine, find_machine
+from moelight.runtime.machine_profile import describe
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.weights.torch_dtypes import to_torch
 
@@ -77,23 +79,15 @@ def launches(device: torch.device) -> Measure:
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
 
 
-@contextlib.contextmanager
-def kept_busy(work: Work) -> Iterator[None]:
+def kept_busy(work: Work) -> AbstractContextManager[None]:
     """Run ``work`` over and over on a thread of its own within the context."""
-    enough = threading.Event()
 
-    def toil() -> None:
+    def toil(enough: threading.Event) -> None:
         with torch.inference_mode():
             while not enough.is_set():
                 work()
 
-    worker = threading.Thread(target=toil, name="moelight-attention-beside", daemon=True)
-    worker.start()
-    try:
-        yield
-    finally:
-        enough.set()
-        worker.join()
+    return beside(toil, "moelight-attention-beside")
 
 
 Say = Callable[[str], None]
@@ -201,9 +195,9 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     """Measure memory, processor and disk; indispensable figures first, because a slow machine omits the last ones."""
     found.capacities["host"] = memory_limit_bytes()
     figures: dict[str, Measure] = {
-        "tiers.host.bandwidth": memory.reads(pool),
-        "measured.host_copy": memory.copies(pool),
-        _ACTS: cost_model(pool),
+        "tiers.host.bandwidth": surfaces.reads(pool),
+        "measured.host_copy": surfaces.copies(pool),
+        _ACTS: surfaces.layer_phases(pool),
     }
     if scratch is not None:
         figures |= _measure_disk(scratch, pool, effort)
@@ -258,7 +252,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
     pool = Pool(min(effort.pool_bytes, free // SHARE_OF_FREE), device=device, dtype=dtype)
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
     figures: dict[str, Measure] = {
-        "tiers.device.bandwidth": memory.reads(pool),
+        "tiers.device.bandwidth": surfaces.reads(pool),
         "launches": launches(device),
         **measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
@@ -287,7 +281,7 @@ def _points(
         **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
         **surfaces.linear_points(f"{unit}_linear", pool, effort.linear, rows),
         **surfaces.expert_points(f"{unit}_experts", pool, effort.experts, rows),
-        **elementwise_points(f"{unit}_elementwise", pool, effort.touching),
+        **surfaces.elementwise_points(f"{unit}_elementwise", pool, effort.touching),
         **surfaces.linear_points(_LARGE, pool, (large[0],), (large[1],)),
     }
     return dict(sorted(found.items(), key=lambda item: item[0][2]))
@@ -357,3 +351,18 @@ def _rounded_surface(surface: Surface) -> Surface:
 
 def _rounded(value: float, digits: int = _DIGITS) -> float:
     return float(f"{value:.{digits}g}")
+
+
+def run_calibration(device: str, directory: str, file: str) -> int:
+    """Measure and write the profile. Return 0, or 2 with one line on stderr if the measurement fails."""
+    try:
+        found = measure_machine(find_machine(device), QUICK, name="auto", disk_dir=Path(directory), disk_needed=False)
+        write_hardware_profile(found, Path(file))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_calibration(*sys.argv[1:]))

@@ -1,6 +1,7 @@
-"""Speeds that depend on the size of the work, point by point: products by rows and weights, attention by context.
+"""Speeds of memory, and speeds that depend on the size of the work: products by rows and weights, attention by context.
 
-Runs the kernels that passes run, in the units of `EFFICIENCY`. Does not choose the points.
+Runs the kernels that passes run, in the units of `EFFICIENCY`. Operands are cut from a pool far larger than any cache:
+a pass alternates layers, so no weight is in a cache when it is needed. Does not choose the points.
 
 Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -8,9 +9,10 @@ Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
+from math import prod
 from statistics import median
 
 import torch
@@ -18,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.core.dtypes import BFLOAT16
-from moelight.core.units import align_up
+from moelight.core.units import MiB, align_up
 from moelight.hrm.cost_model import TOUCHED_AFTER, TOUCHED_BEFORE
 from moelight.hrm.costs import ROW_PADDING, TENSOR_ALIGNMENT, ExpertWorkspace, expert_workspace
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
+from moelight.kernels.norm import rms_norm
 from moelight.kernels.prefill import prefill_attention
 from moelight.kernels.products import Workspace, linear, padded_rows
 from moelight.models.decoder import Decoder
@@ -31,12 +34,14 @@ from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.runtime.calibration.effort import Shape
-from moelight.runtime.calibration.memory import norms
-from moelight.runtime.calibration.pool import Pool
-from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, sample
+from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
 from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
+SHARE_OF_FREE = 4  # the pool takes at most this fraction of free memory: 1 / SHARE_OF_FREE
+LEAST_TURNS = 3  # least number of operand groups that the pool must hold
+_SEED_NUMBERS = 4 * MiB
+_ALIGNMENT = 64
 # The heads of Mixtral 8x7B: four queries of a sequence share keys and values.
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 KV_NUMBERS = 2 * KV_HEADS * HEAD_DIM
@@ -44,6 +49,9 @@ BLOCK = 32
 SEQUENCES = 64
 _SCALE = HEAD_DIM**-0.5
 
+# Bytes that a norm and a residual sum read and write per 16-bit number: widen 2 + 4, square 4 + 4, mean 4, scale 4 + 4,
+# round 4 + 2, weigh 2 + 2, add 4 + 2.
+NORM_BYTES = 42
 TOP_K = 2
 MOST_EXPERTS = 8
 ROUTINGS = 8  # drawn in advance, used in turn
@@ -51,6 +59,85 @@ ROUTINGS = 8  # drawn in advance, used in turn
 # A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
 Point = tuple[str, int, float]
 Points = Mapping[Point, Measure]
+
+
+class Pool:
+    """``numbers`` [N] of ``dtype`` on ``device``, all initialized."""
+
+    def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate about ``size`` bytes.
+
+        Raises:
+            RuntimeError: the device has too little free memory.
+        """
+        count = max(_ALIGNMENT, size // dtype.itemsize // _ALIGNMENT * _ALIGNMENT)
+        self.numbers = torch.empty(count, dtype=dtype, device=device)
+        self._reached = 0
+        written = min(count, _SEED_NUMBERS)
+        self.numbers[:written].normal_(std=0.02)
+        while written < count:
+            some = min(written, count - written)
+            self.numbers[written : written + some] = self.numbers[:some]
+            written += some
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the numbers."""
+        return self.numbers.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the numbers."""
+        return self.numbers.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numbers.nbytes
+
+    def holds(self, *shapes: tuple[int, ...]) -> bool:
+        """True if the pool holds at least `LEAST_TURNS` groups of tensors of ``shapes``."""
+        return LEAST_TURNS * sum(map(prod, shapes)) <= self.numbers.numel()
+
+    def groups(self, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield groups of neighbouring tensors of ``shapes``, in turn through the pool, without end.
+
+        Each group begins where the last group taken from the pool ended, by any iterator.
+        """
+        sizes = [prod(shape) for shape in shapes]
+        while True:
+            if self._reached + sum(sizes) > self.numbers.numel():
+                self._reached = 0
+            cuts = []
+            for size, shape in zip(sizes, shapes, strict=True):
+                cuts.append(self.numbers[self._reached : self._reached + size].view(shape))
+                self._reached += size
+            self._reached = align_up(self._reached, _ALIGNMENT)
+            yield tuple(cuts)
+
+
+def reads(pool: Pool) -> Measure:
+    """bytes/s of reading the whole pool, once per call, with all threads."""
+    words, finish = pool.numbers.view(torch.float32), finisher(pool.device)
+    return lambda seconds: sample(words.sum, seconds=seconds, amount=pool.nbytes, finish=finish)
+
+
+def copies(pool: Pool) -> Measure:
+    """bytes/s of payload: half of the pool is copied to the other half. Each byte counts once though it is read and
+    written."""
+    size, finish = pool.numbers.numel() // 2, finisher(pool.device)
+    here, there = pool.numbers[:size], pool.numbers[size : 2 * size]
+    return lambda seconds: sample(lambda: there.copy_(here), seconds=seconds, amount=here.nbytes, finish=finish)
+
+
+def norms(pool: Pool, rows: int, hidden: int) -> Measure:
+    """bytes/s of a norm and a residual sum over ``rows`` hidden states, as in a layer."""
+    x = torch.randn(rows, hidden, device=pool.device).to(pool.dtype)
+    weight, total = torch.ones(hidden, device=pool.device, dtype=pool.dtype), torch.zeros_like(x)
+    amount, finish = NORM_BYTES * x.numel(), finisher(pool.device)
+    return lambda seconds: sample(
+        lambda: rms_norm(x, weight, 1e-5, add=total), seconds=seconds, amount=amount, finish=finish
+    )
 
 
 def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
@@ -265,7 +352,7 @@ def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
     return norms(pool, tokens, HIDDEN)(seconds)
 
 
-def cost_model(pool: Pool) -> Measure:
+def layer_phases(pool: Pool) -> Measure:
     """Layer phases per second where next to nothing is touched: calls, small tensors, thread wake-ups."""
 
     def read(seconds: float) -> Measurement:
@@ -286,15 +373,9 @@ def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
     part()
     rest, began = list[float](), time.perf_counter()
     while not rest or time.perf_counter() - began < seconds:
-        whole_s, part_s = _timed(whole), _timed(part)
+        (whole_s,), (part_s,) = repeated(whole, 0.0), repeated(part, 0.0)
         rest.append(max(whole_s - part_s, _LEAST_SHARE * whole_s))
     return rest
-
-
-def _timed(work: Work) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 class _Layer:

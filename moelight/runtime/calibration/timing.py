@@ -7,8 +7,10 @@ in time, and its fastest round counts; within a round it is the median. Does not
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -130,6 +132,28 @@ def best_of_rounds(
         busy = others.cores()
         quiet, least = quiet + (busy < DISTURBED_CORES), min(least, busy)
     return found, least
+
+
+def repeated(work: Work, seconds: float, *, before: Work = lambda: None) -> list[float]:
+    """Seconds of each call of ``work``, called once or more for about ``seconds``; ``before`` each, not timed."""
+    samples, began = list[float](), time.perf_counter()
+    while not samples or time.perf_counter() - began < seconds:
+        before()
+        samples.append(_timed(work, lambda: None, 1))
+    return samples
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """Run ``work`` on a thread of its own within the context; at the end its event is set and the thread joined."""
+    enough = threading.Event()
+    worker = threading.Thread(target=work, args=(enough,), name=name, daemon=True)
+    worker.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        worker.join()
 
 
 def finisher(device: torch.device) -> Work:

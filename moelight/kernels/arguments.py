@@ -1,0 +1,131 @@
+"""Arguments of the kernels: lent to the extension, which checks them, or checked here for the implementations in torch.
+
+Every refusal is a ValueError of one line that begins with the argument's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int8, torch.uint8)
+CPU = torch.device("cpu")
+SOFTCAPS = (1e-6, 1e6)
+_FOREVER = 1 << 62
+
+Shape = Sequence[int | None]
+
+
+def as_dlpack(name: str, tensor: Tensor) -> object:
+    """DLPack capsule of the tensor's memory."""
+    try:
+        return to_dlpack(tensor)
+    except (TypeError, RuntimeError, BufferError, AttributeError) as error:
+        raise ValueError(f"{name}: not a tensor in CPU memory: {error}") from error
+
+
+def maybe_dlpack(name: str, tensor: Tensor | None) -> object:
+    """`as_dlpack`, and None for None."""
+    return None if tensor is None else as_dlpack(name, tensor)
+
+
+def check_threads(threads: object) -> int:
+    """Number of threads; None is torch's number."""
+    if threads is None:
+        return torch.get_num_threads()
+    if not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"threads: must be a positive integer or None, is {threads!r}")
+    return min(threads, _FOREVER)
+
+
+def check_window(window: object) -> int | None:
+    """Number of positions that attention sees; None is all."""
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window: must be a positive integer or None, is {window!r}")
+    return None if window is None else min(window, _FOREVER)
+
+
+def check_softcap(cap: object) -> float | None:
+    """Cap of scores; float32 holds no meaning beyond `SOFTCAPS`."""
+    if cap is not None and not (isinstance(cap, (int, float)) and SOFTCAPS[0] <= cap <= SOFTCAPS[1]):
+        raise ValueError(f"softcap: must be a number from {SOFTCAPS[0]} to {SOFTCAPS[1]} or None, is {cap!r}")
+    return None if cap is None else float(cap)
+
+
+def check_number(name: str, value: object, least: float = -math.inf) -> float:
+    """A finite number, at least ``least``."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" from {least:g} on"
+        raise ValueError(f"{name}: must be a finite number{bound}, is {value!r}")
+    return value
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
+    """An integer within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: must be an integer {bounds}, is {value!r}")
+    return value
+
+
+def check_dense(name: str, value: object, device: torch.device | None = CPU) -> Tensor:
+    """A dense tensor on ``device``; None is any device but meta."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: must be a tensor, is {type(value).__name__}")
+    if value.layout != torch.strided or value.device.type == "meta" or device not in {None, value.device}:
+        place = "memory" if device is None else "CPU memory" if device == CPU else f"memory of {device}"
+        raise ValueError(f"{name}: must be a dense tensor in {place}")
+    return value
+
+
+def check_tensor(
+    name: str,
+    value: object,
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
+    shape: Shape,
+    *,
+    device: torch.device | None = CPU,
+    gap: bool = True,
+) -> torch.Size:
+    """Check for a dense tensor on ``device`` (None: any but meta), of one of ``dtypes`` and of ``shape``, where None is
+    any size; return its shape.
+
+    The tensor is contiguous, apart from a distance between the rows of its first dimension if ``gap``.
+    """
+    value = check_dense(name, value, device)
+    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if value.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        names = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name}: must be {names}, is {str(value.dtype).removeprefix('torch.')}")
+    if value.ndim != len(shape):
+        raise ValueError(f"{name}: must have {len(shape)} dimensions, has shape {list(value.shape)}")
+    if any(size not in {None, found} for size, found in zip(shape, value.shape, strict=True)):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: must have shape [{sizes}], has {list(value.shape)}")
+    if not value.is_contiguous():
+        if not gap or value.ndim < 2:
+            raise ValueError(f"{name}: must be contiguous")
+        if not value[0].is_contiguous() or value.stride(0) < value[0].numel():
+            raise ValueError(f"{name}: must be contiguous beyond its first dimension, with rows that do not overlap")
+    return value.shape
+
+
+def check_offsets(name: str, offsets: Tensor, last: int) -> list[int]:
+    """The offsets, which rise from 0 to ``last``."""
+    found: list[int] = offsets.tolist()
+    if not found or found[0] != 0 or found[-1] != last or any(after < before for before, after in pairwise(found)):
+        raise ValueError(f"{name}: must rise from 0 to {last}, is {found}")
+    return found
+
+
+def check_indices(name: str, value: Tensor, end: int, *, least: int = 0) -> None:
+    """Check that indices are from ``least`` to ``end`` - 1; in host memory only, to not synchronize a device."""
+    if value.device == CPU and value.numel() and not least <= int(value.min()) <= int(value.max()) < end:
+        raise ValueError(f"{name}: must be from {least} to {end - 1}, is {int(value.min())} to {int(value.max())}")
