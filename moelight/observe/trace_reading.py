@@ -64,7 +64,7 @@ class _Arguments(Struct):
     waited_until: _Microseconds | UnsetType = UNSET
 
 
-class _Task(Struct, tag_field="ph", tag="X"):
+class _TaskEvent(Struct, tag_field="ph", tag="X"):
     name: str
     cat: str
     ts: _Microseconds
@@ -72,7 +72,7 @@ class _Task(Struct, tag_field="ph", tag="X"):
     args: _Arguments
 
 
-class _Metadata(Struct, tag_field="ph", tag="M"):
+class _MetadataEvent(Struct, tag_field="ph", tag="M"):
     pass
 
 
@@ -80,7 +80,7 @@ class _Tail(Struct):
     about: TraceHeader | None = msgspec.field(name="otherData", default=None)
 
 
-_EVENT = msgspec.json.Decoder(_Task | _Metadata)
+_EVENT = msgspec.json.Decoder(_TaskEvent | _MetadataEvent)
 
 
 def read_trace(path: Path) -> Recording:
@@ -112,7 +112,7 @@ def _read(file: BinaryIO) -> Recording:
             raise _TraceError(_CUT_OFF)
         try:
             event = _EVENT.decode(line.rstrip(b",\n"))
-            if isinstance(event, _Task):
+            if isinstance(event, _TaskEvent):
                 _add(bars, event)
         except (ValueError, RecursionError, _TraceError) as error:
             raise _TraceError(f"event {number}: {str(error)[:200]}") from None
@@ -130,7 +130,7 @@ def _read(file: BinaryIO) -> Recording:
     return Recording(bars, about)
 
 
-def _add(bars: TaskColumns, event: _Task) -> None:
+def _add(bars: TaskColumns, event: _TaskEvent) -> None:
     if len(bars) >= _MOST_TASKS:
         raise _TraceError(f"holds more than {_MOST_TASKS:,} tasks; trace a shorter run")
     args = event.args
