@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -83,8 +83,7 @@ class _Swallowing(io.RawIOBase):
             return len(data)
 
 
-# The first sentence of the help of each command. The command is the attribute of the same name (with underscores) of
-# `moelight.cli.<name>`.
+# The first sentence of the help of each command, which is the attribute of its module with the same name.
 COMMANDS = {
     "generate": "Answer every row of PROMPTS.",
     "serve-batch": "Serve OpenAI's Files and Batches on this machine, or watch a folder.",
@@ -101,11 +100,14 @@ COMMANDS = {
 # Unknown options of lm-eval, and everything after the first word, belong to the harness.
 _SETTINGS = {"lm-eval": {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}}
 
+# Commands beside public functions of the same name.
+_ATTRIBUTES = {"optimize": "optimize_command", "simulate": "simulate_command"}
+
 
 @cache
 def _command(name: str) -> Any:
-    attribute = name.replace("-", "_")
-    found = getattr(importlib.import_module(f"moelight.cli.{attribute}"), attribute)
+    module = name.replace("-", "_")
+    found = getattr(importlib.import_module(f"moelight.cli.{module}"), _ATTRIBUTES.get(name, module))
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -117,12 +119,12 @@ class Commands(typer.core.TyperGroup):
     """Command group that imports a command at its first use, so that help imports none."""
 
     @property
-    def commands(self) -> dict[str, Any]:
+    def commands(self) -> MutableMapping[str, Any]:
         """All commands by name."""
         return {name: _command(name) for name in COMMANDS}
 
     @commands.setter
-    def commands(self, _: dict[str, Any]) -> None:
+    def commands(self, _: MutableMapping[str, Any]) -> None:
         pass  # the group's constructor sets the empty table of a new group
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)

@@ -25,7 +25,7 @@ _Output = Annotated[
 
 
 @with_options()
-def optimize(
+def optimize_command(
     *, model: ask.Model, asked: ask.PlanningOptions, output: _Output = None, as_json: ask.Json = False
 ) -> None:
     """Find the fastest policy that fits the memory, and say why.

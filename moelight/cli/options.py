@@ -17,7 +17,7 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
-        groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
         options: list[Parameter] = []
         for name, parameter in signature(command).parameters.items():
             if name not in groups:

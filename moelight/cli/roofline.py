@@ -41,7 +41,7 @@ def roofline(
     found = roofline_of(question.hardware, question.model, chosen or question.plan().policy, question.workload)
     if plot is not None:
         from moelight.batch.output import check_writable
-        from moelight.observe.roofline_plot import write_roofline
+        from moelight.observe.plots import write_roofline
 
         check_writable(plot, what="plot")
         write_roofline(plot, found)

@@ -34,7 +34,7 @@ _Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw
 
 
 @with_options(without=("estimator", *ask.DTYPE_KEYS))
-def simulate(
+def simulate_command(
     *,
     model: ask.OptionalModel = None,
     asked: ask.PlanningOptions,
@@ -127,7 +127,7 @@ def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
 
 def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
     """Plot as many layers from the middle of the pass as leave the bars legible."""
-    from moelight.observe.gantt import excerpt, plot_timelines
+    from moelight.observe.plots import excerpt, plot_timelines
     from moelight.optimizer.simulation import layer_starts
 
     layers = question.model.num_layers
