@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,23 +13,13 @@ from moelight.cli.tables import indented, open_console, plain_table, section, sh
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import flops_text, rate_or_count, rate_text, scaled_text, seconds_text, share_text
-from moelight.profiles.efficiency import Curve, Surface
-from moelight.profiles.hardware import (
-    BYTES_PER_S,
-    EFFICIENCY,
-    FLOPS,
-    MEASURED,
-    PROCESSORS_BUSY,
-    SECONDS,
-    SHARE,
-    TO,
-    HardwareProfile,
-)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from moelight.profiles.efficiency import Curve, Surface
+    from moelight.profiles.hardware import HardwareProfile
     from moelight.runtime.calibration.effort import Effort
 
 
@@ -45,13 +35,6 @@ _DiskDir = Annotated[
 ]
 
 
-_TEXT: dict[str, Callable[[float], str]] = {
-    BYTES_PER_S: rate_text,
-    FLOPS: flops_text,
-    SECONDS: seconds_text,
-    SHARE: share_text,
-    PROCESSORS_BUSY: rate_or_count,
-}
 _MEANS = {
     "linear": "products",
     "experts": "experts",
@@ -112,7 +95,9 @@ def _measured(effort: Effort, *, device: str, name: str, disk_dir: Path | None) 
 
 
 def print_profile(console: Console, profile: HardwareProfile) -> None:
-    """Print all of ``profile``, on 80 columns or more."""
+    """Print all of ``profile``, on 80 columns or more: figures with their spread, and speeds by size of work."""
+    from moelight.profiles.hardware import EFFICIENCY
+
     parts: list[RenderableType] = [text((profile.notes, "dim")), section("figures", _figures(profile))]
     spread = dict(profile.spread)
     for surface in profile.efficiency:
@@ -137,6 +122,15 @@ def _figures(profile: HardwareProfile) -> Table:
 
 def _rows(profile: HardwareProfile) -> Iterator[tuple[str, str, str]]:
     """Yield key, value and meaning of every single figure."""
+    from moelight.profiles.hardware import BYTES_PER_S, FLOPS, MEASURED, PROCESSORS_BUSY, SECONDS, SHARE, TO
+
+    written = {
+        BYTES_PER_S: rate_text,
+        FLOPS: flops_text,
+        SECONDS: seconds_text,
+        SHARE: share_text,
+        PROCESSORS_BUSY: rate_or_count,
+    }
     for tier in profile.tiers:
         yield f"tiers.{tier.name}.capacity", format_bytes(tier.capacity_bytes), ""
         yield f"tiers.{tier.name}.bandwidth", rate_text(tier.bandwidth_bytes_per_s), "reading"
@@ -146,7 +140,7 @@ def _rows(profile: HardwareProfile) -> Iterator[tuple[str, str, str]]:
         count = "" if unit.count == 1 else f"of each of {unit.count}; "
         yield f"processors.{unit.name}.peak", flops_text(unit.peak_flops), f"{count}the fastest product"
     for name, value in profile.measured:
-        yield f"measured.{name}", _TEXT[MEASURED[name].unit](value), MEASURED[name].says
+        yield f"measured.{name}", written[MEASURED[name].unit](value), MEASURED[name].says
 
 
 def _curves(surface: Surface, width: int) -> Iterator[Table]:

@@ -114,8 +114,8 @@ def _head(report: Report, title: str) -> Iterator[str]:
     if report.predicted_pass_s is not None:
         cards.append((seconds_text(report.predicted_pass_s), "decode pass, predicted"))
     cards.append((f"{escape(binding.lane)} {share_text(binding.busy_share)}", "the binding lane at work"))
-    for figure, words in cards:
-        yield f"<div class=card><b>{figure}</b><span>{words}</span></div>\n"
+    for figure, meaning in cards:
+        yield f"<div class=card><b>{figure}</b><span>{meaning}</span></div>\n"
     yield "</div>\n"
 
 
