@@ -1,5 +1,5 @@
-"""Display of a job: two live lines on a terminal or a log line every half minute, an optional table of rows, and a
-line at the end.
+"""Display of a job: two live lines on a terminal or a log line every half minute, an optional table of rows, a line at
+the end; and the forecast of ``--dry-run``.
 """
 
 from __future__ import annotations

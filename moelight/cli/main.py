@@ -1,4 +1,5 @@
-"""The ``moelight`` program: its commands, and the one place that turns every error into a line and an exit code.
+"""The ``moelight`` program: its commands, its standard streams (which may be closed or full), and the one place that
+turns every error into a line and an exit code.
 
 Exit codes: 0 success; 1 some lines of a job, or a policy file, have errors; 2 refused, with one line of reason; 70 an
 internal error of moelight or a library; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output
