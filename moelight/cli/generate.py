@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli.options import with_options
+from moelight.cli.options import flag, with_options
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
@@ -236,7 +236,7 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     }
     for name in ("host_memory", "device_memory"):
         if options[name] is not None:
-            options[name] = parse_bytes(options[name], what=f"--{name.replace('_', '-')}")
+            options[name] = parse_bytes(options[name], what=flag(name))
     if given.model is None:
         options["model"] = "demo" if policy is None else policy.model
     if given.output is None and not as_table:
@@ -282,7 +282,7 @@ def read_policy(path: Path, given: JobArguments) -> Policy:
     for name in _PLANNED:
         value = getattr(given, name)
         if value is not None:
-            pair = f"--policy {path} and --{name.replace('_', '-')} {value}"
+            pair = f"--policy {path} and {flag(name)} {value}"
             raise ConfigError(f"{pair} contradict each other: the policy says how to run")
     policy = load_policy(path)
     faults = policy_faults(policy)

@@ -46,3 +46,8 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
 
 def _default(option: Field[Any]) -> Any:
     return Parameter.empty if option.default is MISSING else option.default
+
+
+def flag(field: str) -> str:
+    """Return the name of the option of ``field``, such as ``--prompt-len``."""
+    return "--" + field.replace("_", "-")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moelight.cli.options import flag
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import format_bytes, parse_bytes
 
@@ -115,14 +116,14 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
     for tier, option in LIMITS.items():
         given = getattr(asked, option)
         if given is not None:
-            limits[tier] = 0 if tier == "disk" and given.strip() == "0" else parse_bytes(given, what=_shown(option))
+            limits[tier] = 0 if tier == "disk" and given.strip() == "0" else parse_bytes(given, what=flag(option))
     dtypes = {f"{key}s": _dtypes(getattr(asked, key), key, fixes) for key in DTYPE_KEYS}
     profile = load_model(model)
     hardware = load_machine(asked.hw, model)
     for tier in ("device", "disk"):
         if limits.get(tier) and hardware.tier(tier) is None:  # its bandwidth is unknown
             raise ConfigError(
-                f"{_shown(LIMITS[tier])} {format_bytes(limits[tier])}: the machine {hardware.name} has no tier "
+                f"{flag(LIMITS[tier])} {format_bytes(limits[tier])}: the machine {hardware.name} has no tier "
                 f"{tier!r}; describe it in a machine file (tiers.{tier}) and name that with --hw"
             )
     check_fixes(fixes, has_gpu=hardware.tier("device") is not None)
@@ -157,9 +158,7 @@ def read_question_or_policy(
 
     for option in CONSTRAINTS:
         if getattr(asked, option) not in (None, AUTO, False):
-            raise ConfigError(
-                f"--policy {policy} and {_shown(option)} contradict each other: the policy says how to run"
-            )
+            raise ConfigError(f"--policy {policy} and {flag(option)} contradict each other: the policy says how to run")
     chosen = load_policy(policy)
     chosen = chosen if model is None else replace(chosen, model=model)
     question = read_question(chosen.model, asked)
@@ -226,14 +225,10 @@ def _dtypes(given: str, key: str, fixes: Mapping[str, object]) -> tuple[str, ...
     from moelight.core.dtypes import DTYPES
 
     if given != AUTO and key in fixes:
-        raise ConfigError(f"{_shown(key)} {given} and --fix {key}={fixes[key]} say the same thing twice; drop one")
+        raise ConfigError(f"{flag(key)} {given} and --fix {key}={fixes[key]} say the same thing twice; drop one")
     if given == CHOOSE:
         return (AUTO, *DTYPES)
     if given != AUTO and given not in DTYPES:
         known = (AUTO, CHOOSE, *DTYPES)
-        raise ConfigError(f"{_shown(key)} {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
+        raise ConfigError(f"{flag(key)} {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
     return (given,)
-
-
-def _shown(option: str) -> str:
-    return "--" + option.replace("_", "-")

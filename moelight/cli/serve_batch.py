@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moelight.cli.options import with_options
+from moelight.cli.options import flag, with_options
 from moelight.cli.tables import printable
 from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
@@ -79,16 +79,16 @@ def serve_batch(given: ServerArguments) -> None:
 
     for name in ("host_memory", "device_memory"):
         if (size := getattr(given, name)) is not None:
-            parse_bytes(size, what=_shown(name))
+            parse_bytes(size, what=flag(name))
     if given.policy is not None:
         load_policy(given.policy)
-    handed_on = [(_shown(name), getattr(given, name)) for name in _HANDED_ON]
+    handed_on = [(flag(name), getattr(given, name)) for name in _HANDED_ON]
     options = [str(word) for option, value in handed_on if value is not None for word in (option, value)]
     _check_model(given.model)
     if given.watch is not None:
         for name in _HTTP:
             if getattr(given, name) not in (None, False):
-                pair = f"--watch {given.watch} and {_shown(name)}"
+                pair = f"--watch {given.watch} and {flag(name)}"
                 raise ConfigError(f"{pair} contradict each other: a folder is watched without HTTP")
         _watch(given.watch, generate_command(given.model, options, line_format="auto"))
         return
@@ -126,10 +126,6 @@ def _leave(number: int) -> None:
 
 def _say(text: str) -> None:
     print(printable(f"moelight serve-batch: {text}"), file=sys.stderr, flush=True)
-
-
-def _shown(option: str) -> str:
-    return "--" + option.replace("_", "-")
 
 
 def _check_model(model: str) -> None:
