@@ -33,7 +33,7 @@ from published import (
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB
-from moelight.observe.gantt import excerpt, plot_timelines
+from moelight.observe.plots import excerpt, plot_timelines
 from moelight.scheduler.simulate import SteadyPass
 
 # Table 5: Mixtral 8x7B on the T4, padded MTBench, 128 new tokens, 36 x 14.

@@ -45,7 +45,6 @@ SINGLE_IMPORTER = {
     "batch.openai": "a row format of the registry",
     "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",
     "batch.status": "status and metrics files, which other programs read",
-    "cli.profile_view": "rich output, imported only where something is shown",
     "cli.job_display": "rich output, imported only where something is shown",
     "engine.adaptation": "off by a switch",
     "engine.grammars": "also a process of its own, which a grammar may end",

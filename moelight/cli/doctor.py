@@ -1,16 +1,18 @@
-"""``moelight doctor``: capabilities of this machine and installation, with reasons."""
+"""``moelight doctor``: what this machine and installation are capable of, with reasons: processors, memory, NUMA nodes,
+direct reads, torch and the kernels."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import json
 import os
 import platform
 import resource
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import distributions
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 import psutil
@@ -27,7 +29,6 @@ from moelight.runtime.topology import (
     SYS,
     Demands,
     PciSlot,
-    Topology,
     pci_slot_of,
     place_memory,
     read_topology,
@@ -45,13 +46,21 @@ INSTALL_HINT = (
 def facts(model: Path | None = None) -> dict[str, Any]:
     """Return all facts of ``moelight doctor``, ready for JSON. Sizes in bytes. ``model``: a directory of weights."""
     torch = _torch()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = {name: next((each.version for each in distributions(name=name)), None) for name in LIBRARIES}
     plugs = [PciSlot(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
     return {
         "moelight": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
-        "processor": _processor(),
+        "libraries": versions,
+        "processor": {
+            "name": measure.processor_name(),
+            "cores": psutil.cpu_count(logical=False),
+            "threads": psutil.cpu_count(),
+            "usable": usable,
+            "instructions": native.cpu_features(),
+        },
         "memory": {
             "physical_bytes": measure.physical_bytes(),
             "limit_bytes": measure.memory_limit_bytes(),
@@ -60,10 +69,7 @@ def facts(model: Path | None = None) -> dict[str, Any]:
         **machine_facts(torch["threads"], plugs, model),
         "torch": torch,
         "extension": {"available": native.available(), "reason": native.reason()},
-        "kernels": [
-            {"operation": row.operation, "implementation": row.implementation, "reason": row.reason}
-            for row in serving()
-        ],
+        "kernels": [asdict(row) for row in serving()],
     }
 
 
@@ -87,24 +93,21 @@ def print_facts(found: dict[str, Any]) -> None:
         console.print(f"To have them: {INSTALL_HINT}", soft_wrap=True)
 
 
-def _about(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    libraries = ", ".join(f"{name} {version}" for name, version in found["libraries"].items() if version)
+def _about(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    processor, cores, torch = found["processor"], found["cores"], found["torch"]
     yield "moelight", f"{found['moelight']}  (Python {found['python']}, {found['platform']})"
-    yield "libraries", libraries
-    processor = found["processor"]
+    yield "libraries", ", ".join(f"{name} {version}" for name, version in found["libraries"].items() if version)
     yield "processor", processor["name"]
-    cores = found["cores"]
     quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g} processors"
     usable = f"{cores['usable']} cores, {cores['processors']} threads, {quota}"
     yield "", f"{processor['cores']} cores, {processor['threads']} threads; usable here: {usable}"
     sets = ", ".join(name for name, there in processor["instructions"].items() if there)
-    yield "instructions", sets or f"{found['torch']['cpu_capability']}, as torch sees it"
+    yield "instructions", sets or f"{torch['cpu_capability']}, as torch sees it"
     memory = {name: format_bytes(size) for name, size in found["memory"].items()}
     yield "memory", f"{memory['physical_bytes']} physical, {memory['available_bytes']} available"
     if found["memory"]["limit_bytes"] < found["memory"]["physical_bytes"]:
         yield "", f"{memory['limit_bytes']} is the limit of this control group"
     yield from machine_lines(found)
-    torch = found["torch"]
     if torch["fault"]:
         yield "torch", f"does not load: {torch['fault']}"
     else:
@@ -114,24 +117,6 @@ def _about(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if not torch["devices"] and not torch["fault"]:
         yield "device", "cpu only: torch sees no accelerator"
     yield "extension", found["extension"]["reason"]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "name": measure.processor_name(),
-        "cores": psutil.cpu_count(logical=False),
-        "threads": psutil.cpu_count(),
-        "usable": usable,
-        "instructions": native.cpu_features(),
-    }
 
 
 def _torch() -> dict[str, Any]:
@@ -147,14 +132,13 @@ def _torch() -> dict[str, Any]:
         backend = torch.get_device_module(accelerator)
         for index in range(torch.accelerator.device_count()):
             properties = backend.get_device_properties(index)
+            plug = pci_slot_of(torch.device(accelerator.type, index))
             found["devices"].append(
                 {
                     "id": f"{accelerator.type}:{index}",
                     "name": properties.name,
                     "total_bytes": properties.total_memory,
-                    "plug": None
-                    if (plug := pci_slot_of(torch.device(accelerator.type, index))) is None
-                    else asdict(plug),
+                    "plug": None if plug is None else asdict(plug),
                 }
             )
     return found
@@ -182,13 +166,13 @@ def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path |
     place = place_memory(topology, wanted, device_node=node, refusal=why_not_placed())
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
-        "cores": _cores(topology),
-        "threads": {
-            "compute": None if shares.compute is None else asdict(shares.compute),
-            "staging": None if shares.staging is None else asdict(shares.staging),
-            "free": shares.free,
-            "reason": shares.reason,
+        "cores": {
+            "usable": len(topology.cores),
+            "processors": sum(len(core.processors) for core in topology.cores),
+            "quota": topology.quota,
+            "places": [asdict(core) for core in topology.cores],
         },
+        "threads": {key: value for key, value in asdict(shares).items() if key != "shared"},
         "numa": {
             "nodes": [asdict(each) for each in topology.nodes],
             "devices": [asdict(plug) for plug in plugs],
@@ -231,15 +215,6 @@ _HUGE = {
 }
 
 
-def _cores(topology: Topology) -> dict[str, Any]:
-    return {
-        "usable": len(topology.cores),
-        "processors": sum(len(core.processors) for core in topology.cores),
-        "quota": topology.quota,
-        "places": [asdict(core) for core in topology.cores],
-    }
-
-
 def _huge_pages(*, sys: Path = SYS) -> str | None:
     try:
         said = (sys / "kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
@@ -255,28 +230,26 @@ def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
     if not native.available():
         return {**found, "direct": False, "reason": "without the extension files are read through the page cache"}
     try:
-        if files:
-            direct = _reads_directly(files[0])
-        else:
-            with tempfile.NamedTemporaryFile(dir=directory, prefix=".moelight-doctor-") as made:
+        import torch
+
+        from moelight.kernels.reads import FileReader, ReadPart
+
+        with contextlib.ExitStack() as stack:
+            if files:
+                file = files[0]
+            else:
+                made = stack.enter_context(NamedTemporaryFile(dir=directory, prefix=".moelight-doctor-"))
                 made.write(bytes(_PROBE_BYTES))
                 made.flush()
-                direct = _reads_directly(Path(made.name))
+                file = Path(made.name)
+            reader = stack.enter_context(FileReader([file]))
+            part = ReadPart(file, 0, torch.empty(min(4096, file.stat().st_size), dtype=torch.uint8))
+            reader.submit([part]).wait()
+            direct = reader.direct(file)
     except (OSError, ImportError) as error:
         return {**found, "reason": " ".join(str(error).split())}
     said = "past the page cache" if direct else "the file system refuses, so they go through the page cache"
     return {**found, "direct": direct, "reason": said}
-
-
-def _reads_directly(file: Path) -> bool:
-    import torch
-
-    from moelight.kernels.reads import FileReader, ReadPart
-
-    with FileReader([file]) as reader:
-        part = ReadPart(file, 0, torch.empty(min(4096, file.stat().st_size), dtype=torch.uint8))
-        reader.submit([part]).wait()
-        return reader.direct(file)
 
 
 def doctor(
@@ -286,23 +259,16 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The same facts as one JSON object.")] = False,
 ) -> None:
     """Say what torch, the processors, the memory and the kernels are on this machine."""
+    from moelight.weights.source import DEMO, resolve_model
 
-    found = facts(None if model is None else _directory(model))
+    directory = None
+    if model is not None:
+        directory = Path(model).expanduser()
+        if model != DEMO and not directory.is_dir():  # unlike other commands, this one does not query the hub
+            raise InputError(f"--model {model}: no such directory")
+        directory = resolve_model(model)
+    found = facts(directory)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
         print_facts(found)
-
-
-def _directory(model: str) -> Path:
-    """Return the directory with the files of ``model``. Unlike other commands, ``doctor`` does not query the hub.
-
-    Raises:
-        InputError: the directory does not exist.
-    """
-    from moelight.weights.source import DEMO, resolve_model
-
-    directory = Path(model).expanduser()
-    if model != DEMO and not directory.is_dir():
-        raise InputError(f"--model {model}: no such directory")
-    return resolve_model(model)

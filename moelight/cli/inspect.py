@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moelight.cli import planning_options as ask
+from moelight.cli.options import with_options
+from moelight.cli.tables import (
+    bar,
+    indented,
+    machine_words,
+    open_console,
+    plain_table,
+    section,
+    show,
+    stacked,
+    text,
+)
+from moelight.core.errors import BudgetError
+from moelight.core.units import format_bytes
+from moelight.observe.number_format import count_text, share_text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
 
     from moelight.hrm.inventory import Inventory
     from moelight.optimizer.plan import Plan
@@ -23,20 +39,8 @@ _Hw = Annotated[
 _NEEDED = ("device", "host")
 
 
-def inspect(
-    model: _Model,
-    hw: _Hw = None,
-    workload: ask.WorkloadName = None,
-    prompt_len: ask.PromptLen = None,
-    max_prompt_len: ask.MaxPromptLen = None,
-    gen_len: ask.GenLen = None,
-    num_requests: ask.NumRequests = None,
-    device_memory: ask.DeviceMemory = None,
-    host_memory: ask.HostMemory = None,
-    disk: ask.Disk = None,
-    as_json: ask.Json = False,
-    no_cache: ask.NoCache = False,
-) -> None:
+@with_options(without=("hw", "estimator", "fix", *ask.DTYPE_KEYS))
+def inspect(*, model: _Model, hw: _Hw = None, asked: ask.PlanningOptions, as_json: ask.Json = False) -> None:
     """Count a model's parameters and bytes, from its config alone.
 
     With --hw also what the best plan takes of each memory of that machine, and the least that would do.
@@ -47,19 +51,7 @@ def inspect(
     parts = inventory(profile)
     plan, least = None, {}
     if hw is not None:
-        question = ask.read_question(
-            hw=hw,
-            model=model,
-            workload=workload,
-            prompt_len=prompt_len,
-            max_prompt_len=max_prompt_len,
-            gen_len=gen_len,
-            num_requests=num_requests,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk=disk,
-            no_cache=no_cache,
-        )
+        question = ask.read_question(model, replace(asked, hw=hw))
         plan, least = question.plan(), least_bytes(question)
     if as_json:
         typer.echo(json.dumps(inspection_as_dict(profile, parts, plan, least), indent=2))
@@ -69,16 +61,13 @@ def inspect(
 
 def least_bytes(question: ask.Question) -> dict[str, int]:
     """Return the fewest bytes of each tier with which a plan fits while the other tiers keep their sizes; 0 if none."""
-    from dataclasses import replace
-
-    from moelight.core.errors import BudgetError
-
     found = {}
     for tier in _NEEDED:
         if question.hardware.tier(tier) is None:
             continue
+        limits, constraints = {**question.limits, tier: 1}, {**question.constraints, "cache": False}
         try:
-            replace(question, limits={**question.limits, tier: 1}, cache=False).plan()
+            replace(question, limits=limits, constraints=constraints).plan()
             found[tier] = 0
         except BudgetError as error:
             if error.tier == tier:
@@ -118,64 +107,41 @@ def inspection_as_dict(
 
 
 def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict[str, int]) -> None:
-    from rich.text import Text
-
-    from moelight.cli.tables import heading, indented, machine_words, open_console, printable
-    from moelight.core.units import format_bytes
-    from moelight.observe.number_format import count_text, share_text
-
-    console = open_console()
-    console.print(Text.assemble((printable(model.name), "bold"), f"  {model.model_type}, {parts.dtype}"))
     some = "" if all(model.moe_layers) else f", {model.num_moe_layers} of them"
     shape = (
         f"{model.num_layers} layers{some} with {model.experts.num_experts} experts, {model.router.top_k} for each token"
     )
-    console.print(Text(shape, style="dim"))
-    console.print()
-    share = parts.active / parts.total_parameters
-    console.print(
-        Text.assemble(
-            (f"{count_text(parts.total_parameters)} parameters", "bold"),
-            f", {count_text(parts.active)} ({share_text(share)}) active for a token; ",
-            f"{format_bytes(parts.total_bytes)} of weights",
-        )
+    counted = text(
+        (f"{count_text(parts.total_parameters)} parameters", "bold"),
+        f", {count_text(parts.active)} ({share_text(parts.active / parts.total_parameters)}) active for a token; "
+        f"{format_bytes(parts.total_bytes)} of weights",
     )
-    console.print()
-    console.print(indented(_kinds(parts)))
-    console.print()
-    console.print(
-        Text(
-            f"one expert of one layer (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
-            f"keys and values of one token: {format_bytes(parts.kv_token_bytes)}"
-        )
+    page = text(
+        f"one expert of one layer (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
+        f"keys and values of one token: {format_bytes(parts.kv_token_bytes)}"
     )
-    if plan is not None:
-        console.print()
-        console.print(heading(f"memory on {machine_words(plan.hardware)}"))
-        console.print(indented(_memory(plan, least)))
-        console.print()
-        console.print(Text(printable(plan.why), style="dim"))
+    show(
+        open_console(),
+        stacked(text((model.name, "bold"), f"  {model.model_type}, {parts.dtype}"), text((shape, "dim"))),
+        counted,
+        indented(_kinds(parts)),
+        page,
+        None if plan is None else section(f"memory on {machine_words(plan.hardware)}", _memory(plan, least)),
+        None if plan is None else text((plan.why, "dim")),
+    )
 
 
-def _kinds(parts: Inventory) -> RenderableType:
-    from moelight.cli.tables import bar, plain_table
-    from moelight.core.units import format_bytes
-    from moelight.observe.number_format import count_text, share_text
-
+def _kinds(parts: Inventory) -> Table:
     table = plain_table("", "parameters", "bytes", "", "", numbers=("parameters", "bytes"))
     for kind, size in parts.bytes.items():
         if size:
             share = size / parts.total_bytes
-            table.add_row(
-                kind, count_text(parts.parameters[kind]), format_bytes(size), bar(share, 12), share_text(share)
-            )
+            count = count_text(parts.parameters[kind])
+            table.add_row(kind, count, format_bytes(size), bar(share, 12), share_text(share))
     return table
 
 
-def _memory(plan: Plan, least: dict[str, int]) -> RenderableType:
-    from moelight.cli.tables import bar, plain_table
-    from moelight.core.units import format_bytes
-
+def _memory(plan: Plan, least: dict[str, int]) -> Table:
     table = plain_table("", "there is", "best plan", "", "least", numbers=("there is", "best plan", "least"))
     for use in plan.memory:
         if not use.capacity_bytes:

@@ -1,5 +1,5 @@
-"""Display of a job: two live lines on a terminal or a log line every half minute, an optional table of rows, and a
-line at the end.
+"""Display of a job: two live lines on a terminal or a log line every half minute, an optional table of rows, a line at
+the end; and the forecast of ``--dry-run``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressField
 from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
 from moelight.cli.plan_view import memory_view
-from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
+from moelight.cli.tables import bar, plain_table, printable, section, show, stacked, text, title
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, scaled_text, seconds_text, share_text
 from moelight.observe.stats import Binding, RunStats
@@ -444,30 +444,33 @@ _WIDEST_BAR = 40
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
     """Print all of ``forecast``, on 80 columns or more."""
-    for part in _parts(forecast, console.width):
-        console.print(part)
-        console.print()
-    console.print(_ending(forecast))
+    show(console, *_parts(forecast, console.width))
 
 
 def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
     summary, plan = forecast.summary, forecast.plan
-    machine = "" if plan is None else plan.hardware
-    head = title(forecast.model, machine) if machine else Text(printable(forecast.model), style="bold")
-    yield Group(head, Text(printable(f"{forecast.input}: {forecast.detected}"), style="dim"))
-    yield Group(heading("rows"), indented(_rows(forecast)))
+    head = text((forecast.model, "bold")) if plan is None else title(forecast.model, plan.hardware)
+    yield stacked(head, text((f"{forecast.input}: {forecast.detected}", "dim")))
+    yield section("rows", _rows(summary))
     if summary.problems:
-        yield Group(heading("problems"), indented(_problems(summary)))
+        yield section("problems", _problems(summary))
     if summary.prompts:
-        yield Group(heading("prompts by tokens"), indented(_histogram(summary.histogram, width)))
-        yield Group(heading("work"), indented(_work(forecast)))
-    if plan is not None:
-        yield Group(heading("memory"), indented(memory_view(plan, width)))
-        yield Group(heading("time, if every answer is as long as it may be"), indented(_time(forecast, width)))
+        yield section("prompts by tokens", _histogram(summary.histogram, width))
+        yield section("work", _work(summary))
+    if plan is None or forecast.predicted_s is None:
+        yield text("not planned: a policy says how" if summary.served else "no row can be served")
+        return
+    yield section("memory", memory_view(plan, width))
+    yield section("time, if every answer is as long as it may be", _time(forecast, width))
+    yield text(
+        (f"{about_text(forecast.predicted_s)} at most", "bold green"),
+        f" ({rate_or_count(plan.estimate.tokens_per_s)} tokens/s end to end), sooner where answers end early; the "
+        f"{plan.estimate.binding} lane binds",
+        (f"\n{plan.why}\n{forecast.given}", "dim"),
+    )
 
 
-def _rows(forecast: Forecast) -> RenderableType:
-    summary = forecast.summary
+def _rows(summary: ScanSummary) -> RenderableType:
     table = plain_table("count", "kind", numbers=("count",))
     table.show_header = False
     table.add_row(Text(f"{summary.rows:,}", style="bold"), "rows")
@@ -506,8 +509,7 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
     return table
 
 
-def _work(forecast: Forecast) -> Text:
-    summary = forecast.summary
+def _work(summary: ScanSummary) -> Text:
     average = summary.prompt_tokens / summary.prompts
     lines = [
         f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} prompts, "
@@ -533,19 +535,3 @@ def _time(forecast: Forecast, width: int) -> RenderableType:
             phase.binding,
         )
     return table
-
-
-def _ending(forecast: Forecast) -> RenderableType:
-    plan = forecast.plan
-    if plan is None or forecast.predicted_s is None:
-        return Text("not planned: a policy says how" if forecast.summary.served else "no row can be served")
-    estimate = plan.estimate
-    speed = f"{rate_or_count(estimate.tokens_per_s)} tokens/s"
-    return Group(
-        Text.assemble(
-            (f"{about_text(forecast.predicted_s)} at most", "bold green"),
-            f" ({speed} end to end), sooner where answers end early; the {estimate.binding} lane binds",
-        ),
-        Text(printable(plan.why), style="dim"),
-        Text(printable(forecast.given), style="dim"),
-    )

@@ -58,7 +58,8 @@ def completed(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the file of ``--config`` cannot be read.
     """
-    command, rest = ("run", arguments) if arguments[:1] and arguments[0] not in _COMMANDS else _split(arguments)
+    first = arguments[0] if arguments else ""
+    command, rest = (first, arguments[1:]) if not first or first in _COMMANDS else ("run", arguments)
     if command != "run" or not rest or {"-h", "--help"} & set(rest):
         return [*([command] if command else []), *rest]
     asked = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -70,10 +71,6 @@ def completed(arguments: Sequence[str]) -> list[str]:
         return [command, *rest]
     defaults = [(f"--{name}", value) for name, value in _DEFAULTS.items() if name not in filed]
     return [command, *(part for pair in defaults for part in pair), *rest]
-
-
-def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    return (arguments[0], arguments[1:]) if arguments else ("", ())
 
 
 def _read_config(path: Path) -> dict[str, object]:

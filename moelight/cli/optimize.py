@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moelight.cli import planning_options as ask
+from moelight.cli.options import with_options
+from moelight.cli.tables import open_console
 from moelight.core.errors import ConfigError
+from moelight.core.units import format_bytes
+from moelight.observe.number_format import rate_or_count, seconds_text
 
 if TYPE_CHECKING:
     from moelight.optimizer.plan import Plan
@@ -20,24 +24,9 @@ _Output = Annotated[
 ]
 
 
+@with_options()
 def optimize_command(
-    model: ask.Model,
-    hw: ask.Hw = ask.AUTO,
-    workload: ask.WorkloadName = None,
-    prompt_len: ask.PromptLen = None,
-    max_prompt_len: ask.MaxPromptLen = None,
-    gen_len: ask.GenLen = None,
-    num_requests: ask.NumRequests = None,
-    estimator: ask.Estimator = ask.ESTIMATORS[0],
-    device_memory: ask.DeviceMemory = None,
-    host_memory: ask.HostMemory = None,
-    disk: ask.Disk = None,
-    fix: ask.Fix = None,
-    weight_dtype: ask.WeightDtype = ask.AUTO,
-    kv_dtype: ask.KvDtype = ask.AUTO,
-    output: _Output = None,
-    as_json: ask.Json = False,
-    no_cache: ask.NoCache = False,
+    *, model: ask.Model, asked: ask.PlanningOptions, output: _Output = None, as_json: ask.Json = False
 ) -> None:
     """Find the fastest policy that fits the memory, and say why.
 
@@ -49,23 +38,7 @@ def optimize_command(
         if as_json and output == STANDARD_OUTPUT:
             raise ConfigError("--json and --output - contradict each other: both are for standard output")
         check_writable(output, what="output")
-    question = ask.read_question(
-        hw=hw,
-        model=model,
-        workload=workload,
-        prompt_len=prompt_len,
-        max_prompt_len=max_prompt_len,
-        gen_len=gen_len,
-        num_requests=num_requests,
-        estimator=estimator,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        fix=fix,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
-        no_cache=no_cache,
-    )
+    question = ask.read_question(model, asked)
     plan = question.plan()
     if output is not None:
         with whole_file(output, what="output") as write:
@@ -76,7 +49,6 @@ def optimize_command(
         typer.echo(json.dumps(plan_as_dict(plan), indent=2, allow_nan=False))
     elif output != STANDARD_OUTPUT:
         from moelight.cli.plan_view import print_plan
-        from moelight.cli.tables import open_console
 
         print_plan(open_console(), plan, workload_name=question.workload_name)
 
@@ -90,8 +62,6 @@ def policy_file(plan: Plan) -> str:
 
 def _comments(plan: Plan) -> Iterator[str]:
     from moelight import __version__
-    from moelight.core.units import format_bytes
-    from moelight.observe.number_format import rate_or_count, seconds_text
 
     work, estimate = plan.workload, plan.estimate
     yield (

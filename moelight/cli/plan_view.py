@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moelight.cli.tables import bar, heading, indented, plain_table, printable, title
+from moelight.cli.tables import bar, indented, plain_table, section, show, stacked, text, title
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 from moelight.optimizer.plan import Plan, TierUse
@@ -27,10 +25,15 @@ _LANE_WORDS = {
 
 def print_plan(console: Console, plan: Plan, *, workload_name: str) -> None:
     """Print all of ``plan``, on 80 columns or more."""
-    for part in (_head(plan, workload_name), *_blocks(plan, console.width)):
-        console.print(part)
-        console.print()
-    console.print(Group(heading("why"), indented(Text(printable(plan.why)))))
+    show(
+        console,
+        _head(plan, workload_name),
+        section("policy", _policy(plan)),
+        section("lanes in a decode pass", _lanes(plan, console.width)),
+        section("memory", memory_view(plan, console.width)),
+        section("what would help most", _what_if(plan)) if plan.what_if else None,
+        section("why", text(plan.why)),
+    )
 
 
 def _head(plan: Plan, workload_name: str) -> RenderableType:
@@ -40,32 +43,23 @@ def _head(plan: Plan, workload_name: str) -> RenderableType:
     work_line = (
         f"{named}{work.num_requests:,} prompts of {work.prompt_len:,} tokens{longest}, {work.gen_len:,} generated each"
     )
-    speed = Text.assemble(
+    speed = text(
         (f"{rate_or_count(estimate.tokens_per_s)} tokens/s", "bold green"),
-        f" end to end, {rate_or_count(estimate.decode_tokens_per_s)} while decoding; ",
+        f" end to end, {rate_or_count(estimate.decode_tokens_per_s)} while decoding; "
         f"a decode pass takes {seconds_text(estimate.pass_s)}",
     )
-    cannot = [Text(f"cannot be run yet: {'; '.join(plan.why_not)}", style="bold yellow")] if plan.why_not else []
-    head = title(policy.model, plan.hardware)
-    return Group(head, Text(printable(work_line), style="dim"), Text(), speed, _proof(plan), *cannot)
+    cannot = [text((f"cannot be run yet: {'; '.join(plan.why_not)}", "bold yellow"))] if plan.why_not else []
+    return stacked(title(policy.model, plan.hardware), text((work_line, "dim")), text(), speed, _proof(plan), *cannot)
 
 
 def _proof(plan: Plan) -> Text:
     """Return the line with the proven gap to the bound, or the grid of the paper's estimator, and the solve time."""
     if plan.estimator == "paper":
-        return Text(f"the paper's estimator, over its whole grid; solved in {seconds_text(plan.solve_s)}", style="dim")
+        return text((f"the paper's estimator, over its whole grid; solved in {seconds_text(plan.solve_s)}", "dim"))
     gap = plan.bound_tokens_per_s / plan.estimate.tokens_per_s - 1 if plan.bound_tokens_per_s else 0.0
     kept = f" with {', '.join(plan.fixed)} as fixed" if plan.fixed else ""
     best = "no policy is faster" if gap < 5e-4 else f"no policy is more than {share_text(gap)} faster"
-    return Text(f"proven over every key{kept}: {best}; solved in {seconds_text(plan.solve_s)}", style="dim")
-
-
-def _blocks(plan: Plan, width: int) -> Iterator[RenderableType]:
-    yield Group(heading("policy"), indented(_policy(plan)))
-    yield Group(heading("lanes in a decode pass"), indented(_lanes(plan, width)))
-    yield Group(heading("memory"), indented(memory_view(plan, width)))
-    if plan.what_if:
-        yield Group(heading("what would help most"), indented(_what_if(plan)))
+    return text((f"proven over every key{kept}: {best}; solved in {seconds_text(plan.solve_s)}", "dim"))
 
 
 def _policy(plan: Plan) -> Table:
@@ -110,11 +104,11 @@ def _lanes(plan: Plan, width: int) -> Table:
             continue
         binds = lane == estimate.binding
         drawn = bar(seconds / longest, room, style="yellow" if binds else "blue")
-        note = Text(_LANE_WORDS.get(lane, ""), style="dim")
+        note = text((_LANE_WORDS.get(lane, ""), "dim"))
         if binds:
             note.append(", binds", style="bold yellow not dim")
         share = share_text(seconds / estimate.pass_s) if estimate.pass_s else ""
-        table.add_row(Text(lane, style="bold" if binds else ""), drawn, seconds_text(seconds), share, note)
+        table.add_row(text((lane, "bold" if binds else "")), drawn, seconds_text(seconds), share, note)
     return table
 
 
@@ -127,9 +121,9 @@ def memory_view(plan: Plan, width: int) -> RenderableType:
             continue
         share = use.total_bytes / use.capacity_bytes if use.capacity_bytes else 1.0
         full = f"{format_bytes(use.total_bytes)} of {format_bytes(use.capacity_bytes)}, "
-        line = Text(f"{use.tier:<8}").append_text(_stacked(use, room)).append(f"  {full}{share_text(share)}")
+        line = text(f"{use.tier:<8}").append_text(_stacked(use, room)).append(f"  {full}{share_text(share)}")
         blocks += [line, indented(_purposes(use, width - 10), by=8)]
-    return Group(*blocks)
+    return stacked(*blocks)
 
 
 def _parts(use: TierUse) -> list[tuple[str, int, str]]:
@@ -139,7 +133,7 @@ def _parts(use: TierUse) -> list[tuple[str, int, str]]:
 
 
 def _stacked(use: TierUse, room: int) -> Text:
-    parts, drawn = _parts(use), Text()
+    parts, drawn = _parts(use), text()
     for position in range(room):
         at = (position + 0.5) / room * max(use.capacity_bytes, use.total_bytes)
         colour, end = "", 0
@@ -154,7 +148,7 @@ def _stacked(use: TierUse, room: int) -> Text:
 
 def _purposes(use: TierUse, room: int) -> Text:
     """Return the legend of the colours in lines of at most ``room`` characters."""
-    words, line = Text(), 0
+    words, line = text(), 0
     for name, size, colour in _parts(use):
         item = f" {name.replace('_', ' ')} {format_bytes(size)}"
         if line and line + 3 + len(item) > room:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moelight.cli import planning_options as ask
+from moelight.cli.options import with_options
+from moelight.cli.tables import open_console, plain_table, section, show, stacked, text, title
+from moelight.observe.number_format import flops_text, rate_text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
 
     from moelight.hrm.roofline import Roofline
 
 _Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the figure: .png, .svg or .pdf.")]
 
 
+@with_options(without=("estimator", *ask.LIMITS.values(), *ask.DTYPE_KEYS))
 def roofline(
+    *,
     model: ask.OptionalModel = None,
-    hw: ask.Hw = ask.AUTO,
-    workload: ask.WorkloadName = None,
-    prompt_len: ask.PromptLen = None,
-    max_prompt_len: ask.MaxPromptLen = None,
-    gen_len: ask.GenLen = None,
-    num_requests: ask.NumRequests = None,
-    fix: ask.Fix = None,
+    asked: ask.PlanningOptions,
     policy: ask.PolicyFile = None,
     plot: _Plot = None,
     as_json: ask.Json = False,
-    no_cache: ask.NoCache = False,
 ) -> None:
     """Show roofs, turning points, and what binds a policy.
 
@@ -38,29 +37,26 @@ def roofline(
     """
     from moelight.hrm.roofline import roofline_of
 
-    question, chosen = ask.read_question_or_policy(
-        policy,
-        hw=hw,
-        model=model,
-        workload=workload,
-        prompt_len=prompt_len,
-        max_prompt_len=max_prompt_len,
-        gen_len=gen_len,
-        num_requests=num_requests,
-        fix=fix,
-        no_cache=no_cache,
-    )
+    question, chosen = ask.read_question_or_policy(policy, model, asked)
     found = roofline_of(question.hardware, question.model, chosen or question.plan().policy, question.workload)
     if plot is not None:
         from moelight.batch.output import check_writable
-        from moelight.observe.roofline_plot import write_roofline
+        from moelight.observe.plots import write_roofline
 
         check_writable(plot, what="plot")
         write_roofline(plot, found)
     if as_json:
         typer.echo(json.dumps(roofline_as_dict(found), indent=2))
-    else:
-        _print(found, plot)
+        return
+    sizes = f"N = {found.batch_size:,} sequences in micro-batches of μ = {found.micro_batch_size:,}"
+    show(
+        open_console(),
+        stacked(title(found.model, found.machine), text((sizes, "dim"))),
+        section("roofs", _roofs(found)),
+        section("decoding under the policy, in flop per byte", _work(found)),
+        section("turning points", _marks(found)),
+        None if plot is None else text((f"figure: {plot}", "dim")),
+    )
 
 
 def roofline_as_dict(found: Roofline) -> dict[str, Any]:
@@ -70,68 +66,13 @@ def roofline_as_dict(found: Roofline) -> dict[str, Any]:
         "model": found.model,
         "batch_size": found.batch_size,
         "micro_batch_size": found.micro_batch_size,
-        "levels": [
-            {
-                "name": level.name,
-                "processor": level.processor,
-                "peak_flops": level.peak_flops,
-                "bandwidth": level.bandwidth,
-                "link_bandwidth": level.link_bandwidth,
-            }
-            for level in found.chain
-        ],
-        "work": [
-            {
-                "work": point.work,
-                "level": point.level,
-                "home": point.home,
-                "intensity": point.intensity,
-                "home_intensity": point.home_intensity,
-                "flops": point.flops,
-                "bound": point.bound,
-            }
-            for point in found.points
-        ],
-        "turning_points": [
-            {
-                "name": mark.name,
-                "near": mark.near,
-                "far": mark.far,
-                "far_intensity": mark.far_intensity,
-                "flops": mark.flops,
-            }
-            for mark in found.marks
-        ],
+        "levels": [asdict(level) for level in found.chain],
+        "work": [asdict(point) for point in found.points],
+        "turning_points": [asdict(mark) for mark in found.marks],
     }
 
 
-def _print(found: Roofline, plot: Path | None) -> None:
-    from rich.text import Text
-
-    from moelight.cli.tables import heading, indented, open_console, printable, title
-
-    console = open_console()
-    console.print(title(found.model, found.machine))
-    sizes = f"N = {found.batch_size:,} sequences in micro-batches of μ = {found.micro_batch_size:,}"
-    console.print(Text(sizes, style="dim"))
-    blocks = {
-        "roofs": _roofs(found),
-        "decoding under the policy, in flop per byte": _work(found),
-        "turning points": _marks(found),
-    }
-    for words, block in blocks.items():
-        console.print()
-        console.print(heading(words))
-        console.print(indented(block))
-    if plot is not None:
-        console.print()
-        console.print(Text(f"figure: {printable(str(plot))}", style="dim"))
-
-
-def _roofs(found: Roofline) -> RenderableType:
-    from moelight.cli.tables import plain_table
-    from moelight.observe.number_format import flops_text, rate_text
-
+def _roofs(found: Roofline) -> Table:
     heads = ("level", "compute", "memory", "link from the next")
     table = plain_table(*heads, numbers=heads[1:])
     for level in found.chain:
@@ -141,31 +82,24 @@ def _roofs(found: Roofline) -> RenderableType:
     return table
 
 
-def _work(found: Roofline) -> RenderableType:
-    from moelight.cli.tables import plain_table
-    from moelight.observe.number_format import flops_text
-
+def _work(found: Roofline) -> Table:
     heads = ("work", "on", "from", "here", "at home", "attains", "bound by")
     table = plain_table(*heads, numbers=heads[3:6])
     for point in found.points:
-        bound = {"link": f"link from {point.home}", "memory": f"{point.level} memory", "compute": "compute"}[
-            point.bound
-        ]
+        bounds = {"link": f"link from {point.home}", "memory": f"{point.level} memory", "compute": "compute"}
         here, home = f"{point.intensity:,.1f}", f"{point.home_intensity:,.1f}"
-        table.add_row(point.work, point.level, point.home, here, home, flops_text(point.flops), bound)
+        attains = flops_text(point.flops)
+        table.add_row(point.work, point.level, point.home, here, home, attains, bounds[point.bound])
     return table
 
 
-def _marks(found: Roofline) -> RenderableType:
-    from moelight.cli.tables import plain_table
-    from moelight.observe.number_format import flops_text
-
+def _marks(found: Roofline) -> Table:
     table = plain_table("", "flop/byte", "at", "", numbers=("flop/byte", "at"))
     for mark in found.marks:
-        meaning = {
+        meanings = {
             "P1": f"below, {mark.far} computes rather than ships",
             "P2": f"below, the link from {mark.far} binds",
             "balance": "above, not N but μ must grow",
-        }[mark.name]
-        table.add_row(mark.name, f"{mark.far_intensity:,.1f}", flops_text(mark.flops), meaning)
+        }
+        table.add_row(mark.name, f"{mark.far_intensity:,.1f}", flops_text(mark.flops), meanings[mark.name])
     return table

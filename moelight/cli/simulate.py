@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moelight.cli import planning_options as ask
+from moelight.cli.options import with_options
+from moelight.cli.tables import machine_words, open_console, plain_table, section, show, stacked, text, title
+from moelight.core.schedule import Lane
+from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
 
     from moelight.optimizer.simulation import PassRun, SimulatedRun, SimulationSetup
 
@@ -29,25 +33,17 @@ _Trace = Annotated[
 _Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the last pass: .png, .svg or .pdf.")]
 
 
+@with_options(without=("estimator", *ask.DTYPE_KEYS))
 def simulate_command(
+    *,
     model: ask.OptionalModel = None,
-    hw: ask.Hw = ask.AUTO,
-    workload: ask.WorkloadName = None,
-    prompt_len: ask.PromptLen = None,
-    max_prompt_len: ask.MaxPromptLen = None,
-    gen_len: ask.GenLen = None,
-    num_requests: ask.NumRequests = None,
-    device_memory: ask.DeviceMemory = None,
-    host_memory: ask.HostMemory = None,
-    disk: ask.Disk = None,
-    fix: ask.Fix = None,
+    asked: ask.PlanningOptions,
     policy: ask.PolicyFile = None,
     schedule: _Schedule = None,
     passes: _Passes = 3,
     trace: _Trace = None,
     plot: _Plot = None,
     as_json: ask.Json = False,
-    no_cache: ask.NoCache = False,
 ) -> None:
     """Run a policy's passes on a virtual clock.
 
@@ -62,21 +58,7 @@ def simulate_command(
     for what, path in {"trace": trace, "plot": plot}.items():
         if path is not None:
             check_writable(path, what=what)
-    question, chosen = ask.read_question_or_policy(
-        policy,
-        hw=hw,
-        model=model,
-        workload=workload,
-        prompt_len=prompt_len,
-        max_prompt_len=max_prompt_len,
-        gen_len=gen_len,
-        num_requests=num_requests,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        fix=fix,
-        no_cache=no_cache,
-    )
+    question, chosen = ask.read_question_or_policy(policy, model, asked)
     stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, question.workload)
     names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)
     found = sorted((stage.simulated_run(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
@@ -87,7 +69,8 @@ def simulate_command(
     if as_json:
         typer.echo(json.dumps(simulation_as_dict(stage, found), indent=2))
     else:
-        _print(stage, found, trace, plot)
+        written = [f"{what}: {path}" for what, path in {"trace": trace, "figure": plot}.items() if path is not None]
+        _print(stage, found, "\n".join(written))
 
 
 def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) -> dict[str, Any]:
@@ -144,8 +127,7 @@ def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
 
 def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
     """Plot as many layers from the middle of the pass as leave the bars legible."""
-    from moelight.cli.tables import machine_words
-    from moelight.observe.gantt import excerpt, plot_timelines
+    from moelight.observe.plots import excerpt, plot_timelines
     from moelight.optimizer.simulation import layer_starts
 
     layers = question.model.num_layers
@@ -163,36 +145,22 @@ def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> 
     plot_timelines(path, rows, title=heading)
 
 
-def _print(stage: SimulationSetup, found: Sequence[SimulatedRun], trace: Path | None, plot: Path | None) -> None:
-    from rich.text import Text
-
-    from moelight.cli.tables import heading, indented, open_console, printable, title
-
-    console, policy = open_console(), stage.policy
-    console.print(title(stage.model.name, stage.hardware.name))
-    console.print(
-        Text(
-            f"N = {policy.batch_size:,} in micro-batches of {policy.micro_batch_size:,}; attention on the "
-            f"{policy.attention_device}, experts on {policy.ffn_device}",
-            style="dim",
-        )
+def _print(stage: SimulationSetup, found: Sequence[SimulatedRun], written: str) -> None:
+    policy = stage.policy
+    how = (
+        f"N = {policy.batch_size:,} in micro-batches of {policy.micro_batch_size:,}; attention on the "
+        f"{policy.attention_device}, experts on {policy.ffn_device}"
     )
-    console.print()
-    console.print(heading("simulated" if len(found) == 1 else "simulated, best first"))
-    console.print(indented(_speeds(found)))
-    console.print()
-    console.print(heading("lanes at work in a decode pass, %"))
-    console.print(indented(_lanes(found)))
-    written = [f"{what}: {path}" for what, path in {"trace": trace, "figure": plot}.items() if path is not None]
-    if written:
-        console.print()
-        console.print(Text(printable("\n".join(written)), style="dim"))
+    show(
+        open_console(),
+        stacked(title(stage.model.name, stage.hardware.name), text((how, "dim"))),
+        section("simulated" if len(found) == 1 else "simulated, best first", _speeds(found)),
+        section("lanes at work in a decode pass, %", _lanes(found)),
+        text((written, "dim")) if written else None,
+    )
 
 
-def _speeds(found: Sequence[SimulatedRun]) -> RenderableType:
-    from moelight.cli.tables import plain_table
-    from moelight.observe.number_format import rate_or_count, seconds_text
-
+def _speeds(found: Sequence[SimulatedRun]) -> Table:
     heads = ("order", "decode pass", "estimated", "tokens/s", "with prompts", "end to end")
     table = plain_table(*heads, numbers=heads[1:])
     for run in found:
@@ -209,20 +177,14 @@ def _speeds(found: Sequence[SimulatedRun]) -> RenderableType:
     return table
 
 
-def _lanes(found: Sequence[SimulatedRun]) -> RenderableType:
-    from rich.text import Text
-
-    from moelight.cli.tables import plain_table
-    from moelight.core.schedule import Lane
-    from moelight.observe.number_format import share_text
-
+def _lanes(found: Sequence[SimulatedRun]) -> Table:
     used = [lane for lane in Lane if any(lane in run.steady.busy_s for run in found)]
     table = plain_table("order", *map(str, used), "binding lane idle", numbers=(*map(str, used), "binding lane idle"))
     for run in found:
         steady, cells = run.steady, []
         for lane in used:
             share = 100 * steady.busy_s.get(lane, 0.0) / steady.seconds
-            text = f"{share:.0f}" if share >= 1 else f"{share:.1f}"
-            cells.append(Text(text, style="bold yellow" if lane is steady.binding else ""))
+            said = f"{share:.0f}" if share >= 1 else f"{share:.1f}"
+            cells.append(text((said, "bold yellow" if lane is steady.binding else "")))
         table.add_row(run.schedule, *cells, f"{steady.binding} {share_text(steady.idle_share)}")
     return table

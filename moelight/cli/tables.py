@@ -1,14 +1,17 @@
-"""Helpers for terminal tables: a console, bars, and escaping of control characters.
+"""What the commands print on a terminal is made of: text without control characters, bars and tables.
 
-Imports rich, so commands import this module only when they print.
+rich is imported when something is made, since help and refusals do without it.
 """
 
 from __future__ import annotations
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
 
 _KEPT_CONTROLS = "\n\t"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -16,7 +19,32 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def open_console() -> Console:
     """Return a console on standard output that prints text without markup or highlighting."""
+    from rich.console import Console
+
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def show(console: Console, *parts: RenderableType | None) -> None:
+    """Print ``parts``, without those that are None, with an empty line between two."""
+    for number, part in enumerate(part for part in parts if part is not None):
+        if number:
+            console.print()
+        console.print(part)
+
+
+def text(*parts: str | tuple[str, str]) -> Text:
+    """Return one text of ``parts``, each a string or a string with its style, with control characters escaped."""
+    from rich.text import Text
+
+    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
+    return Text.assemble(*((printable(words), style) for words, style in pairs))
+
+
+def stacked(*parts: RenderableType) -> RenderableType:
+    """Return ``parts`` one below the other."""
+    from rich.console import Group
+
+    return Group(*parts)
 
 
 def bar(share: float, width: int, *, style: str = "blue", ground: str = "grey30") -> Text:
@@ -26,11 +54,13 @@ def bar(share: float, width: int, *, style: str = "blue", ground: str = "grey30"
         eighths = 1
     whole, rest = divmod(eighths, 8)
     drawn = "█" * whole + (_EIGHTHS[rest] if rest else "")
-    return Text.assemble((drawn, style), ("·" * (width - len(drawn)), ground))
+    return text((drawn, style), ("·" * (width - len(drawn)), ground))
 
 
 def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Return a table without frames: dim header, two blanks between columns, columns in ``numbers`` right-aligned."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -44,7 +74,7 @@ def printable(text: str) -> str:
 
 def title(model: str, machine: str) -> Text:
     """Return the title ``model on machine``."""
-    return Text.assemble((printable(model), "bold"), " on ", (machine_words(machine), "bold"))
+    return text((model, "bold"), " on ", (machine_words(machine), "bold"))
 
 
 def machine_words(machine: str) -> str:
@@ -54,9 +84,16 @@ def machine_words(machine: str) -> str:
 
 def heading(words: str) -> Text:
     """Return a bold heading."""
-    return Text(words, style="bold")
+    return text((words, "bold"))
 
 
 def indented(part: RenderableType, *, by: int = 2) -> Padding:
     """Return ``part`` indented by ``by`` characters."""
+    from rich.padding import Padding
+
     return Padding(part, (0, 0, 0, by), expand=False)
+
+
+def section(words: str, part: RenderableType) -> RenderableType:
+    """Return ``part``, indented, below a heading."""
+    return stacked(heading(words), indented(part))

@@ -3,7 +3,7 @@
 A level is a memory and the processor beside it. Level i computes; data may be placed on a farther level j, behind a
 link. The intensity I_x^i of work x is its flops over the bytes it touches at level i. Depends only on rates,
 intensities and the placement of a policy's attention and experts. Does not estimate seconds and does not draw
-(``observe.roofline_plot``).
+(``observe.plots``).
 """
 
 from __future__ import annotations

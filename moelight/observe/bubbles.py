@@ -7,9 +7,9 @@ is between passes, whatever the next task waited for.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 
@@ -25,7 +25,7 @@ _LEAST_S = 2e-9  # gap between back-to-back tasks that a trace's rounding to nan
 _GAPS_KEPT = 16  # a lane idle for more passes in a row is not the binding lane
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Bubble:
     """All idle time of one lane with one cause.
 
@@ -35,12 +35,20 @@ class Bubble:
         pass_number, layer: those of the task that follows the longest piece; -1 if there is none.
     """
 
-    seconds: float
-    count: int
-    longest_s: float
-    longest_at_s: float
-    pass_number: int
-    layer: int
+    seconds: float = 0.0
+    count: int = 0
+    longest_s: float = 0.0
+    longest_at_s: float = 0.0
+    pass_number: int = -1
+    layer: int = -1
+
+    def add(self, seconds: float, at_s: float, pass_number: int, layer: int) -> None:
+        """Add a piece of ``seconds`` that begins at ``at_s``, before a task of this pass and layer."""
+        self.seconds += seconds
+        self.count += 1
+        if seconds > self.longest_s:
+            self.longest_s, self.longest_at_s = seconds, at_s
+            self.pass_number, self.layer = pass_number, layer
 
 
 @cache
@@ -61,7 +69,7 @@ class Bubbles:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Lane, str], _Sum] = {}
+        self._found: defaultdict[tuple[Lane, str], Bubble] = defaultdict(Bubble)
         self._passes = 0
         self._begin(None)
 
@@ -100,13 +108,13 @@ class Bubbles:
         last_s = self._end_s if at_s is None else at_s
         for lane, reached_s in self._reached.items():
             if last_s - reached_s > _LEAST_S:
-                self._note(lane, DONE, reached_s, last_s - reached_s, -1, -1)
+                self._found[lane, DONE].add(last_s - reached_s, reached_s, -1, -1)
         self._begin(None)
 
     def of(self, lane: Lane) -> Mapping[str, Bubble]:
         """Return the idle time of ``lane`` by cause, longest first, up to the last pass but one or the last `end`."""
-        found = [(cause, mine) for (theirs, cause), mine in self._found.items() if theirs is lane]
-        return {cause: mine.bubble() for cause, mine in sorted(found, key=lambda each: -each[1].seconds)}
+        found = [(cause, replace(bubble)) for (theirs, cause), bubble in self._found.items() if theirs is lane]
+        return dict(sorted(found, key=lambda each: -each[1].seconds))
 
     def _release(self, horizon_s: float) -> None:
         """Process all pending spans that began before ``horizon_s``; every span added later begins at or after it."""
@@ -126,7 +134,8 @@ class Bubbles:
     def _gap(self, from_s: float, span: Span, number: int) -> None:
         """Attribute the idle time of the lane of ``span`` from ``from_s`` to the start of ``span``."""
         pieces: dict[str, list[float]] = {}
-        for between_from_s, between_to_s in self._crossed(from_s, span.start_s):
+        crossed = [gap for gap in self._gaps if gap[1] > from_s and gap[0] < span.start_s]  # usually none
+        for between_from_s, between_to_s in crossed:
             start_s, end_s = max(from_s, between_from_s), min(span.start_s, between_to_s)
             _wait(pieces, span, from_s, start_s)
             _add(pieces, BETWEEN, start_s, end_s)
@@ -135,47 +144,7 @@ class Bubbles:
         task = span.task
         layer = task.layer if task.page is None else task.page.layer
         for cause, (at_s, seconds) in pieces.items():
-            self._note(task.lane, cause, at_s, seconds, number, layer)
-
-    def _crossed(self, from_s: float, to_s: float) -> list[tuple[float, float]]:
-        """Return the gaps between passes that overlap the interval, in order; usually there are none."""
-        found: list[tuple[float, float]] = []
-        for gap in reversed(self._gaps):
-            if gap[1] <= from_s:
-                break
-            if gap[0] < to_s:
-                found.insert(0, gap)
-        return found
-
-    def _note(self, lane: Lane, cause: str, at_s: float, seconds: float, number: int, layer: int) -> None:
-        mine = self._found.get((lane, cause))
-        if mine is None:
-            mine = self._found[lane, cause] = _Sum()
-        mine.seconds += seconds
-        mine.count += 1
-        if seconds > mine.longest[0]:
-            mine.longest = (seconds, at_s, number, layer)
-
-
-class _Sum:
-    """Mutable accumulator for a `Bubble`."""
-
-    __slots__ = ("count", "longest", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds, self.count = 0.0, 0
-        self.longest = (0.0, 0.0, -1, -1)
-
-    def bubble(self) -> Bubble:
-        longest_s, at_s, number, layer = self.longest
-        return Bubble(
-            seconds=self.seconds,
-            count=self.count,
-            longest_s=longest_s,
-            longest_at_s=at_s,
-            pass_number=number,
-            layer=layer,
-        )
+            self._found[task.lane, cause].add(seconds, at_s, number, layer)
 
 
 def _wait(pieces: dict[str, list[float]], span: Span, from_s: float, to_s: float) -> None:
@@ -194,7 +163,4 @@ def _wait(pieces: dict[str, list[float]], span: Span, from_s: float, to_s: float
 def _add(pieces: dict[str, list[float]], cause: str, from_s: float, to_s: float) -> None:
     if to_s <= from_s:
         return
-    if cause in pieces:
-        pieces[cause][1] += to_s - from_s
-    else:
-        pieces[cause] = [from_s, to_s - from_s]
+    pieces.setdefault(cause, [from_s, 0.0])[1] += to_s - from_s

@@ -7,8 +7,9 @@ the median little. ``report_page`` and the command line render a report.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from statistics import median
@@ -21,7 +22,7 @@ from moelight.observe.trace import TraceHeader
 from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, Recording
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class PassFigures:
     """Figures of one pass, in microseconds from the first task of the trace.
 
@@ -32,10 +33,10 @@ class PassFigures:
     number: int
     start_us: float
     end_us: float
-    length_us: float
-    tasks: int
-    busy_us: tuple[float, ...]
-    bytes: tuple[int, ...]
+    length_us: float = 0.0
+    tasks: int = 0
+    busy_us: list[float] = field(default_factory=lambda: [0.0] * len(Lane))
+    bytes: list[int] = field(default_factory=lambda: [0] * len(Lane))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,37 +161,29 @@ class Report:
 
 def report_of(recording: Recording) -> Report:
     """Return the report of ``recording``, which must hold at least one task."""
-    passes = _passes(recording)
-    about = recording.about
-    pass_s = median(figures.length_us for figures in passes) / 1e6
-    used = [lane for lane in range(len(Lane)) if any(figures.busy_us[lane] > 0 for figures in passes)]
-    tasks = [0] * len(Lane)
-    for lane in recording.bars.lanes:
-        tasks[lane] += 1
+    passes, about = _passes(recording), recording.about
+    tasks = Counter(recording.bars.lanes)
     named = {lane for lane, f in about.predicted.items() if f.busy_s > 0} if about is not None else set()
-    shown = [n for n, lane in enumerate(Lane) if n in used or tasks[n] or str(lane) in named]
     wall_s = max(figures.end_us for figures in passes) / 1e6
+    shown = [n for n, lane in enumerate(Lane) if tasks[n] or str(lane) in named]
     lanes = tuple(_lane(n, passes, tasks[n], about, wall_s) for n in shown)
     bubbles = Bubbles()
     for timeline in _timelines(recording):
         bubbles.add(timeline)
     bubbles.end()
     lost = bubbles.of(Lane(_busiest(lanes).lane))
+    for bubble in lost.values():
+        if bubble.pass_number >= 0:  # the position of the pass; its number in the trace may be another
+            bubble.pass_number = passes[bubble.pass_number].number
     return Report(
         about=about,
         lanes=lanes,
         passes=passes,
-        pass_s=pass_s,
+        pass_s=median(figures.length_us for figures in passes) / 1e6,
         wall_s=wall_s,
         predicted_pass_s=about.pass_s if about is not None and about.pass_s > 0 else None,
-        bubbles={cause: _numbered(bubble, passes) for cause, bubble in lost.items()},
+        bubbles=lost,
     )
-
-
-def _numbered(bubble: Bubble, passes: Sequence[PassFigures]) -> Bubble:
-    """Return ``bubble`` with the pass number of the trace instead of the position of the pass."""
-    at = bubble.pass_number
-    return bubble if at < 0 else replace(bubble, pass_number=passes[at].number)
 
 
 def _busiest(lanes: Sequence[LaneReport]) -> LaneReport:
@@ -198,38 +191,23 @@ def _busiest(lanes: Sequence[LaneReport]) -> LaneReport:
 
 
 def _passes(recording: Recording) -> tuple[PassFigures, ...]:
-    bars, width = recording.bars, len(Lane)
-    starts: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    busy: dict[int, list[float]] = {}
-    moved: dict[int, list[int]] = {}
-    for number, lane, start, length, size in zip(
-        bars.passes, bars.lanes, bars.start_us, bars.length_us, bars.bytes, strict=True
-    ):
-        if number not in counts:
-            starts[number], ends[number], counts[number] = start, start + length, 0
-            busy[number], moved[number] = [0.0] * width, [0] * width
-        starts[number] = min(starts[number], start)
-        ends[number] = max(ends[number], start + length)
-        counts[number] += 1
-        busy[number][lane] += length
-        moved[number][lane] += size
-    found: list[PassFigures] = []
-    for number in sorted(counts):
-        before = found[-1].end_us if found else starts[number]
-        found.append(
-            PassFigures(
-                number=number,
-                start_us=starts[number],
-                end_us=ends[number],
-                length_us=max(0.0, ends[number] - before),
-                tasks=counts[number],
-                busy_us=tuple(busy[number]),
-                bytes=tuple(moved[number]),
-            )
-        )
-    return tuple(found)
+    bars = recording.bars
+    found: dict[int, PassFigures] = {}
+    columns = zip(bars.passes, bars.lanes, bars.start_us, bars.length_us, bars.bytes, strict=True)
+    for number, lane, start_us, length_us, size in columns:
+        figures = found.get(number)
+        if figures is None:
+            figures = found[number] = PassFigures(number=number, start_us=start_us, end_us=start_us)
+        figures.start_us = min(figures.start_us, start_us)
+        figures.end_us = max(figures.end_us, start_us + length_us)
+        figures.tasks += 1
+        figures.busy_us[lane] += length_us
+        figures.bytes[lane] += size
+    passes = tuple(found[number] for number in sorted(found))
+    before_us = passes[0].start_us
+    for figures in passes:
+        figures.length_us, before_us = max(0.0, figures.end_us - before_us), figures.end_us
+    return passes
 
 
 def _timelines(recording: Recording) -> Iterator[Timeline]:

@@ -6,7 +6,7 @@ Style and script are ``page.css`` and ``page.js``. All text from a trace is esca
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,17 @@ def _head(report: Report, title: str) -> Iterator[str]:
     words = ["on this machine" if machine == "auto" else f"on {machine}"] if machine else []
     words += list(_policy_words(policy))
     yield f"<p>{escape(' · '.join(words))}</p></header>\n<div class=cards>\n"
-    yield _card(f"{len(report.passes):,}", "passes" if len(report.passes) != 1 else "pass")
-    yield _card(seconds_text(report.wall_s), "whole run")
-    yield _card(seconds_text(report.pass_s), f"median pass, {report.source}")
-    if report.predicted_pass_s is not None:
-        yield _card(seconds_text(report.predicted_pass_s), "decode pass, predicted")
     binding = report.binding
-    yield _card(f"{escape(binding.lane)} {share_text(binding.busy_share)}", "the binding lane at work")
+    cards = [
+        (f"{len(report.passes):,}", "passes" if len(report.passes) != 1 else "pass"),
+        (seconds_text(report.wall_s), "whole run"),
+        (seconds_text(report.pass_s), f"median pass, {report.source}"),
+    ]
+    if report.predicted_pass_s is not None:
+        cards.append((seconds_text(report.predicted_pass_s), "decode pass, predicted"))
+    cards.append((f"{escape(binding.lane)} {share_text(binding.busy_share)}", "the binding lane at work"))
+    for figure, meaning in cards:
+        yield f"<div class=card><b>{figure}</b><span>{meaning}</span></div>\n"
     yield "</div>\n"
 
 
@@ -124,10 +128,6 @@ def _policy_words(policy: Mapping[str, Any]) -> Iterator[str]:
         yield f"schedule {policy['schedule']}"
 
 
-def _card(figure: str, words: str) -> str:
-    return f"<div class=card><b>{figure}</b><span>{words}</span></div>\n"
-
-
 def _lanes(report: Report) -> Iterator[str]:
     source = report.source
     if report.predicted_pass_s is None:
@@ -138,36 +138,41 @@ def _lanes(report: Report) -> Iterator[str]:
         yield f"<p class=note>Predicted is one steady decode pass, {source} the median over all passes, lane by lane. "
     yield "Rates are bytes over seconds in work, over the whole run; of a lane that moves nothing, predicted over "
     yield f"{source} seconds stand for the share of the roof. Busy and idle are of the whole run.</p>\n"
-    yield "<div class=wide><table><tr>"
     keys = f"{_key('var(--predicted)')}predicted&ensp;{_key('var(--measured)')}{source}"
     heads = ("lane", keys, "predicted", source, "off by", "bytes, predicted", f"bytes, {source}")
-    yield "".join(f"<th>{head}</th>" for head in (*heads, "rate", "of its roof", "busy", "idle")) + "</tr>\n"
     longest = max(max(lane.busy_s, lane.predicted_s or 0.0) for lane in report.lanes) or 1.0
-    for lane in report.lanes:
-        yield _lane(lane, longest)
-    yield "</table></div></section>\n"
+    rows = [_lane(lane, longest) for lane in report.lanes]
+    yield _table((*heads, "rate", "of its roof", "busy", "idle"), rows) + "</section>\n"
 
 
-def _lane(lane: LaneReport, longest: float) -> str:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of ``rows``: a name, which is escaped, the bar or bars, and further cells."""
+    lines = ["".join(f"<th>{head}</th>" for head in heads)]
+    for name, bars, *cells in rows:
+        rest = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<td>{escape(name)}</td><td class=bars>{bars}</td>{rest}")
+    return "<div class=wide><table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table></div>"
+
+
+def _lane(lane: LaneReport, longest: float) -> Sequence[str]:
+    none = "<span class=none>–</span>"
     bars = "" if lane.predicted_s is None else _bar("p", lane.predicted_s / longest)
-    bars += _bar("m", lane.busy_s / longest)
-    error = lane.error
-    off = _none() if error is None else share_text(error, signed=True)
-    if error is not None and abs(error) > _FAR_OFF:
+    off = none if lane.error is None else share_text(lane.error, signed=True)
+    if lane.error is not None and abs(lane.error) > _FAR_OFF:
         off = f"<span class=off>{off}</span>"
-    cells = (
-        f"<td class=bars>{bars}</td>",
-        f"<td>{_none() if lane.predicted_s is None else seconds_text(lane.predicted_s)}</td>",
-        f"<td>{seconds_text(lane.busy_s)}</td>",
-        f"<td>{off}</td>",
-        f"<td>{format_bytes(lane.predicted_bytes) if lane.predicted_bytes else _none()}</td>",
-        f"<td>{format_bytes(round(lane.bytes)) if lane.bytes else _none()}</td>",
-        f"<td>{_none() if lane.bytes_per_s is None else rate_text(lane.bytes_per_s)}</td>",
-        f"<td>{_none() if lane.share_of_roof is None else share_text(lane.share_of_roof)}</td>",
-        f"<td>{share_text(lane.busy_share)}</td>",
-        f"<td>{seconds_text(lane.idle_s)}</td>",
+    return (
+        lane.lane,
+        bars + _bar("m", lane.busy_s / longest),
+        none if lane.predicted_s is None else seconds_text(lane.predicted_s),
+        seconds_text(lane.busy_s),
+        off,
+        format_bytes(lane.predicted_bytes) if lane.predicted_bytes else none,
+        format_bytes(round(lane.bytes)) if lane.bytes else none,
+        none if lane.bytes_per_s is None else rate_text(lane.bytes_per_s),
+        none if lane.share_of_roof is None else share_text(lane.share_of_roof),
+        share_text(lane.busy_share),
+        seconds_text(lane.idle_s),
     )
-    return f"<tr><td>{escape(lane.lane)}</td>{''.join(cells)}</tr>\n"
 
 
 def _bubbles(report: Report) -> Iterator[str]:
@@ -176,35 +181,27 @@ def _bubbles(report: Report) -> Iterator[str]:
     yield f"<section><h2>Why {escape(binding.lane)} stood still</h2>\n<p class=note>The binding lane did nothing for "
     yield f"{seconds_text(binding.idle_s)}, {share_text(1 - binding.busy_share)} of the run. A cause is what its next "
     yield "task waited for last: another task; its launch, once nothing was missing; or the host, between passes.</p>\n"
-    if not report.bubbles:
-        yield "</section>\n"
-        return
-    yield "<div class=wide><table><tr>"
-    heads = ("cause", "", "seconds", "of the run", "times", "longest", "before")
-    yield "".join(f"<th>{head}</th>" for head in heads) + "</tr>\n"
-    longest = max(bubble.seconds for bubble in report.bubbles.values())
-    for cause, bubble in report.bubbles.items():
-        cells = (
-            f"<td class=bars>{_bar('i', bubble.seconds / longest)}</td>",
-            f"<td>{seconds_text(bubble.seconds)}</td>",
-            f"<td>{share_text(bubble.seconds / report.wall_s)}</td>",
-            f"<td>{bubble.count:,}</td>",
-            f"<td>{_longest(bubble)}</td>",
-            f"<td>{_place(bubble)}</td>",
-        )
-        yield f"<tr><td>{escape(cause)}</td>{''.join(cells)}</tr>\n"
-    yield "</table></div></section>\n"
+    if report.bubbles:
+        longest = max(bubble.seconds for bubble in report.bubbles.values())
+        heads = ("cause", "", "seconds", "of the run", "times", "longest", "before")
+        yield _table(heads, (_bubble(*each, longest, report.wall_s) for each in report.bubbles.items()))
+    yield "</section>\n"
 
 
-def _longest(bubble: Bubble) -> str:
+def _bubble(cause: str, bubble: Bubble, longest: float, wall_s: float) -> Sequence[str]:
     where = f"data-from={1e6 * bubble.longest_at_s:.3f} data-length={1e6 * bubble.longest_s:.3f}"
-    return f"<button class=goto {where} title='show it in the chart'>{seconds_text(bubble.longest_s)}</button>"
-
-
-def _place(bubble: Bubble) -> str:
-    if bubble.pass_number < 0:
-        return "the end"
-    return f"pass {bubble.pass_number}" + (f", layer {bubble.layer}" if bubble.layer >= 0 else "")
+    before = "the end"
+    if bubble.pass_number >= 0:
+        before = f"pass {bubble.pass_number}" + (f", layer {bubble.layer}" if bubble.layer >= 0 else "")
+    return (
+        cause,
+        _bar("i", bubble.seconds / longest),
+        seconds_text(bubble.seconds),
+        share_text(bubble.seconds / wall_s),
+        f"{bubble.count:,}",
+        f"<button class=goto {where} title='show it in the chart'>{seconds_text(bubble.longest_s)}</button>",
+        before,
+    )
 
 
 def _bar(kind: str, share: float) -> str:
@@ -213,10 +210,6 @@ def _bar(kind: str, share: float) -> str:
 
 def _key(colour: str) -> str:
     return f"<span class=key style='background:{colour}'></span>"
-
-
-def _none() -> str:
-    return "<span class=none>–</span>"
 
 
 def _chart(report: Report, shown: Sequence[int], kinds: set[int]) -> Iterator[str]:
@@ -277,11 +270,9 @@ def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
     most, kept = -(-len(report.passes) // MOST_WINDOWS), set(shown)
     groups: list[list[int]] = []
     for position in range(len(report.passes)):
-        alone = position in kept or not groups or groups[-1][-1] in kept or len(groups[-1]) >= most
-        if alone:
-            groups.append([position])
-        else:
-            groups[-1].append(position)
+        if position in kept or not groups or groups[-1][-1] in kept or len(groups[-1]) >= most:
+            groups.append([])
+        groups[-1].append(position)
     return [_window([report.passes[p] for p in group], group[0] in kept, positions) for group in groups]
 
 

@@ -85,6 +85,7 @@ class RunStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``--stats`` writes."""
+        binding = self.binding
         return {
             "wall_s": self.wall_s,
             "load_s": self.load_s,
@@ -104,17 +105,15 @@ class RunStats:
                 }
                 for lane, stats in self.lanes.items()
             },
-            "binding": self._binding_as_dict(),
+            "binding": binding
+            and {
+                "lane": str(binding.lane),
+                "idle_share": 1.0 - binding.share,
+                "bubbles_s": dict(self.lanes[binding.lane].bubbles_s),
+            },
             "counts": dict(self.counts),
             "adaptations": [each.as_dict() for each in self.adaptations],
         }
-
-    def _binding_as_dict(self) -> dict[str, Any] | None:
-        binding = self.binding
-        if binding is None:
-            return None
-        bubbles_s = dict(self.lanes[binding.lane].bubbles_s)
-        return {"lane": str(binding.lane), "idle_share": 1.0 - binding.share, "bubbles_s": bubbles_s}
 
 
 class LaneTotals:

@@ -7,62 +7,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Span, Timeline
 
+HEAD = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+MOST_BYTES = 1 << 62
 _PROCESS = 1
 _ROWS = {lane: row for row, lane in enumerate(Lane, start=1)}
 _LANES, _KINDS = {lane: str(lane) for lane in Lane}, {kind: str(kind) for kind in TaskKind}
+_Text = Annotated[str, Meta(max_length=2000)]
+_Plain = _Text | int | float | bool | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaneForecast:
+class LaneForecast(Struct, frozen=True, kw_only=True):
     """Prediction for one lane in one steady decode pass: seconds at work and bytes transferred."""
 
-    busy_s: float
-    bytes: int = 0
+    busy_s: Annotated[float, Meta(ge=0, le=1e15)]
+    bytes: Annotated[int, Meta(ge=0, le=MOST_BYTES)] = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceHeader:
-    """Header of a trace: the run and its prediction, for comparison with the bars.
+class TraceHeader(Struct, frozen=True, kw_only=True):
+    """Header of a trace, its ``otherData``: the run and its prediction, for comparison with the bars.
+
+    Limits are checked where a trace is read.
 
     Attributes:
         version: version of moelight.
         source: ``measured`` or ``simulated``.
-        policy: keys and plain values of the policy.
         hardware: name of the machine that the prediction is for.
+        policy: keys and plain values of the policy, nested at most once (by tier).
         predicted: prediction by lane, for one steady decode pass; empty without a prediction.
         pass_s: predicted seconds of one steady decode pass; 0 without a prediction.
         roofs: maximal bytes per second by lane.
         notes: further facts by name, shown verbatim.
     """
 
-    version: str
-    source: str
-    policy: Mapping[str, Any] = field(default_factory=dict)
+    version: str = msgspec.field(name="moelight")
+    source: str = "measured"
     hardware: str = ""
-    predicted: Mapping[str, LaneForecast] = field(default_factory=dict)
-    pass_s: float = 0.0
-    roofs: Mapping[str, float] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the ``otherData`` of the trace."""
-        return {
-            "moelight": self.version,
-            "source": self.source,
-            "hardware": self.hardware,
-            "policy": dict(self.policy),
-            "predicted": {str(lane): {"busy_s": f.busy_s, "bytes": f.bytes} for lane, f in self.predicted.items()},
-            "pass_s": self.pass_s,
-            "roofs": {str(lane): rate for lane, rate in self.roofs.items()},
-            "notes": dict(self.notes),
-        }
+    policy: Annotated[Mapping[str, _Plain | dict[str, _Plain]], Meta(max_length=100)] = {}
+    predicted: Mapping[str, LaneForecast] = {}
+    pass_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    roofs: Mapping[str, Annotated[float, Meta(ge=0, le=1e18)]] = {}
+    notes: Annotated[Mapping[str, _Text], Meta(max_length=100)] = {}
 
 
 class TraceWriter:
@@ -73,33 +66,30 @@ class TraceWriter:
         self._rows: set[Lane] = set()
         self._passes = 0
         self._origin_s: float | None = None
-        write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+        write(HEAD)
         write(_metadata("process_name", 0, {"name": "moelight"}).encode())
 
     def add(self, timeline: Timeline) -> None:
         """Write the spans of the next pass; time 0 is the start of the earliest span of the first non-empty pass."""
-        if timeline.spans:
-            self._add(timeline)
+        if self._origin_s is None and timeline.spans:
+            self._origin_s = timeline.start_s
+        events, used = [], {span.task.lane for span in timeline.spans} - self._rows
+        for lane in Lane:
+            if lane in used:
+                events.append(_metadata("thread_name", _ROWS[lane], {"name": str(lane)}))
+                events.append(_metadata("thread_sort_index", _ROWS[lane], {"sort_index": _ROWS[lane]}))
+        self._rows |= used
+        origin_s = self._origin_s or 0.0
+        events += [_bar(span, origin_s=origin_s, pass_number=self._passes) for span in timeline.spans]
+        self._write("".join(f",\n{event}" for event in events).encode())
         self._passes += 1
 
     def finish(self, about: TraceHeader | None = None) -> None:
         """Complete the JSON document, with ``about`` as its header if given."""
         self._write(b"\n]")
         if about is not None:
-            self._write(f',\n"otherData": {json.dumps(about.as_dict())}'.encode())
+            self._write(f',\n"otherData": {json.dumps(msgspec.to_builtins(about))}'.encode())
         self._write(b"}\n")
-
-    def _add(self, timeline: Timeline) -> None:
-        origin_s = self._origin_s = timeline.start_s if self._origin_s is None else self._origin_s
-        events = []
-        used = {span.task.lane for span in timeline.spans} - self._rows
-        for lane in Lane:
-            if lane in used:
-                events.append(_metadata("thread_name", _ROWS[lane], {"name": str(lane)}))
-                events.append(_metadata("thread_sort_index", _ROWS[lane], {"sort_index": _ROWS[lane]}))
-        self._rows |= used
-        events += [_bar(span, origin_s=origin_s, pass_number=self._passes) for span in timeline.spans]
-        self._write("".join(f",\n{event}" for event in events).encode())
 
 
 def write_trace(path: Path, timelines: Iterable[Timeline], about: TraceHeader | None = None) -> None:

@@ -8,7 +8,7 @@ import typer.main
 from moelight.cli.main import app
 from moelight.core.request import SamplingParams
 from moelight.scheduler import SCHEDULES
-from tests.cli.program import ROOT, moelight
+from tests.cli.program import ROOT, moelight, moelight_inside
 
 QUESTION = {
     "--hw",
@@ -177,7 +177,7 @@ def test_defaults_of_generate() -> None:
 
 
 def test_help_names_what_there_is() -> None:
-    text = " ".join(moelight("generate", "--help").stdout.split())
+    text = " ".join(moelight_inside("generate", "--help").stdout.split())
     for name in [*SCHEDULES, *OPTIONS["generate"], "custom_id", "messages"]:
         assert name in text
 
@@ -188,7 +188,7 @@ def test_planning_starts_from_the_machine_at_hand_and_mtbench(command: str) -> N
     defaults = {parameter.name: parameter.default for parameter in found.params if parameter.name != "help"}
     assert defaults["hw"] == (None if command == "inspect" else "auto")
     assert defaults["workload"] is None and defaults["prompt_len"] is None
-    text = " ".join(moelight(command, "--help").stdout.split())
+    text = " ".join(moelight_inside(command, "--help").stdout.split())
     for name in OPTIONS[command]:
         assert name in text
     assert "mtbench" in text

@@ -12,7 +12,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
-from moelight.observe.gantt import excerpt, plot_timelines
+from moelight.observe.plots import excerpt, plot_timelines
 
 
 def span(lane: Lane, kind: TaskKind, start_s: float, end_s: float, *, layer: int = 0, j: int = 0) -> Span:

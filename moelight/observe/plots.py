@@ -1,25 +1,47 @@
-"""Plot of the Hierarchical Roofline Model: roofs, turning points, and the work of a policy under them.
+"""The two plots: timelines as Gantt charts, and the Hierarchical Roofline Model with the work of a policy under it.
 
 matplotlib is imported when something is drawn. ``hrm.roofline`` computes the roofs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import ConfigError
+from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.core.timeline import Span, Timeline
 from moelight.hrm import roofline as hrm
 from moelight.hrm.roofline import Mark, Point, Roofline
-from moelight.observe.number_format import flops_text, rate_or_count, rate_text
+from moelight.observe.number_format import flops_text, rate_or_count, rate_text, seconds_text, share_text
+from moelight.observe.report_page import COLOURS
 
 SUFFIXES = (".png", ".svg", ".pdf")
-SIZE_INCHES, DPI = (12.0, 7.0), 100  # 1200 px wide
+WIDTH_INCHES, DPI = 12.0, 100  # 1200 px wide
+_INK, _MUTED, _IDLE, _EXPERTS = "#1a1a1a", "#666666", "#c0392b", "#7a1fa2"
+_LANE_NAMES = {
+    Lane.DISK: "disk",
+    Lane.STAGE: "staging copy",
+    Lane.H2D: "link up",
+    Lane.D2H: "link down",
+    Lane.DEVICE: "GPU",
+    Lane.CPU: "CPU",
+}
+_LEFT, _RIGHT = 0.098, 0.885  # of the width; lane names on the left, lane load on the right
+_ROW, _BAR = 0.36, 0.78  # height of a lane in inches; share of the height that its bars fill
+_HEAD, _GAP, _FOOT = 0.95, 0.68, 0.62  # inches above, between and below the panels
+_KEYS, _KEY_ROW = 8, 0.23  # legend entries per row, and the height of a row in inches
+_LETTER = 0.0052  # of the axis: width of one letter in a bar
+_LAYER_NAME = 0.075  # of the axis: width of a layer name above the bars
+_LEAST = 0.0012  # of the axis: minimal width of a bar
+_ROOFS_INCHES = 7.0
 _AXES = (0.07, 0.1, 0.555, 0.76)  # left, bottom, width, height; the rest is for the legend
 _LEVEL_COLORS = {"device": "#00795a", "host": "#0060a8", "disk": "#8a4f9e"}
 _LINK_COLORS = {"host": "#d1491b", "disk": "#a87900"}  # by the slower end of the link
-_INK, _MUTED, _EXPERTS = "#1a1a1a", "#666666", "#7a1fa2"
 _SYMBOLS = {"P1": "^", "P2": "v", "balance": "D"}
 _OFFSETS = (
     (0, 13),
@@ -37,20 +59,13 @@ _OFFSETS = (
 )
 
 
-def write_roofline(path: Path, roofline: Roofline) -> None:
-    """Draw ``roofline`` to ``path``, in the format given by its suffix.
-
-    Raises:
-        ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is not installed.
-        OSError: ``path`` cannot be written.
-    """
+def _check_suffix(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: the name of a picture ends in one of {', '.join(SUFFIXES)}")
-    figure_of(roofline).savefig(path, dpi=DPI)
 
 
-def figure_of(roofline: Roofline) -> Any:
-    """Return the plot as a matplotlib ``Figure``.
+def _new_figure(height_inches: float) -> Any:
+    """Return an empty matplotlib ``Figure``.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -60,8 +75,211 @@ def figure_of(roofline: Roofline) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("drawing needs matplotlib: pip install 'moelight[plots]'") from None
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI)
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI)
     FigureCanvasAgg(figure)
+    return figure
+
+
+def excerpt(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
+    """Return the part of ``timeline`` between two times, clipped and shifted to begin at 0."""
+    inside = (span for span in timeline.spans if span.end_s > start_s and span.start_s < end_s)
+    return Timeline(
+        spans=tuple(
+            replace(span, start_s=max(span.start_s, start_s) - start_s, end_s=min(span.end_s, end_s) - start_s)
+            for span in inside
+        )
+    )
+
+
+def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: str = "") -> None:
+    """Draw each ``(title, timeline)`` as a panel, from its own start, to ``path``, in the format given by its suffix.
+
+    The busiest lane of each timeline is the binding lane; its idle time is shaded and labelled.
+
+    Raises:
+        ConfigError: the suffix is not in `SUFFIXES`, nothing to draw, or matplotlib is not installed.
+        OSError: ``path`` cannot be written.
+    """
+    _check_suffix(path)
+    if not any(timeline.spans for _, timeline in rows):
+        raise ConfigError(f"{path}: no timeline to draw")
+    panels = [_Panel(name, timeline) for name, timeline in rows if timeline.spans]
+    kinds = [kind for kind in TaskKind if any(kind in panel.kinds for panel in panels)]
+    head = _HEAD + _KEY_ROW * -(-(len(kinds) + 1) // _KEYS)
+    height = head + _FOOT + _GAP * (len(panels) - 1) + _ROW * sum(len(panel.lanes) for panel in panels)
+    figure = _new_figure(height)
+    longest_s, top = max(panel.seconds for panel in panels), height - head
+    for panel in panels:
+        bottom = top - _ROW * len(panel.lanes)
+        box = (_LEFT, bottom / height, _RIGHT - _LEFT, (top - bottom) / height)
+        panel.draw(figure.add_axes(box), longest_s, last=panel is panels[-1])
+        top = bottom - _GAP
+    _head(figure, title, kinds, height)
+    figure.savefig(path, dpi=DPI)
+
+
+def _head(figure: Any, title: str, kinds: Sequence[TaskKind], height: float) -> None:
+    """Draw the title and, below it, the legend of the colours."""
+    from matplotlib.patches import Patch
+
+    figure.text(_LEFT, 1 - 0.26 / height, title, fontsize=14, fontweight="bold", color=_INK, va="center")
+    note = "in bars: layer and expert of a page, or micro-batch"
+    figure.text(_RIGHT, 0.2 / height, note, fontsize=9, color=_MUTED, ha="right", va="center")
+    handles: list[Any] = [Patch(facecolor=COLOURS[kind], label=str(kind).replace("_", " ")) for kind in kinds]
+    handles.append(Patch(facecolor="white", edgecolor=_IDLE, hatch="////", linewidth=0.6, label="binding lane idle"))
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(_LEFT - 0.004, 1 - 0.46 / height),
+        ncols=_KEYS,
+        fontsize=10,
+        frameon=False,
+        borderaxespad=0.0,
+        borderpad=0.0,
+        handlelength=1.1,
+        handleheight=1.0,
+        handletextpad=0.45,
+        columnspacing=1.3,
+    )
+
+
+class _Panel:
+    """Panel of one timeline. Time runs from its first task to its last; tasks of zero length are dropped."""
+
+    def __init__(self, name: str, timeline: Timeline) -> None:
+        self.name = name
+        moved = excerpt(timeline, timeline.start_s, timeline.end_s)
+        self.timeline = Timeline(spans=tuple(span for span in moved.spans if span.end_s > span.start_s))
+        self.seconds = self.timeline.end_s
+        self.busy_s = self.timeline.busy_s()
+        self.kinds = {span.task.kind for span in self.timeline.spans}
+        self.lanes = [lane for lane in Lane if lane in self.busy_s]
+        self.binding = max(self.lanes, key=self.busy_s.__getitem__)
+
+    def draw(self, axes: Any, longest_s: float, *, last: bool) -> None:
+        """Draw bars, idle time, layer boundaries and the load of each lane."""
+        self._frame(axes, longest_s, last=last)
+        for row, lane in enumerate(self.lanes):
+            spans = sorted((s for s in self.timeline.spans if s.task.lane is lane), key=lambda span: span.start_s)
+            if lane is self.binding:
+                self._idle(axes, row, spans)
+            for kind in dict.fromkeys(span.task.kind for span in spans):
+                mine = [span for span in spans if span.task.kind is kind]
+                bars = [(span.start_s, max(span.end_s - span.start_s, _LEAST * longest_s)) for span in mine]
+                where = (row - _BAR / 2, _BAR)
+                axes.broken_barh(bars, where, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.35)
+            self._names(axes, row, spans, longest_s)
+            busy = self.busy_s[lane] / self.seconds
+            colour, weight = (_IDLE, "bold") if lane is self.binding else (_MUTED, "normal")
+            load = f"{share_text(busy)} busy"
+            axes.annotate(
+                load, (1.006, row), xycoords=axes.get_yaxis_transform(), va="center", color=colour, weight=weight
+            )
+        self._layers(axes, longest_s)
+        if self.seconds < 0.8 * longest_s:
+            axes.axvline(self.seconds, color=_MUTED, linewidth=0.9)
+            sooner = f"done {seconds_text(longest_s - self.seconds)} sooner"
+            middle = (len(self.lanes) - 1) / 2
+            axes.annotate(
+                sooner, (self.seconds, middle), xytext=(8, 0), textcoords="offset points", va="center", color=_MUTED
+            ).set_fontsize(11)
+
+    def _frame(self, axes: Any, longest_s: float, *, last: bool) -> None:
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        axes.set(xlim=(0, longest_s), ylim=(len(self.lanes) - 0.5, -0.5))
+        axes.set_yticks(range(len(self.lanes)), [_LANE_NAMES[lane] for lane in self.lanes], fontsize=10.5)
+        axes.tick_params(axis="y", length=0, colors=_INK)
+        axes.tick_params(axis="x", labelsize=10, colors=_INK, labelbottom=last)
+        axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 2.5, 5, 10]))
+        unit, name = (1.0, "s") if longest_s >= 2 else (1e-3, "ms") if longest_s >= 2e-3 else (1e-6, "µs")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
+        if last:
+            axes.set_xlabel(f"time, {name}", fontsize=10.5, color=_INK)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.set_axisbelow(True)
+        axes.grid(visible=True, axis="x", color="#e9e9e9", linewidth=0.8)
+        label = axes.get_yticklabels()[self.lanes.index(self.binding)]
+        label.set(color=_IDLE, fontweight="bold")
+
+    def _idle(self, axes: Any, row: int, spans: Sequence[Span]) -> None:
+        """Shade and label the idle time of the binding lane."""
+        gaps, reached = [], 0.0
+        for span in spans:
+            if span.start_s > reached:
+                gaps.append((reached, span.start_s - reached))
+            reached = max(reached, span.end_s)
+        if self.seconds > reached:
+            gaps.append((reached, self.seconds - reached))
+        style = {"facecolor": "#fdecea", "edgecolor": _IDLE, "hatch": "////", "linewidth": 0.0}
+        axes.broken_barh(gaps, (row - _BAR / 2, _BAR), **style)
+        idle_s = sum(length for _, length in gaps)
+        heading = f"{self.name}: {seconds_text(self.seconds)}"
+        text = f"{_LANE_NAMES[self.binding]} idle {share_text(max(0.0, idle_s / self.seconds))}"
+        above = axes.get_xaxis_transform()
+        title = axes.annotate(heading, (0, 1), xycoords=above, xytext=(0, 17), textcoords="offset points")
+        title.set(fontsize=12, fontweight="bold", color=_INK, va="bottom")
+        axes.annotate(f"   {text}", (1, 0), xycoords=title, va="bottom", fontsize=12, color=_IDLE)
+
+    def _names(self, axes: Any, row: int, spans: Sequence[Span], longest_s: float) -> None:
+        """Label every bar that is wide enough with its page or micro-batch."""
+        for span in spans:
+            text, width = _short(span.task), (span.end_s - span.start_s) / longest_s
+            if text and width > _LETTER * len(text):
+                middle, size = (span.start_s + span.end_s) / 2, 7.5 if width > 1.5 * _LETTER * len(text) else 6.2
+                axes.text(middle, row, text, ha="center", va="center", fontsize=size, color="white", clip_on=True)
+
+    def _layers(self, axes: Any, longest_s: float) -> None:
+        """Draw a line where the compute unit begins the experts of a layer, labelled with the layer where it fits."""
+        begun: dict[int, float] = {}
+        for span in self.timeline.spans:
+            if span.task.kind in (TaskKind.POST_ATTENTION, TaskKind.ROUTE):
+                begun[span.task.layer] = min(span.start_s, begun.get(span.task.layer, span.start_s))
+        free_from = -math.inf
+        for layer, at in begun.items():
+            axes.axvline(at, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+            if at < free_from:
+                continue
+            free_from = at + _LAYER_NAME * longest_s
+            above = axes.get_xaxis_transform()
+            axes.annotate(
+                f"layer {layer}",
+                (at, 1),
+                xycoords=above,
+                xytext=(3, 2),
+                textcoords="offset points",
+                fontsize=9,
+                color=_MUTED,
+                va="bottom",
+            )
+
+
+def _short(task: Task) -> str:
+    """Return the name of the task's page, or the number of its micro-batch, or nothing."""
+    if task.kind.moves_page and task.page is not None:
+        return task.page.name
+    return str(task.micro_batch) if task.micro_batch >= 0 else ""
+
+
+def write_roofline(path: Path, roofline: Roofline) -> None:
+    """Draw ``roofline`` to ``path``, in the format given by its suffix.
+
+    Raises:
+        ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is not installed.
+        OSError: ``path`` cannot be written.
+    """
+    _check_suffix(path)
+    figure_of(roofline).savefig(path, dpi=DPI)
+
+
+def figure_of(roofline: Roofline) -> Any:
+    """Return the plot as a matplotlib ``Figure``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = _new_figure(_ROOFS_INCHES)
     _Picture(figure, roofline).draw()
     return figure
 
@@ -146,7 +364,8 @@ class _Picture:
 
     def _kernel(self, point: Point, name: str, symbol: str, color: str) -> None:
         """Draw the ceiling that the computing level attains by itself, at any intensity on the tier of the data."""
-        flops = hrm.attainable(self._level(point.level), point.intensity)
+        level = next(level for level in self._roofline.chain if level.name == point.level)
+        flops = hrm.attainable(level, point.intensity)
         self._line([(point.intensity, flops), (self._high, flops)], color=color, width=1.5, style="--")
         handle = self._marker(point.intensity, flops, symbol, color, hollow=True)
         size = f", μ = {self._roofline.micro_batch_size:,}" if name == "experts" else ""
@@ -190,9 +409,6 @@ class _Picture:
             if label.get_window_extent(renderer).width > band.get_window_extent(renderer).width - 8:
                 label.remove()
 
-    def _level(self, name: str) -> hrm.Level:
-        return next(level for level in self._roofline.chain if level.name == name)
-
     def _line(self, corners: list[tuple[float, float]], *, color: str, width: float, style: str = "-") -> Any:
         for start, end in pairwise(corners):
             self._drawn.extend(_between(start, end))
@@ -231,18 +447,17 @@ class _Picture:
         drawn = self._axes.transData.transform(self._drawn)
         taken: list[Any] = []
         for x, y, text, color in self._names:
-            tried: list[tuple[int, int, Any, Any]] = []
+            found: tuple[float, Any, Any] = (math.inf, None, None)
             for offset in _OFFSETS:
                 label = self._text(text, x, y, offset, color, fontsize=12, fontweight="bold")
                 box = label.get_window_extent(renderer)
                 outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
                 covered = box.count_contains(drawn) + 1000 * (box.count_overlaps(taken) + outside)
-                tried.append((covered, len(tried), label, box))
-            best = min(tried, key=lambda entry: entry[:2])
-            taken.append(best[3])
-            for entry in tried:
-                if entry is not best:
-                    entry[2].remove()
+                worse = label if covered >= found[0] else found[1]
+                if worse is not None:
+                    worse.remove()
+                found = found if worse is label else (covered, label, box)
+            taken.append(found[2])
 
     def _text(self, text: str, x: float, y: float, offset: tuple[int, int], color: str, **style: Any) -> Any:
         """Write ``text`` at ``offset`` (in points) from a data point, outlined to stay legible over lines."""

@@ -12,7 +12,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.roofline import Roofline, roofline_of
-from moelight.observe.roofline_plot import SUFFIXES, figure_of, write_roofline
+from moelight.observe.plots import SUFFIXES, figure_of, write_roofline
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
