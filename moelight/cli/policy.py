@@ -167,8 +167,8 @@ def tune_command(
     hardware = ask.load_machine(hw, model)
     machine, rows = MachineCosts(profile, hardware), Trace(trace, profile)
     if size is None:
-        from moelight.experts.auto import room_for_experts
         from moelight.experts.sizing import RESERVE_BYTES
+        from moelight.experts.tune import room_for_experts
 
         size = max(0, room_for_experts(profile, hardware).free_bytes - RESERVE_BYTES)
     slots = size // machine.page_bytes
@@ -274,7 +274,7 @@ def auto(model: ask.Model, hw: ask.Hw = ask.AUTO, output: _Output = None, batch_
     """Make a policy for a model and a machine without a trace, with the reasons as comments."""
     from moelight import __version__
     from moelight.batch.output import check_writable, whole_file
-    from moelight.experts.auto import auto_policy
+    from moelight.experts.tune import auto_policy
 
     if output is not None:
         check_writable(output, what="output")

@@ -16,9 +16,9 @@ import numpy as np
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
 from moelight.experts.cache import Access, ExpertCache
-from moelight.experts.confidence import PrefetchConfidence
 from moelight.experts.eviction import IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
+from moelight.experts.predict import PrefetchConfidence
 from moelight.experts.residency import Residency
 from moelight.experts.timing import Clock, MachineCosts
 from moelight.experts.trace import TraceRow, read_rows
