@@ -23,7 +23,7 @@ from moelight.experts.policy import ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.predict import Prefetcher
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Access:
     """Result of one batch of one layer. Ids ascend; each is in exactly one of `hits`, `misses` and `kept_out`.
 
@@ -126,10 +126,7 @@ class MemoryPressure:
 
     def beyond_headroom(self, residents: int) -> int:
         """Number of ``residents`` that exceed the headroom."""
-        kept = residents
-        while kept and self.usage(kept) > self.headroom:
-            kept -= 1
-        return residents - kept
+        return sum(self.usage(count) > self.headroom for count in range(1, residents + 1))
 
 
 class Expiry:
@@ -671,23 +668,20 @@ class ExpertCache:
         admit: bool = True,
         keep_out: Collection[int] = (),
     ) -> Access:
-        """Serve one batch.
+        """Serve one batch of integer ``ids`` [tokens, k] with router weights ``scores`` [tokens, k] (None: all 1).
 
-        Args:
-            ids: integers [tokens, k]; ``scores`` [tokens, k]: their router weights (None: all 1).
-            admit: False: count the batch and refresh its hits, but admit nothing; for passes over whole layers.
-            keep_out: experts that are counted like the others, but not admitted if they miss.
+        Without ``admit``, the batch is counted and its hits are refreshed, but nothing is admitted, as for passes over
+        whole layers. The experts to ``keep_out`` are counted like the others, but not admitted if they miss.
 
         Raises:
-            ValueError: ids or scores of a wrong kind, shape or range.
+            ValueError: a layer, ids or scores of a wrong kind, shape or range.
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer {layer} is none of {self.num_layers}")
-        flat = flat_ids(ids, self.num_experts)
+        base = layer * self.num_experts
+        flat, pool = flat_ids(ids, self.num_experts), self._pools[layer]
         counts = np.bincount(flat, minlength=self.num_experts)
-        pool, base = self._pools[layer], layer * self.num_experts
-        mass = None
-        few = flat.size <= _MANY * self.num_experts
+        mass, few = None, flat.size <= _MANY * self.num_experts
         if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = counts.nonzero()[0]
@@ -719,20 +713,11 @@ class ExpertCache:
         self.clock += len(distinct)
         self._last_batch, self._last_of_layer[layer] = held, keys
         self._after(layer, distinct)
-        pool.hold(self._leases)
-        pool.flush()
+        self._release([pool])
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
-        return Access(
-            layer=layer,
-            hits=hits,
-            hit_slots=before[found].astype(np.int64),
-            misses=misses,
-            slots=np.array(slots, np.int64),
-            kept_out=kept_out,
-            evictions=self._notify(),
-            counts=counts,
-        )
+        hit_slots, brought, evicted = before[found].astype(np.int64), np.array(slots, np.int64), self._notify()
+        return Access(layer, hits, hit_slots, misses, brought, kept_out, evicted, counts)
 
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
         """Return the slot of each missing key, -1 for a bypass. Slots are assigned after all evictions."""
@@ -852,14 +837,8 @@ class ExpertCache:
             ConfigError: a capacity in bytes without ``page_bytes``, or budgets of layers that cannot be met.
         """
         rules = policy.cache
-        pressure = None
-        if rules.memory_threshold is not None:
-            pressure = MemoryPressure(
-                threshold=rules.memory_threshold,
-                headroom=rules.memory_headroom,
-                budget_gb=rules.memory_budget_gb,
-                expert_gb=rules.expert_size_gb,
-            )
+        limits = {"headroom": rules.memory_headroom, "budget_gb": rules.memory_budget_gb}
+        threshold, expert_gb = rules.memory_threshold, rules.expert_size_gb
         return cls(
             capacity=policy.slots(num_layers, num_experts, page_bytes),
             num_layers=num_layers,
@@ -875,7 +854,7 @@ class ExpertCache:
             per_layer=policy.per_layer,
             pins=rules.pin,
             ttl=rules.ttl,
-            pressure=pressure,
+            pressure=None if threshold is None else MemoryPressure(threshold=threshold, expert_gb=expert_gb, **limits),
         )
 
     def expect(self, shares: ArrayLike) -> None:
