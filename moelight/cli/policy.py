@@ -151,6 +151,7 @@ def tune_command(
     from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
     from moelight.experts import tune
     from moelight.experts.replay import Trace
+    from moelight.experts.sizing import RESERVE_BYTES
     from moelight.experts.timing import MachineCosts
 
     if output is not None:
@@ -162,7 +163,7 @@ def tune_command(
     hardware = ask.load_machine(hw, model)
     machine, rows = MachineCosts(profile, hardware), Trace(trace, profile)
     if size is None:
-        size = max(0, tune.room_for_experts(profile, hardware).free_bytes - tune.RESERVE_BYTES)
+        size = max(0, tune.room_for_experts(profile, hardware).free_bytes - RESERVE_BYTES)
     slots = size // machine.page_bytes
     layers = len(rows.shape.layers)
     if slots < layers:

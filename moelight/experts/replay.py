@@ -320,8 +320,8 @@ def bound(
     rows = list(rows)
     policy = ExpertPolicy(name=f"belady@{slots}", cache=CacheRules(capacity=Capacity(value=slots)))
     future = [(row.layer, np.unique(row.ids).tolist()) for row in rows]
-    size = {"num_layers": len(shape.layers), "num_experts": shape.num_experts}
-    cache = ExpertCache(capacity=slots, **size, eviction="belady", future=future)
+    layers, experts = len(shape.layers), shape.num_experts
+    cache = ExpertCache(capacity=slots, num_layers=layers, num_experts=experts, eviction="belady", future=future)
     begun = {key for each in policies for key in Replay(each, shape, machine).begins_with}
     if begun:
         first = dict.fromkeys((layer, expert) for layer, ids in future for expert in ids)

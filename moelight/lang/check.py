@@ -92,11 +92,12 @@ def read(text: str) -> CheckedText:
         found.append(LanguageError(code=code, message=message, span=span, warning=warning))
 
     version = tree.version
-    if version is not None and not isinstance(version.value, int | float):
-        complain("type", "version takes a number such as 0.7", version.span)
-    elif version is not None and version.value > VERSION:
-        message = f"version {version.value:g} is newer than {VERSION}, the newest that is known here"
-        complain("version", message, version.span)
+    if version is not None:
+        if not isinstance(version.value, int | float):
+            complain("type", "version takes a number such as 0.7", version.span)
+        elif version.value > VERSION:
+            message = f"version {version.value:g} is newer than {VERSION}, the newest that is known here"
+            complain("version", message, version.span)
     if not tree.policies and whole:
         complain("empty", f"there is no policy here; write {_EXAMPLE}", (0, 0))
     names: set[str] = set()
@@ -133,15 +134,15 @@ class _PolicyReading:
             excused |= self._block(block)
         if "cache" not in self.blocks and not excused:
             self._error("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
-        sections: dict[str, dict[str, Any]] = {block: {} for block in self.blocks if block in KEYS}
-        for (block, key), value in self.values.items():
-            sections[block][key] = value
+        sections: dict[str, dict[str, Any]] = {name: {} for name in self.blocks if name in KEYS}
+        for (name, key), value in self.values.items():
+            sections[name][key] = value
         sections["cache"] = {"capacity": _UNKNOWN_CAPACITY, **sections.get("cache", {})}
         if sections.get("per_layer", {}).get("total_budget") == 0:
             del sections["per_layer"]["total_budget"]  # the reference's spelling of: not given
         # Rules implied by conditional values precede explicit rules, in the order of the keys.
         rules = [*(self.seconds[name] for name in SWAPS if name in self.seconds), *self.rules]
-        made: dict[str, Any] = {block: _SECTIONS[block](**values) for block, values in sections.items()}
+        made: dict[str, Any] = {name: _SECTIONS[name](**values) for name, values in sections.items()}
         policy = ExpertPolicy(name=node.name.text, adapt=tuple(rule for rule, _ in rules), **made)
         self._check_rules(policy, rules, node.name.span)
         return policy
