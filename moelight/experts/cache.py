@@ -710,10 +710,11 @@ class ExpertCache:
             self._pass_by(pool, (kept_out + base).tolist())
         slots = self._bring(pool, (misses + base).tolist(), scored.tolist(), admit) if len(misses) else []
         self.stats.record(layer, hits, missing, counts)
-        self.clock += len(distinct)
+        self.clock += len(keys)
         self._last_batch, self._last_of_layer[layer] = held, keys
         self._after(layer, distinct)
-        self._release([pool])
+        pool.hold(self._leases)
+        pool.flush()
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         hit_slots, brought, evicted = before[found].astype(np.int64), np.array(slots, np.int64), self._notify()

@@ -207,7 +207,7 @@ class Lru(Eviction):
         return True
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
-        room = max(0, self.capacity - len(self))
+        room = max(0, self.capacity - len(self._order) - len(self._pinned))
         there = min(len(keys), room + self._leave(len(keys) - room))
         self._order.update(dict.fromkeys(keys[:there]))
         return [True] * there + [False] * (len(keys) - there)
@@ -341,7 +341,13 @@ class Ranked(Eviction):
         return len(gone) - before
 
     def drop(self) -> bool:
-        return self.leave(1) == 1
+        entry = self.lowest()
+        if entry is None:
+            return False
+        heappop(self._heap)
+        del self.rank[entry[2]]
+        self.gone.append(entry[2])
+        return True
 
     def lowest(self) -> Entry | None:
         """Return the top of the heap, the entry of the next key to be evicted."""
@@ -375,7 +381,11 @@ class Ranked(Eviction):
         top = self.lowest()
         if top is None:
             return False
-        self.replace(top, self.entry_of(key, score))
+        entry = self.entry_of(key, score)
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[key] = entry
+        self.gone.append(top[2])
         return True
 
     def remove(self, key: int) -> None:
@@ -409,8 +419,8 @@ class Valued(Ranked):
     fills_in_order = True
 
     @abstractmethod
-    def first_values(self, scores: Sequence[float]) -> Sequence[float]:
-        """Return the values with which keys of these ``scores`` enter now."""
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        """`enter` each of ``keys``, the accesses of one batch; further ``scores`` are ignored."""
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
         room = max(0, self.capacity - len(self))
@@ -420,11 +430,6 @@ class Valued(Ranked):
             self.note(key)
         return [True] * there + [False] * (len(keys) - there)
 
-    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        values = zip(self.first_values(scores), keys, strict=False)
-        self.push_all([(value, at, key) for at, (value, key) in enumerate(values, self.number + 1)])
-        self.number += len(keys)
-
 
 class Score(Valued):
     """Evict the key with the lowest router score. A score starts with that of the admission and follows the accesses as
@@ -432,12 +437,14 @@ class Score(Valued):
 
     uses_scores = True
 
-    def first_values(self, scores: Sequence[float]) -> Sequence[float]:
-        return scores
-
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
         return (score, self.number, key)
+
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        entering = zip(keys, scores, strict=False)
+        self.push_all([(score, at, key) for at, (key, score) in enumerate(entering, self.number + 1)])
+        self.number += len(keys)
 
     def touch(self, key: int, score: float) -> None:
         entry = self.rank.get(key)
@@ -445,9 +452,10 @@ class Score(Valued):
             return
         alpha, old = self.rules.alpha, entry[0]
         value = alpha * score + (1.0 - alpha) * old
-        self.rank[key] = now = (value, entry[1], key)
         if value < old:
-            self.push(now)
+            self.push((value, entry[1], key))
+        else:
+            self.rank[key] = (value, entry[1], key)
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
         rank, alpha, lowered = self.rank, self.rules.alpha, []
@@ -479,9 +487,6 @@ class Lfu(Valued):
         super().__init__(setting)
         self._one = 1.0  # increment of an access
         self._until_decay = DECAY_EVERY
-
-    def first_values(self, scores: Sequence[float]) -> Sequence[float]:
-        return [self._one] * len(scores)
 
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
@@ -525,7 +530,12 @@ class Lfu(Valued):
         self._between_decays(keys, self._add)
 
     def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        self._between_decays(keys, lambda run: super(Lfu, self).enter_all(run, run))
+        self._between_decays(keys, self._enter_run)
+
+    def _enter_run(self, keys: Sequence[int]) -> None:
+        one = self._one
+        self.push_all([(one, at, key) for at, key in enumerate(keys, self.number + 1)])
+        self.number += len(keys)
 
     def _between_decays(self, keys: Sequence[int], act: Callable[[Sequence[int]], None]) -> None:
         """Process one access of each key: call ``act`` for each run of keys without a decay in between."""
@@ -617,14 +627,15 @@ class FrequencyThreshold(Ranked):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if asked:
             self.note(key)
-        entry = self.entry_of(key, score)
-        if entry[0] < self._need:
+        count = self._counts.get(key, 0)
+        if count < self._need:
             return False
+        entry = (count, self.number, key)
         if len(self) < self.capacity:
             self.push(entry)
             return True
         top = self.lowest()
-        if top is None or top[0] > entry[0]:
+        if top is None or top[0] > count:
             return False
         self.replace(top, entry)
         return True
@@ -1042,12 +1053,12 @@ class Layered(Eviction):
         return self.first.pinnable
 
     def hold(self, keys: Container[int]) -> None:
-        for level in self._levels:
-            level.hold(keys)
+        self.first.hold(keys)
+        self.second.hold(keys)
 
     def flush(self) -> None:
-        for level in self._levels:
-            level.flush()
+        self.first.flush()
+        self.second.flush()
 
     def begin(self) -> None:
         for level in self._levels:
@@ -1100,8 +1111,9 @@ class Layered(Eviction):
     def _in_turn(self) -> bool:
         """True if a batch may go through the first level as a whole and then through the second: neither exceeds its
         share, and the second need not observe accesses that the first serves."""
-        fits = all(len(level) <= level.capacity and level.fills_in_order for level in self._levels)
-        return fits and not self.second.has_note
+        first, second = self.first, self.second
+        fits = len(first) <= first.capacity and len(second) <= second.capacity
+        return fits and first.fills_in_order and second.fills_in_order and not second.has_note
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
         """Touch the keys of the first level, then those of the second."""
