@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moelight import __version__
 from moelight.cli import planning_options as ask
 from moelight.core.errors import ConfigError
+from moelight.core.units import format_bytes, parse_bytes
+from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,9 +57,7 @@ def replay_command(
 
     A line of the trace is {"l": layer, "e": [ids], "s": [scores]}, one batch of one layer; "s" may be missing.
     """
-    from moelight.experts.replay import Trace
-    from moelight.experts.replay import bound as bound_of
-    from moelight.experts.replay import replay_trace as replay_all
+    from moelight.experts import replay
     from moelight.lang.files import load_expert_policies
 
     if not policy:
@@ -70,11 +71,11 @@ def replay_command(
         from moelight.experts.timing import MachineCosts
 
         machine = MachineCosts(profile, ask.load_machine(hw, model or ""))
-    rows = Trace(trace, profile)
-    outcomes = replay_all(rows, rows.shape, policies, machine)
+    rows = replay.Trace(trace, profile)
+    outcomes = replay.replay_trace(rows, rows.shape, policies, machine)
     if bound:
         rooms = sorted({each.slots for each in outcomes})
-        outcomes += [bound_of(rows, rows.shape, slots, machine, policies=policies) for slots in rooms]
+        outcomes += [replay.bound(rows, rows.shape, slots, machine, policies=policies) for slots in rooms]
     if as_json:
         typer.echo(json.dumps([each.as_dict() for each in outcomes], indent=2, allow_nan=False))
         return
@@ -87,12 +88,9 @@ def _print_replays(trace: Path, shape: Shape, outcomes: Sequence[Outcome], model
     from moelight.cli.tables import machine_words, open_console, printable
 
     console = open_console()
-    parts = [printable(trace.name)]
-    if model is not None:
-        parts.append(f"of {printable(model)}")
-    if hw is not None:
-        parts.append(f"on {machine_words(hw)}")
-    console.print(Text(" ".join(parts), style="bold"))
+    of = "" if model is None else f" of {printable(model)}"
+    on = "" if hw is None else f" on {machine_words(hw)}"
+    console.print(Text(f"{printable(trace.name)}{of}{on}", style="bold"))
     size = f"{outcomes[0].accesses:,} accesses, {len(shape.layers)} layers of {shape.num_experts} experts"
     console.print(Text(size, style="dim"))
     console.print()
@@ -106,8 +104,6 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     from rich.text import Text
 
     from moelight.cli.tables import bar, plain_table, printable
-    from moelight.core.units import format_bytes
-    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     known, timed = outcomes[0].bytes is not None, outcomes[0].stall_s is not None
     # The table must fit 80 columns, so bytes replace misses and seconds replace the bar.
@@ -153,10 +149,10 @@ def tune_command(
     cache or a budget for each layer, what is fetched ahead, and where a missing expert is computed.
     """
     from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
-    from moelight.core.units import parse_bytes
+    from moelight.experts import tune
     from moelight.experts.replay import Trace
+    from moelight.experts.sizing import RESERVE_BYTES
     from moelight.experts.timing import MachineCosts
-    from moelight.experts.tune import tune_policy as search
 
     if output is not None:
         if as_json and output == STANDARD_OUTPUT:
@@ -167,22 +163,17 @@ def tune_command(
     hardware = ask.load_machine(hw, model)
     machine, rows = MachineCosts(profile, hardware), Trace(trace, profile)
     if size is None:
-        from moelight.experts.auto import room_for_experts
-        from moelight.experts.sizing import RESERVE_BYTES
-
-        size = max(0, room_for_experts(profile, hardware).free_bytes - RESERVE_BYTES)
+        size = max(0, tune.room_for_experts(profile, hardware).free_bytes - RESERVE_BYTES)
     slots = size // machine.page_bytes
     layers = len(rows.shape.layers)
     if slots < layers:
-        from moelight.core.units import format_bytes
-
         least = format_bytes(layers * machine.page_bytes, round_up=True)
         where = f"--memory {memory}" if memory is not None else f"{format_bytes(size)}, what {hardware.name} has free,"
         raise ConfigError(f"{where} is too little: one expert for each of {layers} layers takes {least}")
     found = list(rows)
     if not found:
         raise ConfigError(f"trace {trace} has no rows; record one with generate --routing-trace")
-    tuning = search(found, rows.shape, machine, most_slots=slots)
+    tuning = tune.tune_policy(found, rows.shape, machine, most_slots=slots)
     if output is not None:
         with whole_file(output, what="output") as write:
             write(_file(tuning.best, trace, model, hw).encode())
@@ -193,10 +184,7 @@ def tune_command(
 
 
 def _file(best: Tuned, trace: Path, model: str, hw: str) -> str:
-    from moelight import __version__
     from moelight.cli.tables import machine_words
-    from moelight.core.units import format_bytes
-    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     did = best.outcome
     return commented(
@@ -212,30 +200,26 @@ def _file(best: Tuned, trace: Path, model: str, hw: str) -> str:
 
 
 def _as_dict(tuning: Tuning) -> dict[str, Any]:
-    rows = [_tuned_row(each) for each in tuning.found]
+    from moelight.lang.format import format_policy
+
+    rows = []
+    for each in tuning.found:
+        did = each.outcome
+        said = {name: getattr(did, name) for name in ("slots", "memory_bytes", "total_s")}
+        rows.append(did.as_dict() | said | {"on_front": each.on_front, "moe": format_policy(each.policy)})
     return {
         "best": rows[tuning.found.index(tuning.best)],
-        "front": [row for row, each in zip(rows, tuning.found, strict=True) if each.on_front],
+        "front": [row for row in rows if row["on_front"]],
         "candidates": rows,
         "replays": tuning.replays,
         "rows": tuning.rows,
     }
 
 
-def _tuned_row(each: Tuned) -> dict[str, Any]:
-    from moelight.lang.format import format_policy
-
-    did = each.outcome
-    extra = {"slots": did.slots, "memory_bytes": did.memory_bytes, "total_s": did.total_s, "on_front": each.on_front}
-    return did.as_dict() | extra | {"moe": format_policy(each.policy)}
-
-
 def _print(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
     from rich.text import Text
 
     from moelight.cli.tables import bar, indented, machine_words, open_console, plain_table, printable
-    from moelight.core.units import format_bytes
-    from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
     console = open_console()
     console.print(Text(f"{printable(model)} on {machine_words(hw)}, {printable(trace.name)}", style="bold"))
@@ -260,10 +244,8 @@ def _print(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
         )
     console.print(indented(table))
     console.print()
-    words = "bold: the fastest"
-    if len(tuning.front) < len(tuning.found):
-        words += "; dim: no faster than one with less memory"
-    console.print(Text(words, style="dim"))
+    dim = "; dim: no faster than one with less memory" if len(tuning.front) < len(tuning.found) else ""
+    console.print(Text(f"bold: the fastest{dim}", style="dim"))
 
 
 _Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.moe", help="Where it goes; else stdout.")]
@@ -272,9 +254,8 @@ _BatchSize = Annotated[int, typer.Option(min=1, help="Sequences in a pass.")]
 
 def auto(model: ask.Model, hw: ask.Hw = ask.AUTO, output: _Output = None, batch_size: _BatchSize = 1) -> None:
     """Make a policy for a model and a machine without a trace, with the reasons as comments."""
-    from moelight import __version__
     from moelight.batch.output import check_writable, whole_file
-    from moelight.experts.auto import auto_policy
+    from moelight.experts.tune import auto_policy
 
     if output is not None:
         check_writable(output, what="output")
@@ -283,9 +264,9 @@ def auto(model: ask.Model, hw: ask.Hw = ask.AUTO, output: _Output = None, batch_
     text = commented(found.policy, (*found.header, f"Made by moelight {__version__}."), found.reasons)
     if output is None:
         typer.echo(text, nl=False)
-        return
-    with whole_file(output, what="output") as write:
-        write(text.encode())
+    else:
+        with whole_file(output, what="output") as write:
+            write(text.encode())
 
 
 WIDTH = 100
@@ -357,44 +338,37 @@ def check(
     """
     from moelight.lang.files import read_file
 
-    readings: list[tuple[str, CheckedText | str]] = []
+    readings: list[tuple[str, CheckedText]] = []
+    rows: list[dict[str, Any]] = []
+    unread: list[str] = []
     for file in files:
         try:
-            readings.append((file, read_file(file)))
-        except ConfigError as error:
-            readings.append((file, str(error)))
+            reading = read_file(file)
+        except ConfigError as failure:
+            unread.append(str(failure))
+            error = {"code": "unreadable", "line": 1, "column": 1, "message": str(failure)}
+            rows.append({"file": file, "ok": False, "errors": [error], "warnings": []})
+            continue
+        readings.append((file, reading))
+        errors, warnings = ([each.as_dict() for each in some] for some in (reading.errors, reading.warnings))
+        rows.append({"file": file, "ok": not errors, "errors": errors, "warnings": warnings})
     if as_json:
-        typer.echo(json.dumps([_row(file, reading) for file, reading in readings], indent=2))
+        typer.echo(json.dumps(rows, indent=2))
     else:
         _print_findings(readings)
-    unread = [reading for _, reading in readings if isinstance(reading, str)]
     for words in unread:
         typer.echo(f"moelight: error: {_printable(words)}", err=True)
     if unread:
         raise typer.Exit(REFUSED)
-    if any(reading.errors for _, reading in readings if not isinstance(reading, str)):
+    if not all(row["ok"] for row in rows):
         raise typer.Exit(ERRORS)
 
 
-def _row(file: str, reading: CheckedText | str) -> dict[str, Any]:
-    if isinstance(reading, str):
-        error = {"code": "unreadable", "line": 1, "column": 1, "message": reading}
-        return {"file": file, "ok": False, "errors": [error], "warnings": []}
-    return {
-        "file": file,
-        "ok": not reading.errors,
-        "errors": [error.as_dict() for error in reading.errors],
-        "warnings": [warning.as_dict() for warning in reading.warnings],
-    }
-
-
-def _print_findings(readings: list[tuple[str, CheckedText | str]]) -> None:
+def _print_findings(readings: Sequence[tuple[str, CheckedText]]) -> None:
     from moelight.lang.diagnostics import diagnostic_lines
 
     errors = warnings = 0
     for file, reading in readings:
-        if isinstance(reading, str):
-            continue
         errors, warnings = errors + len(reading.errors), warnings + len(reading.warnings)
         lines = reading.lines
         for finding in (*reading.errors, *reading.warnings):
@@ -403,8 +377,8 @@ def _print_findings(readings: list[tuple[str, CheckedText | str]]) -> None:
             names = ", ".join(each.name for each in reading.policies)
             typer.echo(f"{_printable(file)}: {names}: all is well")
     if errors or warnings:
-        files = sum(not isinstance(reading, str) for _, reading in readings)
-        typer.echo(f"{_counted(errors, 'error')} and {_counted(warnings, 'warning')} in {_counted(files, 'file')}")
+        counted = f"{_counted(errors, 'error')} and {_counted(warnings, 'warning')}"
+        typer.echo(f"{counted} in {_counted(len(readings), 'file')}")
 
 
 def _counted(count: int, noun: str) -> str:
@@ -430,15 +404,13 @@ def format_(
         raise ConfigError("--write and --check contradict each other; give one")
     reading = _sound(file)
     found = format_text(reading.text)
-    if only_check:
-        if found != reading.text:
+    if not (write or only_check):
+        typer.echo(found, nl=False)
+    elif found != reading.text:
+        if only_check:
             typer.echo(f"{_printable(str(file))}: not formatted; moelight policy format --write does it")
             raise typer.Exit(ERRORS)
-    elif write:
-        if found != reading.text:
-            _write(file, found)
-    else:
-        typer.echo(found, nl=False)
+        _write(file, found)
 
 
 def _write(file: Path, text: str) -> None:
@@ -543,9 +515,8 @@ def _explain(each: ExpertPolicy, experts: ExpertSizes | None, model: str, machin
 
 
 def _memory(each: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) -> Any:
-    """Return a table of experts by tier: the cache slots in the first tier, the other experts in the tiers below."""
+    """Return a table of the experts in each tier."""
     from moelight.cli.tables import bar, plain_table
-    from moelight.core.units import format_bytes
     from moelight.lang.explain import spread
 
     table = plain_table("", "experts", "bytes", "there is", "", "", numbers=("experts", "bytes", "there is"))

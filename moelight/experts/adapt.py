@@ -1,7 +1,5 @@
-"""Adaptation rules for a running cache: ``when METRIC OP NUMBER for N accesses { ACTION }``, exact to the access.
-
-Decides when each rule fires, from windowed metrics; a `Controlled` object executes the actions.
-"""
+"""Windowed metrics of a running cache, and the rules ``when METRIC OP NUMBER for N accesses { ACTION }`` over them,
+exact to the access; a `Controlled` object executes the actions."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class Monitor:
             if getattr(self.rules, key) < 1:
                 raise ConfigError(f"monitor: {key} must be at least 1 access, not {getattr(self.rules, key)}")
         for metric in self.rules.metrics:
-            if metric not in METRICS:
-                near = did_you_mean(metric, METRICS)
-                raise ConfigError(f"monitor: unknown metric {metric!r}{near}; known: {', '.join(METRICS)}")
+            _check_known("monitor", "metric", metric, METRICS)
         self.accesses = 0
         self.notes: deque[dict[str, Any]] = deque(maxlen=NOTES_KEPT)
         # Totals of hits and evictions after each access; the first column is the start of the window.
@@ -78,7 +74,7 @@ class Monitor:
         return dict(zip(METRICS, (inside / max(1, self._end - begin)).tolist(), strict=True))
 
     def _room_for(self, n: int) -> Ints:
-        """Return the totals with space for ``n`` more columns; columns before the window are dropped if necessary."""
+        """Return the totals with space for ``n`` more columns; columns before the window may be dropped."""
         if self._end + n < self._totals.shape[1]:
             return self._totals
         kept = min(self._end, self.rules.window)
@@ -92,6 +88,11 @@ class Monitor:
         for place in range(every - self.accesses % every - 1, n, every):
             values = {metric: float(found[metric][place]) for metric in self.rules.metrics}
             self.notes.append({"access": self.accesses + place + 1, **values})
+
+
+def _check_known(where: str, what: str, word: str, known: Sequence[str]) -> None:
+    if word not in known:
+        raise ConfigError(f"{where}: unknown {what} {word!r}{did_you_mean(word, known)}; known: {', '.join(known)}")
 
 
 KINDS = ("set", "trigger", "rebalance")
@@ -130,14 +131,8 @@ class ExpertAdaptation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record for JSON."""
-        return {
-            "access": self.access,
-            "rule": self.rule,
-            "action": self.action,
-            "from": self.before,
-            "to": self.now,
-            "failure": self.failure,
-        }
+        said = {"access": self.access, "rule": self.rule, "action": self.action}
+        return {**said, "from": self.before, "to": self.now, "failure": self.failure}
 
 
 class AdaptRules:
@@ -170,9 +165,7 @@ class AdaptRules:
         if hits + misses == 0:
             return []
         ready = [self._ready(index, metrics) for index in range(len(self.rules))]
-        if not any(places.size for places in ready):
-            return []
-        return self._fire(ready, first)
+        return self._fire(ready, first) if any(places.size for places in ready) else []
 
     def _ready(self, index: int, metrics: dict[str, Floats]) -> Ints:
         """Return the indices in the batch at which the condition of rule ``index`` has held long enough."""
@@ -232,8 +225,7 @@ class AdaptRules:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the log for JSON."""
-        log = [each.as_dict() for each in self.log]
-        return {"changes": self.changes, "failures": self.failures, "log": log}
+        return {"changes": self.changes, "failures": self.failures, "log": [each.as_dict() for each in self.log]}
 
 
 def condition_of(rule: AdaptRule) -> str:
@@ -255,9 +247,7 @@ def _check(rule: AdaptRule) -> None:
         ("kind of action", action.kind, KINDS),
         ("action", action.name, names),
     ):
-        if word not in known:
-            near = did_you_mean(word, known)
-            raise ConfigError(f"adapt, {where}: unknown {what} {word!r}{near}; known: {', '.join(known)}")
+        _check_known(f"adapt, {where}", what, word, known)
     for key, least in (("accesses", 1), ("cooldown", 0)):
         if getattr(rule, key) < least:
             raise ConfigError(f"adapt, {where}: {key} must be at least {least}, not {getattr(rule, key)}")

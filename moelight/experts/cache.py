@@ -1,4 +1,4 @@
-"""Expert cache: slots, leases, pins and counters over an eviction policy.
+"""Expert cache: slots, leases, pins, budgets of layers, expiry and counters over an eviction policy.
 
 The cache decides and counts; it holds and moves no bytes. The caller learns which experts were evicted
 (`ExpertCache.on_evict`, `Access.evictions`) and which pages to transfer to which slots (`Access.slots`,
@@ -17,20 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moelight.core.errors import ConfigError
-from moelight.experts.eviction import (
-    Eviction,
-    EvictionContext,
-    EvictionRules,
-    FloatArray,
-    IntArray,
-    eviction_names,
-    make_eviction,
-)
+from moelight.experts import eviction as evictions
+from moelight.experts.eviction import BoolArray, Eviction, EvictionRules, FloatArray, IntArray
 from moelight.experts.policy import ExpertPolicy, PerLayerRules, PrefetchRules
-from moelight.experts.prefetch import Prefetcher
+from moelight.experts.predict import Prefetcher
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Access:
     """Result of one batch of one layer. Ids ascend; each is in exactly one of `hits`, `misses` and `kept_out`.
 
@@ -80,6 +73,12 @@ class CacheStats:
         self.tokens = np.zeros((num_layers, num_experts), np.int64)
         self.evictions = self.expired = self.pressed = self.bypasses = self.prefetched = 0
 
+    def record(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
+        """Count one batch of ``layer``; ``counts`` int64 [E]: tokens of each expert."""
+        self.hits[layer][hits] += 1
+        self.misses[layer][misses] += 1
+        self.tokens[layer] += counts
+
     @property
     def accesses(self) -> int:
         return int(self.hits.sum() + self.misses.sum())
@@ -92,31 +91,25 @@ class CacheStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counters for JSON; ``hit_rate`` of a layer without accesses is None."""
-        layers = [
-            {"layer": layer, "accesses": (hits := int(h.sum())) + (misses := int(m.sum())), "hits": hits}
-            | ({"hit_rate": hits / (hits + misses)} if hits + misses else {"hit_rate": None})
-            for layer, (h, m) in enumerate(zip(self.hits, self.misses, strict=True))
-        ]
+        counters = ("evictions", "expired", "pressed", "bypasses", "prefetched")
+        hits, misses = self.hits.sum(axis=1).tolist(), self.misses.sum(axis=1).tolist()
         return {
             "accesses": self.accesses,
-            "hits": int(self.hits.sum()),
-            "misses": int(self.misses.sum()),
+            "hits": sum(hits),
+            "misses": sum(misses),
             "hit_rate": self.hit_rate,
-            "evictions": self.evictions,
-            "expired": self.expired,
-            "pressed": self.pressed,
-            "bypasses": self.bypasses,
-            "prefetched": self.prefetched,
-            "layers": layers,
+            **{name: getattr(self, name) for name in counters},
+            "layers": [
+                {"layer": layer, "accesses": h + m, "hits": h, "hit_rate": h / (h + m) if h + m else None}
+                for layer, (h, m) in enumerate(zip(hits, misses, strict=True))
+            ],
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPressure:
-    """From ``threshold`` of ``budget_gb`` on, experts are evicted until ``headroom`` of the budget is used.
-
-    ``expert_gb`` is the size of one expert.
-    """
+    """From ``threshold`` of ``budget_gb`` on, experts of ``expert_gb`` each are evicted until ``headroom`` of the
+    budget is used."""
 
     threshold: float
     headroom: float = 0.7
@@ -133,10 +126,7 @@ class MemoryPressure:
 
     def beyond_headroom(self, residents: int) -> int:
         """Number of ``residents`` that exceed the headroom."""
-        kept = residents
-        while kept and self.usage(kept) > self.headroom:
-            kept -= 1
-        return residents - kept
+        return sum(self.usage(count) > self.headroom for count in range(1, residents + 1))
 
 
 class Expiry:
@@ -169,8 +159,6 @@ class Expiry:
 
 
 _FEW = 12  # keys up to which a loop over them is faster than numpy
-
-
 _LEAST_WEIGHT = 1e-9  # of the largest weight; smaller ones count as 0, which keeps the bisection within float64
 
 
@@ -192,7 +180,16 @@ def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) 
         weights = np.ones(len(weights))
     weights = weights / weights.max()
     weights[weights < _LEAST_WEIGHT] = 0.0
-    ideal = np.clip(_bounded(total, weights, least, most), least, most)
+    # Bisection: the real shares are clip(a * weights, least, most) with the a that makes their sum `total`.
+    positive = weights > 0
+    below, above = 0.0, float((most[positive] / weights[positive]).max())
+    for _ in range(100):
+        middle = (below + above) / 2.0
+        if np.clip(middle * weights, least, most).sum() < total:
+            below = middle
+        else:
+            above = middle
+    ideal: FloatArray = np.clip(above * weights, least, most)
     shares = np.floor(ideal + 1e-9).astype(np.int64)
     missing = total - int(shares.sum())
     while missing:
@@ -205,21 +202,6 @@ def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) 
     return shares
 
 
-def _bounded(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> FloatArray:
-    """Return real shares ``clip(a * weights, least, most)`` with the ``a`` that makes their sum ``total``, by
-    bisection."""
-    positive = weights > 0
-    below, above = 0.0, float((most[positive] / weights[positive]).max())
-    for _ in range(100):
-        middle = (below + above) / 2.0
-        if np.clip(middle * weights, least, most).sum() < total:
-            below = middle
-        else:
-            above = middle
-    found: FloatArray = np.clip(above * weights, least, most)
-    return found
-
-
 class Selections:
     """The last ``window`` accesses of each layer, and their entropy over its experts."""
 
@@ -228,7 +210,7 @@ class Selections:
         self._seen = np.zeros(num_layers, np.int64)
         self._experts = num_experts
 
-    def add(self, layer: int, ids: NDArray[np.int64]) -> None:
+    def add(self, layer: int, ids: IntArray) -> None:
         window = self._last.shape[1]
         ids = ids[-window:]
         self._last[layer, (self._seen[layer] + np.arange(len(ids))) % window] = ids
@@ -272,9 +254,7 @@ def mass_of(scores: ArrayLike, flat: IntArray, shape: tuple[int, ...], num_exper
     given: NDArray[np.float64] = np.ascontiguousarray(scores, np.float64)
     if given.shape != shape:
         raise ValueError(f"scores: expected the shape of ids, {list(shape)}, not {list(given.shape)}")
-    mass: FloatArray = np.bincount(flat, weights=given.reshape(-1), minlength=num_experts).astype(
-        np.float64, copy=False
-    )
+    mass = np.bincount(flat, weights=given.reshape(-1), minlength=num_experts).astype(np.float64, copy=False)
     if not np.isfinite(mass).all():
         raise ValueError("scores: not all are finite numbers")
     return mass
@@ -332,14 +312,15 @@ class ExpertCache:
             raise ValueError(f"{capacity=}, {num_layers=} and {num_experts=} must be positive")
         self.num_layers, self.num_experts = num_layers, num_experts
         self.capacity = min(capacity, num_layers * num_experts)
-        self.eviction = eviction_names(eviction)
+        self.eviction = evictions.eviction_names(eviction)
         self.rules = rules or EvictionRules()
-        self.predictor = predictor if isinstance(predictor, Prefetcher) else self._prefetcher(predictor)
-        self.pressure, self.on_evict = pressure, on_evict
-        self.per_layer = per_layer
+        if isinstance(predictor, str):
+            rules_of = PrefetchRules(strategy=predictor)
+            predictor = Prefetcher(rules_of, num_layers=num_layers, num_experts=num_experts)
+        self.predictor = predictor
+        self.pressure, self.on_evict, self.per_layer = pressure, on_evict, per_layer
         self.stats = CacheStats(num_layers, num_experts)
         self.clock = 0
-        self._future = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._table = np.full((num_layers, num_experts), -1, np.int32)
         # The same memory by key, and as a memoryview, which is faster for single items.
         self._flat_table = self._table.reshape(-1)
@@ -357,41 +338,35 @@ class ExpertCache:
         self._last_of_layer: list[list[int]] = [[] for _ in range(num_layers)]
         self._selections: Selections | None = None
         self._rebalanced = 0
+        keys = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._pools: list[Eviction] = []
         self._distinct: list[Eviction] = []
-        self._make_pools()
+        if per_layer is None:
+            self._use([self._pool(self.capacity, 0, [ids for _, ids in keys])])
+        else:
+            if per_layer.allocation == "entropy":
+                self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
+            shares = enumerate(self._shares(self.capacity).tolist())
+            self._use([self._pool(share, at, [ids for layer, ids in keys if layer == at]) for at, share in shares])
         self.preload = self._preload(list(pins))
 
-    def _prefetcher(self, strategy: str) -> Prefetcher:
-        rules = PrefetchRules(strategy=strategy)
-        return Prefetcher(rules, num_layers=self.num_layers, num_experts=self.num_experts)
+    def _use(self, pools: list[Eviction]) -> None:
+        """Set the pools: one for all layers, or one for each."""
+        self._distinct = pools
+        self._pools = pools if self.per_layer is not None else pools * self.num_layers
 
-    def _make_pools(self) -> None:
-        if self.per_layer is None:
-            keys = [keys for _, keys in self._future]
-            self._pools = [self._make_pool(self.capacity, 0, self.num_layers, keys)] * self.num_layers
-            self._distinct = self._pools[:1]
-            return
-        if self.per_layer.allocation == "entropy":
-            self._selections = Selections(self.num_layers, self.num_experts, self.per_layer.entropy_window)
-        self._pools = [
-            self._make_pool(int(budget), layer, 1, [keys for at, keys in self._future if at == layer])
-            for layer, budget in enumerate(self._shares(self.capacity))
-        ]
-        self._distinct = self._pools
-
-    def _make_pool(self, capacity: int, layer: int, layers: int, future: Sequence[Sequence[int]]) -> Eviction:
-        """Return the eviction pool of ``layers`` layers, beginning with ``layer``."""
-        setting = EvictionContext(
+    def _pool(self, capacity: int, layer: int, future: Sequence[Sequence[int]] = ()) -> Eviction:
+        """Return a new pool of ``layer``, or of all layers if they share one."""
+        setting = evictions.EvictionContext(
             capacity=capacity,
-            population=layers * self.num_experts,
+            population=self.num_experts * (self.num_layers if self.per_layer is None else 1),
             rules=self.rules,
             frequency=self._frequency,
             future=future,
             first=layer * self.num_experts,
             experts=self.num_experts,
         )
-        pool = make_eviction(self.eviction, setting)
+        pool = evictions.make_eviction(self.eviction, setting)
         pool.hold(self._leases)
         return pool
 
@@ -530,12 +505,14 @@ class ExpertCache:
                 self._expiry.forget(key)
         gone.clear()
 
-    def _remove(self, key: int) -> None:
-        """Evict a key for a reason outside its pool."""
-        pool = self._pools[key // self.num_experts]
-        pool.remove(key)
-        pool.gone.append(key)
-        self._drain(pool)
+    def _remove(self, keys: Collection[int]) -> int:
+        """Evict ``keys`` for a reason outside their pools; return how many there were."""
+        for key in keys:
+            pool = self._pools[key // self.num_experts]
+            pool.remove(key)
+            pool.gone.append(key)
+            self._drain(pool)
+        return len(keys)
 
     def _notify(self) -> IntArray:
         """Call `on_evict` for all evicted keys; return their (layer, expert), int64 [e, 2]."""
@@ -579,11 +556,6 @@ class ExpertCache:
             pool.hold(self._leases)
             pool.flush()
 
-    def _expire(self, expiry: Expiry) -> None:
-        for key in expiry.due(self.clock, self._is_guarded):
-            self._remove(key)
-            self.stats.expired += 1
-
     def clear(self) -> IntArray:
         """Evict all experts, pinned or not; counters are kept. Return the evicted (layer, expert), int64 [e, 2].
 
@@ -594,10 +566,8 @@ class ExpertCache:
         if leased:
             raise ValueError(f"{len(leased)} experts are leased; release them before clear()")
         for pool in self._distinct:
-            for key in pool.order():
-                self._remove(key)
-        for key in self._pinned:
-            self._remove(key)
+            self._remove(pool.order())
+        self._remove(self._pinned)
         self._pinned.clear()
         return self._notify()
 
@@ -608,31 +578,27 @@ class ExpertCache:
         Raises:
             ConfigError: an unknown eviction.
         """
-        names = self.eviction if eviction is None else eviction_names(eviction)
+        names = self.eviction if eviction is None else evictions.eviction_names(eviction)
+        self.rules = rules or self.rules
         if names == self.eviction:
-            self.rules = rules or self.rules
             for pool in self._distinct:
                 pool.retune(self.rules)
             return
-        old, self.eviction, self.rules = list(self._pools), names, rules or self.rules
-        counts = self.stats.hits + self.stats.misses
-        self._frequency[:] = counts.reshape(-1).tolist()
-        made: dict[int, Eviction] = {}
-        for layer, pool in enumerate(old):
-            if id(pool) not in made:
-                layers = self.num_layers if self.per_layer is None else 1
-                fresh = self._make_pool(pool.capacity, layer, layers, ())
-                pins = [k for k in self._pinned if old[k // self.num_experts] is pool]
-                residents = [*pool.order(), *pins]
-                fresh.adopt(residents)
-                fresh.hold(residents)  # no resident is evicted for a pin
-                for key in pins:
-                    if not fresh.pin(key):
-                        del self._pinned[key]
-                self._release([fresh])
-                made[id(pool)] = fresh
-            self._pools[layer] = made[id(pool)]
-        self._distinct = list(made.values())
+        self.eviction = names
+        self._frequency[:] = (self.stats.hits + self.stats.misses).reshape(-1).tolist()
+        made = []
+        for layer, pool in enumerate(self._distinct):
+            fresh = self._pool(pool.capacity, layer)
+            pins = [key for key in self._pinned if self._pools[key // self.num_experts] is pool]
+            residents = [*pool.order(), *pins]
+            fresh.adopt(residents)
+            fresh.hold(residents)  # no resident is evicted for a pin
+            for key in pins:
+                if not fresh.pin(key):
+                    del self._pinned[key]
+            made.append(fresh)
+        self._release(made)
+        self._use(made)
 
     def resize(self, capacity: int) -> IntArray:
         """Set the capacity to ``capacity`` experts. The surplus is evicted in the order of the pools; if the pins
@@ -702,23 +668,20 @@ class ExpertCache:
         admit: bool = True,
         keep_out: Collection[int] = (),
     ) -> Access:
-        """Serve one batch.
+        """Serve one batch of integer ``ids`` [tokens, k] with router weights ``scores`` [tokens, k] (None: all 1).
 
-        Args:
-            ids: integers [tokens, k]; ``scores`` [tokens, k]: their router weights (None: all 1).
-            admit: False: count the batch and refresh its hits, but admit nothing; for passes over whole layers.
-            keep_out: experts that are counted like the others, but not admitted if they miss.
+        Without ``admit``, the batch is counted and its hits are refreshed, but nothing is admitted, as for passes over
+        whole layers. The experts to ``keep_out`` are counted like the others, but not admitted if they miss.
 
         Raises:
-            ValueError: ids or scores of a wrong kind, shape or range.
+            ValueError: a layer, ids or scores of a wrong kind, shape or range.
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer {layer} is none of {self.num_layers}")
-        flat = flat_ids(ids, self.num_experts)
+        base = layer * self.num_experts
+        flat, pool = flat_ids(ids, self.num_experts), self._pools[layer]
         counts = np.bincount(flat, minlength=self.num_experts)
-        pool, base = self._pools[layer], layer * self.num_experts
-        mass = None
-        few = flat.size <= _MANY * self.num_experts
+        mass, few = None, flat.size <= _MANY * self.num_experts
         if scores is not None and (pool.uses_scores or (few and self.predictor.is_on)):
             mass = mass_of(scores, flat, np.shape(ids), self.num_experts)
         distinct = counts.nonzero()[0]
@@ -737,37 +700,25 @@ class ExpertCache:
             for key in keys:
                 self._frequency[key] += 1
         means = mass[distinct] / counts[distinct] if mass is not None and pool.uses_scores else np.ones(len(distinct))
-        self._touch(pool, (hits + base).tolist(), means[found].tolist())
+        if len(hits):
+            pool.touch_all((hits + base).tolist(), means[found].tolist())
+            self._drain(pool)
         misses, scored, kept_out = missing, means[~found], missing[:0]
         if keep_out:
             out = np.isin(missing, list(keep_out))
             misses, scored, kept_out = missing[~out], scored[~out], missing[out]
             self._pass_by(pool, (kept_out + base).tolist())
         slots = self._bring(pool, (misses + base).tolist(), scored.tolist(), admit) if len(misses) else []
-        self._count(layer, hits, missing, counts)
-        self._last_batch = held
-        self._last_of_layer[layer] = keys
+        self.stats.record(layer, hits, missing, counts)
+        self.clock += len(keys)
+        self._last_batch, self._last_of_layer[layer] = held, keys
         self._after(layer, distinct)
         pool.hold(self._leases)
         pool.flush()
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
-        return Access(
-            layer=layer,
-            hits=hits,
-            hit_slots=before[found].astype(np.int64),
-            misses=misses,
-            slots=np.array(slots, np.int64),
-            kept_out=kept_out,
-            evictions=self._notify(),
-            counts=counts,
-        )
-
-    def _touch(self, pool: Eviction, keys: list[int], scores: list[float]) -> None:
-        if keys:
-            pool.touch_all(keys, scores)
-        if pool.gone:
-            self._drain(pool)
+        hit_slots, brought, evicted = before[found].astype(np.int64), np.array(slots, np.int64), self._notify()
+        return Access(layer, hits, hit_slots, misses, brought, kept_out, evicted, counts)
 
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
         """Return the slot of each missing key, -1 for a bypass. Slots are assigned after all evictions."""
@@ -789,13 +740,6 @@ class ExpertCache:
         self._drain(pool)
         self.stats.bypasses += len(keys)
 
-    def _count(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
-        stats = self.stats
-        stats.hits[layer][hits] += 1
-        stats.misses[layer][misses] += 1
-        stats.tokens[layer] += counts
-        self.clock += len(hits) + len(misses)
-
     def _after(self, layer: int, distinct: IntArray) -> None:
         """Apply memory pressure, time to live and rebalancing after a batch. None of them evicts an expert of the
         batch."""
@@ -804,7 +748,7 @@ class ExpertCache:
         if self._expiry is not None:
             base = layer * self.num_experts
             self._expiry.touch((k for k in (distinct + base).tolist() if self._slot_of[k] >= 0), self.clock)
-            self._expire(self._expiry)
+            self.stats.expired += self._remove(self._expiry.due(self.clock, self._is_guarded))
         if self._selections is not None and self.per_layer is not None:
             self._selections.add(layer, distinct)
             waited = self.clock - self._rebalanced
@@ -894,14 +838,8 @@ class ExpertCache:
             ConfigError: a capacity in bytes without ``page_bytes``, or budgets of layers that cannot be met.
         """
         rules = policy.cache
-        pressure = None
-        if rules.memory_threshold is not None:
-            pressure = MemoryPressure(
-                threshold=rules.memory_threshold,
-                headroom=rules.memory_headroom,
-                budget_gb=rules.memory_budget_gb,
-                expert_gb=rules.expert_size_gb,
-            )
+        limits = {"headroom": rules.memory_headroom, "budget_gb": rules.memory_budget_gb}
+        threshold, expert_gb = rules.memory_threshold, rules.expert_size_gb
         return cls(
             capacity=policy.slots(num_layers, num_experts, page_bytes),
             num_layers=num_layers,
@@ -917,7 +855,7 @@ class ExpertCache:
             per_layer=policy.per_layer,
             pins=rules.pin,
             ttl=rules.ttl,
-            pressure=pressure,
+            pressure=None if threshold is None else MemoryPressure(threshold=threshold, expert_gb=expert_gb, **limits),
         )
 
     def expect(self, shares: ArrayLike) -> None:
@@ -935,7 +873,7 @@ class ExpertCache:
 
     # ---- many accesses of one id
 
-    def access_each(self, layers: ArrayLike, experts: ArrayLike, scores: ArrayLike | None = None) -> NDArray[np.bool_]:
+    def access_each(self, layers: ArrayLike, experts: ArrayLike, scores: ArrayLike | None = None) -> BoolArray:
         """Equivalent to one `access` per id, in order: ``experts`` [n] of ``layers`` [n], with ``scores`` [n]. Return
         True for each hit, bool [n]. `on_evict` is called for all evicted experts at the end, in order.
 
@@ -961,7 +899,15 @@ class ExpertCache:
             if begin < end:
                 run = None if weights is None else weights[begin:end].tolist()
                 hit[begin:end] = self._each(self._pools[at[begin]], keys[begin:end].tolist(), run)
-        self._count_each(at, keys, hit)
+        shape, size = self._table.shape, self._table.size
+        hits, misses = (np.bincount(some, minlength=size).reshape(shape) for some in (keys[hit], keys[~hit]))
+        self.stats.hits += hits
+        self.stats.misses += misses
+        self.stats.tokens += hits + misses
+        self.clock += len(keys)
+        for layer, last in zip(*np.unique(at[::-1], return_index=True), strict=True):
+            self._last_of_layer[layer] = [int(keys[len(keys) - 1 - last])]
+        self._last_batch = set(keys[-1:].tolist()) or self._last_batch
         self._notify()
         return hit
 
@@ -1002,16 +948,3 @@ class ExpertCache:
             if gone:
                 self._drain(pool)
         return found
-
-    def _count_each(self, layers: IntArray, keys: IntArray, hit: NDArray[np.bool_]) -> None:
-        stats, size = self.stats, self._table.size
-        hits = np.bincount(keys[hit], minlength=size).reshape(self._table.shape)
-        misses = np.bincount(keys[~hit], minlength=size).reshape(self._table.shape)
-        stats.hits += hits
-        stats.misses += misses
-        stats.tokens += hits + misses
-        self.clock += len(keys)
-        for layer, at in zip(*np.unique(layers[::-1], return_index=True), strict=True):
-            self._last_of_layer[layer] = [int(keys[len(keys) - 1 - at])]
-        if len(keys):
-            self._last_batch = {int(keys[-1])}

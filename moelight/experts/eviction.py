@@ -1,8 +1,8 @@
 """Eviction policies: the order in which resident experts are evicted.
 
 A key is an integer, ``layer * num_experts + expert``. An eviction depends only on keys, accesses and scores; slots,
-layers and statistics belong to the cache. Evicted keys are appended to `Eviction.gone`, which the cache empties. Pinned
-keys are not part of the order; held keys (leased, or of the current batch) are skipped.
+layers and statistics belong to the cache. Pinned keys are not part of the order; held keys (leased, or of the current
+batch) are skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from moelight.experts.policy import FALLBACK
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +58,20 @@ class EvictionContext:
 
 
 class Eviction(ABC):
-    """The residents of one pool of ``capacity`` slots, in eviction order."""
+    """The residents of one pool of ``capacity`` slots, in eviction order.
 
-    uses_scores = False
-    # True if the policy reads `EvictionContext.frequency`, which the cache must then maintain.
-    uses_frequency = False
-    # True if `admit_all` rejects a key only because all other keys are held; all keys behind it are then rejected too.
-    fills_in_order = False
-    # True if `begin` is not a no-op.
-    has_begin = False
-    # True if `visit` is not a no-op.
-    has_visit = False
-    has_note = False
+    Attributes:
+        held: keys that may not be evicted.
+        gone: evicted keys, which the cache empties.
+        uses_scores, uses_frequency: the policy reads scores, or `EvictionContext.frequency`.
+        fills_in_order: `admit_all` rejects a key only because all others are held; all keys behind it are rejected too.
+        has_begin, has_visit, has_note: the method is not a no-op.
+    """
+
+    uses_scores = uses_frequency = fills_in_order = has_begin = has_visit = has_note = False
 
     def __init__(self, setting: EvictionContext) -> None:
-        self.capacity = setting.capacity
-        self.population = setting.population
-        self.rules = setting.rules
+        self.capacity, self.population, self.rules = setting.capacity, setting.population, setting.rules
         self.held: Container[int] = ()
         self.gone: list[int] = []
 
@@ -89,16 +87,15 @@ class Eviction(ABC):
     def begin(self) -> None:  # noqa: B027
         """Called at the start of an access, before any lookup."""
 
-    def visit(self, first: int, used: NDArray[np.bool_]) -> None:  # noqa: B027
+    def visit(self, first: int, used: BoolArray) -> None:  # noqa: B027
         """Called after `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts] marks
         its experts."""
 
-    def expect(self, first: int, shares: NDArray[np.float64]) -> None:  # noqa: B027
+    def expect(self, first: int, shares: FloatArray) -> None:  # noqa: B027
         """Set prior use rates of the layer whose lowest key is ``first``: the share of visits that use each expert,
         float64 [experts]."""
 
-    @abstractmethod
-    def touch(self, key: int, score: float) -> None:
+    def touch(self, key: int, score: float) -> None:  # noqa: B027
         """Record a hit of ``key``."""
 
     def note(self, key: int) -> None:  # noqa: B027
@@ -107,7 +104,7 @@ class Eviction(ABC):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         """Admit the missing ``key``, evicting another one if necessary. Return False if nothing can be evicted or the
         key ranks too low. ``asked``: True for an access, False for a prediction."""
-        if asked:
+        if asked and self.has_note:
             self.note(key)
         if len(self) >= self.capacity and not self.drop():
             return False
@@ -115,7 +112,7 @@ class Eviction(ABC):
         return True
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        """`touch` each of ``keys``, all of them held; evicted keys are in `gone`."""
+        """`touch` each of ``keys``, all of them held."""
         for key, score in zip(keys, scores, strict=True):
             self.touch(key, score)
 
@@ -124,11 +121,8 @@ class Eviction(ABC):
         return list(map(self.admit, keys, scores))
 
     def take(self, keys: Iterable[int]) -> None:
-        """Admit ``keys``, one after the other, that were not accessed and are not held. Rejected keys go to `gone` like
-        evicted ones."""
-        for key in keys:
-            if not self.admit(key, 1.0, asked=False):
-                self.gone.append(key)
+        """Admit ``keys``, one after the other, that were not accessed and are not held. Rejected keys go to `gone`."""
+        self.gone += [key for key in keys if not self.admit(key, 1.0, asked=False)]
 
     @abstractmethod
     def enter(self, key: int, score: float) -> None:
@@ -199,18 +193,18 @@ class Lru(Eviction):
         if key in self._order:
             self._order.move_to_end(key)
 
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        order = self._order
+        for key in keys:
+            if key in order:
+                order.move_to_end(key)
+
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         order = self._order
         if len(order) + len(self._pinned) >= self.capacity and not self.drop():
             return False
         order[key] = None
         return True
-
-    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        order = self._order
-        for key in keys:
-            if key in order:
-                order.move_to_end(key)
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
         room = max(0, self.capacity - len(self._order) - len(self._pinned))
@@ -252,10 +246,7 @@ class Lru(Eviction):
         return False
 
     def remove(self, key: int) -> None:
-        if key in self._pinned:
-            self._pinned.remove(key)
-        else:
-            del self._order[key]
+        self.remove_all((key,))
 
     def remove_all(self, keys: Iterable[int]) -> None:
         order, pinned = self._order, self._pinned
@@ -277,51 +268,6 @@ class Lru(Eviction):
     def order(self) -> list[int]:
         return list(self._order)
 
-
-EVICTIONS: Registry[type[Eviction]] = Registry(
-    "eviction",
-    {
-        "lru": "moelight.experts.eviction:Lru",
-        "lfu": "moelight.experts.eviction:Lfu",
-        "slru": "moelight.experts.eviction:Slru",
-        "score": "moelight.experts.eviction:Score",
-        "frequency_threshold": "moelight.experts.eviction:FrequencyThreshold",
-        "reuse": "moelight.experts.eviction:Reuse",
-        "belady": "moelight.experts.eviction:Belady",
-    },
-)
-
-
-def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """Return ``"lru"``, ``"lfu | lru"``, ``"fallback"`` or a sequence of names as one or two known names.
-
-    Raises:
-        ConfigError: an unknown name, or more than two.
-    """
-    names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
-    names = FALLBACK if names == ("fallback",) else names
-    for name in names:
-        EVICTIONS.get(name)
-    if not 1 <= len(names) <= 2:
-        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
-    return names
-
-
-def make_eviction(names: Sequence[str], setting: EvictionContext) -> Eviction:
-    """Return the eviction of one name, or of two: the second retains what the first evicts.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    if len(names) == 1:
-        return EVICTIONS.get(names[0])(setting)
-
-    first, second = split(setting.capacity)
-    upper, lower = (EVICTIONS.get(name) for name in names)
-    return Layered(setting, upper(replace(setting, capacity=first)), lower(replace(setting, capacity=second)))
-
-
-DECAY_EVERY = 100  # accesses, as in the reference implementation
 
 Entry = tuple[float, int, int]
 
@@ -346,15 +292,6 @@ class Ranked(Eviction):
     def __len__(self) -> int:
         return len(self.rank) + len(self.pinned)
 
-    def push(self, entry: Entry) -> None:
-        """Set the rank of the key of ``entry``, which is new or lower than before."""
-        self.rank[entry[2]] = entry
-        if len(self._heap) > 2 * len(self.rank) + 64:  # mostly stale entries
-            self._heap = list(self.rank.values())
-            heapify(self._heap)
-        else:
-            heappush(self._heap, entry)
-
     @abstractmethod
     def entry_of(self, key: int, score: float) -> Entry:
         """Return the rank with which ``key`` would enter now."""
@@ -362,15 +299,26 @@ class Ranked(Eviction):
     def enter(self, key: int, score: float) -> None:
         self.push(self.entry_of(key, score))
 
+    def push(self, entry: Entry) -> None:
+        """Set the rank of the key of ``entry``, which is new or lower than before."""
+        self.rank[entry[2]] = entry
+        if len(self._heap) > 2 * len(self.rank) + 64:  # mostly stale entries
+            self._rebuild()
+        else:
+            heappush(self._heap, entry)
+
     def push_all(self, entries: Sequence[Entry]) -> None:
         """`push` each entry."""
         self.rank.update({entry[2]: entry for entry in entries})
         if len(self._heap) + len(entries) > 2 * len(self.rank) + 64:
-            self._heap = list(self.rank.values())
-            heapify(self._heap)
+            self._rebuild()
         else:
             for entry in entries:
                 heappush(self._heap, entry)
+
+    def _rebuild(self) -> None:
+        self._heap = list(self.rank.values())
+        heapify(self._heap)
 
     def leave(self, wanted: int) -> int:
         """Evict the lowest ``wanted`` keys that are not held; return how many were evicted."""
@@ -392,28 +340,14 @@ class Ranked(Eviction):
                 wanted -= 1
         return len(gone) - before
 
-    def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if asked and self.has_note:
-            self.note(key)
-        if len(self.rank) + len(self.pinned) < self.capacity:
-            self.push(self.entry_of(key, score))
-            return True
-        top = self.lowest()
-        if top is None:
+    def drop(self) -> bool:
+        entry = self.lowest()
+        if entry is None:
             return False
-        entry = self.entry_of(key, score)
-        heapreplace(self._heap, entry)
-        del self.rank[top[2]]
-        self.rank[key] = entry
-        self.gone.append(top[2])
+        heappop(self._heap)
+        del self.rank[entry[2]]
+        self.gone.append(entry[2])
         return True
-
-    def replace(self, top: Entry, entry: Entry) -> None:
-        """Evict `lowest` and insert a new key in its place."""
-        heapreplace(self._heap, entry)
-        del self.rank[top[2]]
-        self.rank[entry[2]] = entry
-        self.gone.append(top[2])
 
     def lowest(self) -> Entry | None:
         """Return the top of the heap, the entry of the next key to be evicted."""
@@ -431,13 +365,27 @@ class Ranked(Eviction):
                 return top
         return None
 
-    def drop(self) -> bool:
-        entry = self.lowest()
-        if entry is None:
+    def replace(self, top: Entry, entry: Entry) -> None:
+        """Evict `lowest` and insert a new key in its place."""
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[entry[2]] = entry
+        self.gone.append(top[2])
+
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if asked and self.has_note:
+            self.note(key)
+        if len(self.rank) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        top = self.lowest()
+        if top is None:
             return False
-        heappop(self._heap)
-        del self.rank[entry[2]]
-        self.gone.append(entry[2])
+        entry = self.entry_of(key, score)
+        heapreplace(self._heap, entry)
+        del self.rank[top[2]]
+        self.rank[key] = entry
+        self.gone.append(top[2])
         return True
 
     def remove(self, key: int) -> None:
@@ -464,127 +412,39 @@ class Ranked(Eviction):
                     heappush(self._heap, entry)
 
 
-class Lfu(Ranked):
-    """Evict the key with the fewest accesses since its admission, ties broken by age; every 100th access, the counts of
-    all unpinned keys are multiplied by ``decay``.
+class Valued(Ranked):
+    """Ranks are ``(value, number of the admission, key)``: each key has a value that follows its accesses, and equal
+    keys are evicted by age."""
 
-    Instead of decaying the counts, the increment of an access grows; it is rescaled by a power of two before it
-    overflows.
-    """
-
-    has_note = True
     fills_in_order = True
 
-    def __init__(self, setting: EvictionContext) -> None:
-        super().__init__(setting)
-        self._one = 1.0  # increment of an access
-        self._until_decay = DECAY_EVERY
-
-    def note(self, key: int) -> None:
-        self._until_decay -= 1
-        if not self._until_decay:
-            self._decay()
-
-    def _decay(self) -> None:
-        self._until_decay = DECAY_EVERY
-        self._one /= self.rules.decay
-        if self._one > 2.0**256:
-            self._one *= 2.0**-256
-            self.rank = {key: (count * 2.0**-256, born, key) for key, (count, born, _) in self.rank.items()}
-            self._heap = list(self.rank.values())
-            heapify(self._heap)
-            self._parked = []
-
-    def touch(self, key: int, score: float) -> None:
-        self._until_decay -= 1
-        if not self._until_decay:
-            self._decay()
-        entry = self.rank.get(key)
-        if entry is None:
-            count, born, _ = self.pinned[key]
-            self.pinned[key] = (count + 1.0, born, key)
-        else:
-            self.rank[key] = (entry[0] + self._one, entry[1], key)
-
-    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        def add(begin: int, end: int) -> None:
-            rank, one = self.rank, self._one
-            for key in keys[begin:end]:
-                entry = rank.get(key)
-                if entry is None:
-                    count, born, _ = self.pinned[key]
-                    self.pinned[key] = (count + 1.0, born, key)
-                else:
-                    rank[key] = (entry[0] + one, entry[1], key)
-
-        self._between_decays(len(keys), add)
+    @abstractmethod
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        """`enter` each of ``keys``, the accesses of one batch; further ``scores`` are ignored."""
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
         room = max(0, self.capacity - len(self))
         there = min(len(keys), room + self.leave(len(keys) - room))
-
-        def come(begin: int, end: int) -> None:
-            one, number = self._one, self.number + 1
-            self.push_all([(one, at, key) for at, key in enumerate(keys[begin : min(end, there)], number)])
-            self.number += max(0, min(end, there) - begin)
-
-        self._between_decays(len(keys), come)
+        self.enter_all(keys[:there], scores)
+        for key in keys[there:]:
+            self.note(key)
         return [True] * there + [False] * (len(keys) - there)
 
-    def _between_decays(self, accesses: int, act: Callable[[int, int], None]) -> None:
-        """Process a number of accesses: call ``act(begin, end)`` for each run of accesses without a decay."""
-        at = 0
-        while at < accesses:
-            end = min(accesses, at + self._until_decay - 1)
-            if end > at:
-                act(at, end)
-                self._until_decay -= end - at
-                at = end
-            if at < accesses:  # the access at which counts decay is added after the decay
-                self._decay()
-                self._until_decay += 1
+
+class Score(Valued):
+    """Evict the key with the lowest router score. A score starts with that of the admission and follows the accesses as
+    a moving average; the score of a pinned key does not change."""
+
+    uses_scores = True
 
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
-        return (self._one, self.number, key)
+        return (score, self.number, key)
 
-    def pin(self, key: int) -> bool:
-        count, born, _ = self.rank.pop(key)
-        self.pinned[key] = (count / self._one, born, key)
-        return True
-
-    def unpin(self, key: int) -> None:
-        count, born, _ = self.pinned.pop(key)
-        self.push((count * self._one, born, key))
-
-
-class Score(Ranked):
-    """Evict the key with the lowest router score, ties broken by age. A score starts with that of the admission and
-    follows the accesses as a moving average; the score of a pinned key does not change."""
-
-    uses_scores = True
-    fills_in_order = True
-
-    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        rank, alpha, lowered = self.rank, self.rules.alpha, []
-        for key, score in zip(keys, scores, strict=True):
-            entry = rank.get(key)
-            if entry is not None:
-                old = entry[0]
-                value = alpha * score + (1.0 - alpha) * old
-                rank[key] = now = (value, entry[1], key)
-                if value < old:
-                    lowered.append(now)
-        self.push_all(lowered)
-
-    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
-        room = max(0, self.capacity - len(self))
-        there = min(len(keys), room + self.leave(len(keys) - room))
-        number = self.number + 1
-        coming = zip(keys[:there], scores, strict=False)
-        self.push_all([(score, at, key) for at, (key, score) in enumerate(coming, number)])
-        self.number += there
-        return [True] * there + [False] * (len(keys) - there)
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        entering = zip(keys, scores, strict=False)
+        self.push_all([(score, at, key) for at, (key, score) in enumerate(entering, self.number + 1)])
+        self.number += len(keys)
 
     def touch(self, key: int, score: float) -> None:
         entry = self.rank.get(key)
@@ -597,9 +457,107 @@ class Score(Ranked):
         else:
             self.rank[key] = (value, entry[1], key)
 
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        rank, alpha, lowered = self.rank, self.rules.alpha, []
+        for key, score in zip(keys, scores, strict=True):
+            entry = rank.get(key)
+            if entry is not None:
+                value = alpha * score + (1.0 - alpha) * entry[0]
+                rank[key] = now = (value, entry[1], key)
+                if value < entry[0]:
+                    lowered.append(now)
+        if lowered:
+            self.push_all(lowered)
+
+
+DECAY_EVERY = 100  # accesses, as in the reference implementation
+
+
+class Lfu(Valued):
+    """Evict the key with the fewest accesses since its admission; every 100th access, the counts of all unpinned keys
+    are multiplied by ``decay``.
+
+    Instead of decaying the counts, the increment of an access grows; it is rescaled by a power of two before it
+    overflows.
+    """
+
+    has_note = True
+
+    def __init__(self, setting: EvictionContext) -> None:
+        super().__init__(setting)
+        self._one = 1.0  # increment of an access
+        self._until_decay = DECAY_EVERY
+
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
-        return (score, self.number, key)
+        return (self._one, self.number, key)
+
+    def note(self, key: int) -> None:
+        self._until_decay -= 1
+        if not self._until_decay:
+            self._decay()
+
+    def _decay(self) -> None:
+        self._until_decay = DECAY_EVERY
+        self._one /= self.rules.decay
+        if self._one > 2.0**256:
+            self._one *= 2.0**-256
+            self.rank = {key: (count * 2.0**-256, born, key) for key, (count, born, _) in self.rank.items()}
+            self._rebuild()
+            self._parked = []
+
+    def touch(self, key: int, score: float) -> None:
+        self._until_decay -= 1
+        if not self._until_decay:
+            self._decay()
+        entry = self.rank.get(key)
+        if entry is None:
+            self._add((key,))
+        else:
+            self.rank[key] = (entry[0] + self._one, entry[1], key)
+
+    def _add(self, keys: Sequence[int]) -> None:
+        rank, one = self.rank, self._one
+        for key in keys:
+            entry = rank.get(key)
+            if entry is None:
+                count, born, _ = self.pinned[key]
+                self.pinned[key] = (count + 1.0, born, key)
+            else:
+                rank[key] = (entry[0] + one, entry[1], key)
+
+    def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        self._between_decays(keys, self._add)
+
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        self._between_decays(keys, self._enter_run)
+
+    def _enter_run(self, keys: Sequence[int]) -> None:
+        one = self._one
+        self.push_all([(one, at, key) for at, key in enumerate(keys, self.number + 1)])
+        self.number += len(keys)
+
+    def _between_decays(self, keys: Sequence[int], act: Callable[[Sequence[int]], None]) -> None:
+        """Process one access of each key: call ``act`` for each run of keys without a decay in between."""
+        at = 0
+        while at < len(keys):
+            end = min(len(keys), at + self._until_decay - 1)
+            if end > at:
+                act(keys[at:end])
+                self._until_decay -= end - at
+                at = end
+            if at < len(keys):  # the access at which counts decay is added after the decay
+                self._decay()
+                self._until_decay += 1
+
+    def pin(self, key: int) -> bool:
+        count, born, _ = self.rank.pop(key)
+        self.pinned[key] = (count / self._one, born, key)
+        return True
+
+    def unpin(self, key: int) -> None:
+        count, born, _ = self.pinned.pop(key)
+        self.push((count * self._one, born, key))
 
 
 class FrequencyThreshold(Ranked):
@@ -611,8 +569,7 @@ class FrequencyThreshold(Ranked):
     lookup. Ranks are ``(accesses in the window, moment of the last, key)``; an access changes the ranks of two keys.
     """
 
-    has_begin = True
-    has_note = True
+    has_begin = has_note = True
 
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
@@ -673,13 +630,14 @@ class FrequencyThreshold(Ranked):
         count = self._counts.get(key, 0)
         if count < self._need:
             return False
-        if len(self) >= self.capacity:
-            entry = self.lowest()
-            if entry is None or entry[0] > count:
-                return False
-            self.replace(entry, (count, self.number, key))
-        else:
-            self.push((count, self.number, key))
+        entry = (count, self.number, key)
+        if len(self) < self.capacity:
+            self.push(entry)
+            return True
+        top = self.lowest()
+        if top is None or top[0] > count:
+            return False
+        self.replace(top, entry)
         return True
 
     def entry_of(self, key: int, score: float) -> Entry:
@@ -745,6 +703,10 @@ class Slru(Ranked):
         """Unpinned protected keys, least recent first."""
         return list(self._protected)
 
+    def entry_of(self, key: int, score: float) -> Entry:
+        self.number += 1
+        return (self._frequency[key], self.number, key)
+
     def touch(self, key: int, score: float) -> None:
         self.number += 1
         if key in self._protected:
@@ -752,21 +714,17 @@ class Slru(Ranked):
             self._protected.move_to_end(key)
         elif key in self.pinned:
             self.pinned[key] = (0.0, self.number, key)
-        elif len(self._protected) + len(self.pinned) < self.protected_cap:
+        elif self._protected or len(self.pinned) < self.protected_cap:
             del self.rank[key]
-            self._protected[key] = self.number
-        elif self._protected:
-            del self.rank[key]
-            self._demote()
+            if len(self._protected) + len(self.pinned) >= self.protected_cap:
+                self._demote()
             self._protected[key] = self.number
         else:  # all protected keys are pinned
             self.push((self._frequency[key], self.number, key))
 
     def _demote(self) -> None:
         """Move the least recently used protected key to the head of probation."""
-        key, _ = self._protected.popitem(last=False)
-        self.number += 1
-        self.push((self._frequency[key], self.number, key))
+        self.enter(self._protected.popitem(last=False)[0], 1.0)
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         on_probation = len(self.rank)
@@ -779,25 +737,18 @@ class Slru(Ranked):
         self.replace(top, self.entry_of(key, score))
         return True
 
-    def entry_of(self, key: int, score: float) -> Entry:
-        self.number += 1
-        return (self._frequency[key], self.number, key)
-
     def drop(self) -> bool:
         """Evict one key while shrinking: probation except its newest key, then the least recent protected key, then
         that newest key."""
-        newest = max(self.rank.values(), key=lambda entry: entry[1])[2] if self.rank else -1
-        older = [entry for entry in self.rank.values() if entry[2] != newest and entry[2] not in self.held]
-        if older:
-            self.remove(min(older)[2])
-            self.gone.append(min(older)[2])
-            return True
-        for key in self._protected:
-            if key not in self.held:
-                del self._protected[key]
-                self.gone.append(key)
-                return True
-        return Ranked.drop(self)
+        newest = max(self.rank.values(), key=lambda entry: entry[1], default=None)
+        older = [entry for entry in self.rank.values() if entry != newest and entry[2] not in self.held]
+        victims = (each for each in self._protected if each not in self.held)
+        key = min(older)[2] if older else next(victims, None)
+        if key is None:
+            return super().drop()
+        self.remove(key)
+        self.gone.append(key)
+        return True
 
     def remove(self, key: int) -> None:
         if self._protected.pop(key, None) is None:
@@ -817,9 +768,8 @@ class Slru(Ranked):
         return True
 
     def unpin(self, key: int) -> None:
-        _, moment, _ = self.pinned.pop(key)
-        places = sorted([*self._protected.items(), (key, moment)], key=lambda place: place[1])
-        self._protected = OrderedDict(places)
+        self._protected[key] = self.pinned.pop(key)[1]
+        self._protected = OrderedDict(sorted(self._protected.items(), key=lambda place: place[1]))
 
     def order(self) -> list[int]:
         return [*super().order(), *self._protected]
@@ -828,8 +778,7 @@ class Slru(Ranked):
         """Take over residents; the last to be evicted become protected, as many as fit."""
         keys = list(keys)
         cut = max(0, len(keys) - max(0, self.protected_cap - len(self.pinned) - len(self._protected)))
-        for key in keys[:cut]:
-            self.enter(key, 1.0)
+        super().adopt(keys[:cut])
         for key in keys[cut:]:
             self.number += 1
             self._protected[key] = self.number
@@ -839,7 +788,7 @@ class Slru(Ranked):
         self._set_caps()
         while self._protected and len(self._protected) + len(self.pinned) > self.protected_cap:
             self._demote()
-        while (len(self.rank) > self.probation_cap or len(self) > capacity) and Ranked.drop(self):
+        while (len(self.rank) > self.probation_cap or len(self) > capacity) and super().drop():
             pass
         super().resize(capacity)
 
@@ -882,8 +831,7 @@ class Reuse(Eviction):
         self._weights = np.tile(_WEIGHTS, (layers, 1))  # [layers, 1 + H + 1], the bias first
         self._squares = np.full_like(self._weights, 1e-3)
         self._visits = [0] * layers
-        self._here = np.zeros(self.population, np.bool_)
-        self._pinned = np.zeros(self.population, np.bool_)
+        self._here, self._pinned = np.zeros(self.population, np.bool_), np.zeros(self.population, np.bool_)
         self._count = 0
         # Admission time of each key; of equal probabilities, as in layers without visits, the oldest key is evicted.
         self._entered = np.zeros(self.population, np.int64)
@@ -899,7 +847,7 @@ class Reuse(Eviction):
     def __len__(self) -> int:
         return self._count
 
-    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
+    def visit(self, first: int, used: BoolArray) -> None:
         if self.capacity >= self.population:
             return
         start = first - self._first
@@ -945,8 +893,7 @@ class Reuse(Eviction):
     def _find_bar(self) -> float:
         """Return the lowest probability that is kept when all evictable residents and all missing experts are ranked
         together."""
-        part = self._visited
-        used = self._used
+        part, used = self._visited, self._used
         leaving = self._here & ~self._pinned
         missing = used & ~self._here[part]
         leaving[part] &= ~used
@@ -957,25 +904,21 @@ class Reuse(Eviction):
         return -inf if len(rivals) <= places else float(np.partition(rivals, -places)[-places])
 
     def hold(self, keys: Container[int]) -> None:
-        super().hold(keys)
-        self._queue = None
+        self.held, self._queue = keys, None
 
     def flush(self) -> None:
         self._queue = None
 
-    def touch(self, key: int, score: float) -> None:
-        pass
-
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        at = key - self._first
+        chance = self._chance[key - self._first]
         if asked:
             if self._bar is None:
                 self._bar = self._find_bar()
-            if self._chance[at] < self._bar:
+            if chance < self._bar:
                 return False
         if self._count >= self.capacity:
             queue = self._leaving()
-            if not queue or self._chance[queue[-1] - self._first] >= self._chance[at]:
+            if not queue or self._chance[queue[-1] - self._first] >= chance:
                 return False
             self.drop()
         self.enter(key, score)
@@ -989,7 +932,6 @@ class Reuse(Eviction):
             self._queue = None
 
     def _leaving(self) -> list[int]:
-        """Return the unpinned residents that are not held, the next to be evicted last."""
         if self._queue is None:
             self._queue = [key for key in self.order()[::-1] if key not in self.held]
         return self._queue
@@ -1011,13 +953,11 @@ class Reuse(Eviction):
         self._queue = None
 
     def pin(self, key: int) -> bool:
-        self._pinned[key - self._first] = True
-        self._queue = None
+        self._pinned[key - self._first], self._queue = True, None
         return True
 
     def unpin(self, key: int) -> None:
-        self._pinned[key - self._first] = False
-        self._queue = None
+        self._pinned[key - self._first], self._queue = False, None
 
     def order(self) -> list[int]:
         found = np.flatnonzero(self._here & ~self._pinned)
@@ -1035,9 +975,7 @@ class Belady(Ranked):
     `EvictionContext.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and
     its own hits can be evicted like any other key. A retained key is an interval between two of its uses; of intervals
     of which at most ``capacity`` may overlap, choosing those that end first maximises their number, and so the sum of
-    hits. Keys are never held.
-
-    Ranks are ``(-batch of the next use, key, key)``.
+    hits. Keys are never held. Ranks are ``(-batch of the next use, key, key)``.
     """
 
     has_begin = True
@@ -1053,13 +991,12 @@ class Belady(Ranked):
         self._admitted: set[int] = set()  # missing keys of the batch that are admitted
 
     def begin(self) -> None:
-        self._batch += 1
-        if self._batch < len(self._future):
-            self._decide(set(self._future[self._batch]))
-
-    def _decide(self, batch: set[int]) -> None:
         """Update the ranks of the hits and choose the missing keys to admit, soonest next use first, while a key with a
         later one can be evicted."""
+        self._batch += 1
+        if self._batch >= len(self._future):
+            return
+        batch = set(self._future[self._batch])
         for key in batch & self.rank.keys():
             self.enter(key, 1.0)
         missing = sorted(self.entry_of(key, 1.0) for key in batch - self.rank.keys() - self.pinned.keys())[::-1]
@@ -1071,25 +1008,14 @@ class Belady(Ranked):
     def hold(self, keys: Container[int]) -> None:
         pass
 
-    def _next_use(self, key: int) -> int:
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        return key in self._admitted and super().admit(key, score, asked)
+
+    def entry_of(self, key: int, score: float) -> Entry:
         uses = self._uses.get(key, [])
         while uses and uses[-1] <= self._batch:
             uses.pop()
-        return uses[-1] if uses else _NEVER
-
-    def touch(self, key: int, score: float) -> None:
-        pass
-
-    def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if key not in self._admitted:
-            return False
-        if len(self) >= self.capacity:
-            self.drop()
-        self.enter(key, score)
-        return True
-
-    def entry_of(self, key: int, score: float) -> Entry:
-        return (-self._next_use(key), key, key)
+        return (-(uses[-1] if uses else _NEVER), key, key)
 
     def unpin(self, key: int) -> None:
         del self.pinned[key]
@@ -1107,17 +1033,16 @@ class Layered(Eviction):
     victims of the second level are evicted from the cache. If the first level rejects a key (all pinned or held, or not
     frequent enough), the second admits it. Both levels observe all accesses. Pinned keys are in the first level."""
 
-    def __init__(self, setting: EvictionContext, first: Eviction, second: Eviction) -> None:
+    def __init__(self, setting: EvictionContext, first: type[Eviction], second: type[Eviction]) -> None:
         super().__init__(setting)
-        self.first, self.second = first, second
-        self.uses_scores = first.uses_scores or second.uses_scores
-        self.uses_frequency = first.uses_frequency or second.uses_frequency
-        self.has_begin = first.has_begin or second.has_begin
-        self.has_visit = first.has_visit or second.has_visit
-        self.has_note = first.has_note or second.has_note
+        upper, lower = split(setting.capacity)
+        self.first, self.second = first(replace(setting, capacity=upper)), second(replace(setting, capacity=lower))
+        self._levels = self.first, self.second
+        for flag in ("uses_scores", "uses_frequency", "has_begin", "has_visit", "has_note"):
+            setattr(self, flag, any(getattr(level, flag) for level in self._levels))
         # Keys that the second level evicts are evicted for good; victims of the first are in its own list until
         # `_demote`.
-        second.gone = self.gone
+        self.second.gone = self.gone
         self._upper: set[int] = set()
 
     def __len__(self) -> int:
@@ -1136,17 +1061,27 @@ class Layered(Eviction):
         self.second.flush()
 
     def begin(self) -> None:
-        self.first.begin()
-        self.second.begin()
+        for level in self._levels:
+            level.begin()
         self._demote()
 
-    def visit(self, first: int, used: NDArray[np.bool_]) -> None:
-        self.first.visit(first, used)
-        self.second.visit(first, used)
+    def visit(self, first: int, used: BoolArray) -> None:
+        for level in self._levels:
+            level.visit(first, used)
 
-    def expect(self, first: int, shares: NDArray[np.float64]) -> None:
-        self.first.expect(first, shares)
-        self.second.expect(first, shares)
+    def expect(self, first: int, shares: FloatArray) -> None:
+        for level in self._levels:
+            level.expect(first, shares)
+
+    def note(self, key: int) -> None:
+        for level in self._levels:
+            level.note(key)
+        self._demote()
+
+    def retune(self, rules: EvictionRules) -> None:
+        super().retune(rules)
+        for level in self._levels:
+            level.retune(rules)
 
     def _demote(self) -> None:
         demoted = self.first.gone
@@ -1167,7 +1102,7 @@ class Layered(Eviction):
             if first.gone:
                 self._demote()
             return
-        if self.second.has_note:
+        if second.has_note:
             second.note(key)
         if first.gone:
             self._demote()
@@ -1182,8 +1117,7 @@ class Layered(Eviction):
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
         """Touch the keys of the first level, then those of the second."""
-        pairs = list(zip(keys, scores, strict=True))
-        upper = self._upper
+        pairs, upper = list(zip(keys, scores, strict=True)), self._upper
         here = [pair for pair in pairs if pair[0] in upper]
         below = [pair for pair in pairs if pair[0] not in upper]
         if not self._in_turn:
@@ -1200,6 +1134,18 @@ class Layered(Eviction):
             self._demote()
             self.second.touch_all(asked[risen:], theirs[risen:])
 
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if self._is_crowded() and not self.drop():
+            return False
+        there = self.first.admit(key, score, asked)
+        if there:
+            self._upper.add(key)
+            if asked and self.second.has_note:
+                self.second.note(key)
+        if self.first.gone:
+            self._demote()
+        return there or self.second.admit(key, score, asked)
+
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
         if not self._in_turn or self._is_crowded():
             return super().admit_all(keys, scores)
@@ -1207,24 +1153,6 @@ class Layered(Eviction):
         self._upper.update(keys[:there])
         self._demote()
         return [True] * there + self.second.admit_all(keys[there:], scores[there:])
-
-    def note(self, key: int) -> None:
-        self.first.note(key)
-        self.second.note(key)
-        self._demote()
-
-    def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if self._is_crowded() and not self.drop():
-            return False
-        if self.first.admit(key, score, asked):
-            self._upper.add(key)
-            if asked and self.second.has_note:
-                self.second.note(key)
-            if self.first.gone:
-                self._demote()
-            return True
-        self._demote()
-        return self.second.admit(key, score, asked)
 
     def _is_crowded(self) -> bool:
         """True if the pool is full but one level is not: the other kept more than its share when the capacity
@@ -1280,13 +1208,46 @@ class Layered(Eviction):
 
     def resize(self, capacity: int) -> None:
         self.capacity = capacity
-        first, second = split(capacity)
-        self.first.resize(first)
-        self.second.resize(second)
+        for level, share in zip(self._levels, split(capacity), strict=True):
+            level.resize(share)
         self._demote()
         super().resize(capacity)
 
-    def retune(self, rules: EvictionRules) -> None:
-        super().retune(rules)
-        self.first.retune(rules)
-        self.second.retune(rules)
+
+EVICTIONS: Registry[type[Eviction]] = Registry(
+    "eviction",
+    {
+        "lru": "moelight.experts.eviction:Lru",
+        "lfu": "moelight.experts.eviction:Lfu",
+        "slru": "moelight.experts.eviction:Slru",
+        "score": "moelight.experts.eviction:Score",
+        "frequency_threshold": "moelight.experts.eviction:FrequencyThreshold",
+        "reuse": "moelight.experts.eviction:Reuse",
+        "belady": "moelight.experts.eviction:Belady",
+    },
+)
+
+
+def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
+    """Return ``"lru"``, ``"lfu | lru"``, ``"fallback"`` or a sequence of names as one or two known names.
+
+    Raises:
+        ConfigError: an unknown name, or more than two.
+    """
+    names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
+    names = FALLBACK if names == ("fallback",) else names
+    for name in names:
+        EVICTIONS.get(name)
+    if not 1 <= len(names) <= 2:
+        raise ConfigError(f"eviction {' | '.join(names)!r}: give one name, or two with a bar between them")
+    return names
+
+
+def make_eviction(names: Sequence[str], setting: EvictionContext) -> Eviction:
+    """Return the eviction of one name, or of two: the second retains what the first evicts.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    kinds = [EVICTIONS.get(name) for name in names]
+    return kinds[0](setting) if len(kinds) == 1 else Layered(setting, *kinds)

@@ -1,16 +1,16 @@
-"""Predictors of the experts of coming layers, learned from the routing of earlier batches.
+"""Predictors of the experts of coming layers, learned from earlier batches; the prefetch budget, the quality of
+predictions, and confidence in them.
 
-Works on keys and counters of whole batches; does not depend on pages or devices. A prediction never changes a result.
-Layers are numbered 0..L-1 in the order in which a pass visits them; the last layer is followed by the first layer of
-the next pass.
+Works on keys and counters of whole batches; a prediction never changes a result. Layers are numbered 0..L-1 in the
+order in which a pass visits them; the last layer is followed by the first layer of the next pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,34 +20,11 @@ from moelight.experts.policy import STRATEGIES, PrefetchRules
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 FREQUENCY_DECAY = 0.98  # a batch has half its weight after 34 more of its layer: some sentences at batch 1
 AFFINITY_DECAY = 0.99  # a transition has half its weight after 69 more of its expert: a matrix row needs more samples
 _NOTHING: Ints = np.zeros(0, dtype=np.int64)
-
-
-class Predictor(Protocol):
-    """Interface of all predictors.
-
-    ``steps`` is the number of coming layers that the predictor can predict.
-    """
-
-    steps: int
-
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        """Record a batch: it chose the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with
-        the summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
-
-    def predict(self, layer: int, budget: int) -> Ints:
-        """Return at most ``budget`` distinct experts that the next batch of ``layer`` may choose, the likeliest first,
-        ties by id."""
-
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """Record an early evaluation of the router of ``layer``: it would choose ``ids`` [n] with weights ``mass``
-        [n]."""
-
-    def reset(self) -> None:
-        """Discard everything learned."""
 
 
 def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
@@ -57,40 +34,54 @@ def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
 
 
 class NoPredictor:
-    """Predicts nothing: strategy ``none``."""
+    """Predicts nothing (strategy ``none``), and the base of all predictors.
+
+    Attributes:
+        steps: number of coming layers that the predictor can predict.
+        scores: [L, E], the higher, the likelier.
+    """
 
     steps = 1
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        """Do nothing."""
+    def __init__(self, num_layers: int = 0, num_experts: int = 0) -> None:
+        self.scores = np.zeros((num_layers, num_experts))
 
-    def predict(self, layer: int, budget: int) -> Ints:  # noqa: ARG002
-        """Return no expert."""
-        return _NOTHING
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+        """Record a batch: it chose the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with
+        the summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
+
+    def predict(self, layer: int, budget: int) -> Ints:
+        """Return at most ``budget`` distinct experts that the next batch of ``layer`` may choose, the likeliest first,
+        ties by id."""
+        return likeliest(self.scores[layer], budget) if len(self.scores) else _NOTHING
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """Do nothing."""
+        """Record an early evaluation of the router of ``layer``: it would choose ``ids`` [n] with weights ``mass``
+        [n]."""
 
     def reset(self) -> None:
-        """Do nothing."""
+        """Discard everything learned."""
+        self.scores.fill(0)
 
 
 class PreviousPredictor(NoPredictor):
     """Predicts the choice of the layer's last batch, by router weight."""
 
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self._mass = np.zeros((num_layers, num_experts))
-
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        row = self._mass[layer]
-        row.fill(0.0)
-        row[ids] = counts if mass is None else mass
+        self.scores[layer].fill(0.0)
+        self.scores[layer, ids] = counts if mass is None else mass
 
-    def predict(self, layer: int, budget: int) -> Ints:
-        return likeliest(self._mass[layer], budget)
 
-    def reset(self) -> None:
-        self._mass.fill(0.0)
+class NextRouterPredictor(NoPredictor):
+    """Predicts by the layer's own router, applied to the hidden state of the layer before. The caller evaluates the
+    router and passes the sufficiently certain experts as a `hint`, which is valid for one batch."""
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+        self.scores[layer].fill(0.0)
+
+    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+        self.scores[layer].fill(0.0)
+        self.scores[layer, ids] = mass
 
 
 class FrequencyPredictor(NoPredictor):
@@ -98,20 +89,13 @@ class FrequencyPredictor(NoPredictor):
     batch."""
 
     def __init__(self, num_layers: int, num_experts: int, *, decay: float = FREQUENCY_DECAY) -> None:
+        super().__init__(num_layers, num_experts)
         self._decay = decay
-        self._share = np.zeros((num_layers, num_experts))
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
-        row = self._share[layer]
-        row *= self._decay
+        self.scores[layer] *= self._decay
         if ids.size:
-            row[ids] += counts * ((1.0 - self._decay) / counts.sum())
-
-    def predict(self, layer: int, budget: int) -> Ints:
-        return likeliest(self._share[layer], budget)
-
-    def reset(self) -> None:
-        self._share.fill(0.0)
+            self.scores[layer, ids] += counts * ((1.0 - self._decay) / counts.sum())
 
 
 class HistoryPredictor(NoPredictor):
@@ -119,23 +103,20 @@ class HistoryPredictor(NoPredictor):
     ``lookahead``."""
 
     def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
+        super().__init__(num_layers, num_experts)
         self.steps = steps
-        self._chosen = np.zeros((num_layers, num_experts), dtype=np.int64)
         self._batches: list[deque[Ints]] = [deque() for _ in range(num_layers)]
         self._window = window
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
-        batches, row = self._batches[layer], self._chosen[layer]
+        batches, row = self._batches[layer], self.scores[layer]
         if len(batches) == self._window:
             row[batches.popleft()] -= 1
         batches.append(ids.copy())
         row[ids] += 1
 
-    def predict(self, layer: int, budget: int) -> Ints:
-        return likeliest(self._chosen[layer], budget)
-
     def reset(self) -> None:
-        self._chosen.fill(0)
+        super().reset()
         for batches in self._batches:
             batches.clear()
 
@@ -220,36 +201,14 @@ class _LastBatch(NamedTuple):
     rows: Matrix
 
 
-class NextRouterPredictor(NoPredictor):
-    """Predicts by the layer's own router, applied to the hidden state of the layer before. The caller evaluates the
-    router and passes the sufficiently certain experts as a `hint`, which is valid for one batch."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self._mass = np.zeros((num_layers, num_experts))
-
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
-        self._mass[layer].fill(0.0)
-
-    def predict(self, layer: int, budget: int) -> Ints:
-        return likeliest(self._mass[layer], budget)
-
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        row = self._mass[layer]
-        row.fill(0.0)
-        row[ids] = mass
-
-    def reset(self) -> None:
-        self._mass.fill(0.0)
-
-
-def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> Predictor:
+def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> NoPredictor:
     """Return a new predictor for ``rules``.
 
     Raises:
         ConfigError: an unknown strategy; the message suggests the nearest name.
     """
     shape = num_layers, num_experts
-    makers: dict[str, Callable[[], Predictor]] = {
+    makers: dict[str, Callable[[], NoPredictor]] = {
         "none": NoPredictor,
         "previous": lambda: PreviousPredictor(*shape),
         "frequency": lambda: FrequencyPredictor(*shape),
@@ -262,3 +221,237 @@ def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -
         near = did_you_mean(rules.strategy, STRATEGIES)
         raise ConfigError(f"unknown predictor {rules.strategy!r}{near}; known: {', '.join(STRATEGIES)}")
     return makers[rules.strategy]()
+
+
+class Quality:
+    """Counters of one predictor's predictions.
+
+    Attributes:
+        issued: predictions; each (layer, expert) counts once between two visits of its layer, however often it is
+            repeated.
+        useful: issued predictions that the next visit of the layer chose.
+        unused: issued predictions that the next visit of the layer did not choose.
+        used: experts that visits chose, predicted or not.
+        late: useful predictions whose transfer was not complete in time; counted by the pager.
+        stall_removed_s: seconds of stall avoided by predictions that were in time; counted by the pager.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.issued, self.useful, self.unused, self.used, self.late = 0, 0, 0, 0, 0
+        self.stall_removed_s = 0.0
+        self._pending = np.zeros((num_layers, num_experts), dtype=np.bool_)
+
+    def predicted(self, layer: int, ids: Ints) -> None:
+        """Record the prediction of ``ids`` of ``layer``."""
+        row = self._pending[layer]
+        self.issued += len(ids) - int(np.count_nonzero(row[ids]))
+        row[ids] = True
+
+    def visited(self, layer: int, ids: Ints) -> None:
+        """Record a batch that chose the distinct ``ids`` of ``layer``, and resolve the predictions for this visit."""
+        row = self._pending[layer]
+        useful = int(np.count_nonzero(row[ids]))
+        self.used += len(ids)
+        self.useful += useful
+        self.unused += int(np.count_nonzero(row)) - useful
+        row.fill(False)
+
+    @property
+    def precision(self) -> float:
+        """Share of the resolved predictions that were useful; 0 before any."""
+        settled = self.useful + self.unused
+        return self.useful / settled if settled else 0.0
+
+    @property
+    def recall(self) -> float:
+        """Share of the chosen experts that were predicted; 0 before any."""
+        return self.useful / self.used if self.used else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counters for JSON."""
+        names = ("issued", "useful", "unused", "late", "used", "precision", "recall", "stall_removed_s")
+        return {name: getattr(self, name) for name in names}
+
+
+class Prefetcher:
+    """The current predictor and its budget. The predictor can be exchanged at any time; the state and counters of the
+    previous one are kept for later use."""
+
+    def __init__(self, rules: PrefetchRules, *, num_layers: int, num_experts: int) -> None:
+        self.rules = rules
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.qualities: dict[str, Quality] = {}
+        self._predictors: dict[str, NoPredictor] = {}
+        self._known: Transitions | None = None
+        self.use(rules.strategy)
+
+    def use(self, strategy: str) -> None:
+        """Make ``strategy`` the current predictor.
+
+        Raises:
+            ConfigError: an unknown strategy.
+        """
+        rules = replace(self.rules, strategy=strategy)
+        shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
+        if strategy not in self._predictors:
+            self._predictors[strategy] = make_predictor(rules, **shape)
+            self.qualities[strategy] = Quality(**shape)
+            if self._known is not None and (found := self.affinity) is not None and strategy == "affinity":
+                found.learned(self._known)
+        self.rules = rules
+
+    def know(self, transitions: Transitions) -> None:
+        """Set the transitions with which ``affinity`` starts, now or at its first use.
+
+        Raises:
+            ConfigError: the transitions are of another model.
+        """
+        self._known = transitions
+        if (found := self.affinity) is not None:
+            found.learned(transitions)
+
+    def allow(self, budget: int) -> None:
+        """Set the ``budget`` of prefetched experts per layer."""
+        self.rules = replace(self.rules, budget=budget)
+
+    @property
+    def is_on(self) -> bool:
+        """True if the strategy is not ``none``."""
+        return self.rules.strategy != "none"
+
+    @property
+    def predictor(self) -> NoPredictor:
+        """The current predictor."""
+        return self._predictors[self.rules.strategy]
+
+    @property
+    def quality(self) -> Quality:
+        """Counters of the current predictor."""
+        return self.qualities[self.rules.strategy]
+
+    @property
+    def affinity(self) -> AffinityPredictor | None:
+        """The affinity predictor, whose transitions can be saved; None if it was never used."""
+        found = self._predictors.get("affinity")
+        return found if isinstance(found, AffinityPredictor) else None
+
+    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None = None) -> None:
+        """Resolve the predictions for this visit, then observe the batch as `NoPredictor.observe`."""
+        if self.is_on:
+            self.quality.visited(layer, ids)
+            self.predictor.observe(layer, ids, counts, mass)
+
+    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+        """As `NoPredictor.hint`."""
+        self.predictor.hint(layer, ids, mass)
+
+    def ahead(self, layer: int, resident: Mask | None = None) -> Iterator[tuple[int, Ints]]:
+        """Yield ``(coming layer, experts)`` to prefetch after ``layer`` has routed, the most urgent first.
+
+        The budget is spent on the next layer; the unused part goes to the layers after it, up to the steps of the
+        predictor. Experts that are already in the fast tier (``resident`` [L, E]) cost no budget; they count as
+        predictions if they are likelier than an expert to prefetch.
+        """
+        left = self.rules.budget
+        for step in range(1, self.predictor.steps + 1):
+            if left <= 0:
+                return
+            target = (layer + step) % self.num_layers
+            ids = self.predictor.predict(target, self.num_experts)
+            missing = np.ones(len(ids), np.bool_) if resident is None else ~resident[target, ids]
+            last = int(np.searchsorted(missing.cumsum(), left)) + 1
+            ids, missing = ids[:last], missing[:last]
+            self.quality.predicted(target, ids)
+            wanted = ids[missing]
+            left -= len(wanted)
+            if wanted.size:
+                yield target, wanted
+
+
+# A page that is prefetched and not used delays other pages by its whole time on the link or the disk, so a prediction
+# is worth a prefetch only if it is likely to be right, which depends on the model and the predictor. All predictions
+# are counted, including those that are not prefetched. On recorded routing, prefetch gains most at a probability of .7
+# to .8, for pages of a few MB (docs/log.md).
+SURE = 0.75
+RECORD_DECAY = 0.995  # of the counts, at each batch that resolves predictions
+_KINDS = 64
+_MARGIN_STEP = 0.125  # of the logarithm; the last kind includes all larger margins
+
+
+class _HitRecord:
+    """Accuracy of the predictions of each kind."""
+
+    def __init__(self) -> None:
+        self._right = np.zeros(_KINDS)
+        self._made = np.ones(_KINDS)  # one wrong prediction as prior, so that an unseen kind has no confidence
+
+    def chance(self, kinds: Ints) -> Floats:
+        """Return the accuracy of each of ``kinds``."""
+        return np.asarray(self._right[kinds] / self._made[kinds])
+
+    def flush(self, kinds: Ints, came_true: Mask) -> None:
+        """Record predictions of these ``kinds`` as right or wrong."""
+        self._right *= RECORD_DECAY
+        self._made *= RECORD_DECAY
+        np.add.at(self._right, kinds, came_true)
+        np.add.at(self._made, kinds, 1.0)
+
+
+def _places(ids: Ints) -> Ints:
+    return np.minimum(np.arange(len(ids)), _KINDS - 1)
+
+
+class PrefetchConfidence:
+    """Confidence of ranked predictions, the likeliest first, by rank."""
+
+    def __init__(self) -> None:
+        self._record = _HitRecord()
+        self._open: dict[int, Ints] = {}
+
+    def likely(self, row: int, ids: Ints) -> Ints:
+        """Return those of the predicted ``ids`` of layer ``row`` that are worth a prefetch."""
+        self._open[row] = ids
+        return ids[self._record.chance(_places(ids)) >= SURE]
+
+    def flush(self, row: int, chosen: np.ndarray[Any, Any]) -> None:
+        """Resolve the predictions for ``row``, which has routed to ``chosen``."""
+        ids = self._open.pop(row, None)
+        if ids is not None and len(ids):
+            self._record.flush(_places(ids), np.isin(ids, chosen))
+
+
+class RouterConfidence:
+    """Confidence of predictions of a layer's own router, evaluated one layer early, by the margin of each token's
+    choice.
+
+    The margin of a choice is the logarithm of its weight over the smallest chosen weight of the token.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._record = _HitRecord()
+        self._open: dict[int, list[tuple[np.ndarray[Any, Any], Ints]]] = {}
+
+    def add(self, row: int, ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
+        """Record that the router of ``row`` would choose ``ids`` [T, k] with ``weights`` [T, k] for the next tokens of
+        the pass."""
+        least = weights.min(axis=1, keepdims=True)
+        margin = np.log(np.maximum(weights, 1e-30) / np.maximum(least, 1e-30))
+        kinds = np.minimum(margin / _MARGIN_STEP, _KINDS - 1).astype(np.int64)
+        self._open.setdefault(row, []).append((ids, kinds))
+
+    def likely(self, row: int) -> tuple[Ints, Floats]:
+        """Return the experts of ``row`` that are worth a prefetch, and the probability that any token chooses each."""
+        missed = np.ones(self._num_experts)
+        for ids, kinds in self._open.get(row, ()):
+            np.multiply.at(missed, ids.ravel(), 1.0 - self._record.chance(kinds.ravel()))
+        found = np.flatnonzero(1.0 - missed >= SURE)
+        return found, 1.0 - missed[found]
+
+    def flush(self, row: int, chosen: np.ndarray[Any, Any]) -> None:
+        """Resolve the predictions for ``row``: it routed the recorded tokens, in their order, to ``chosen`` [T, k]."""
+        first = 0
+        for ids, kinds in self._open.pop(row, ()):
+            mine = chosen[first : first + len(ids)]
+            first += len(ids)
+            self._record.flush(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())

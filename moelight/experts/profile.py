@@ -1,6 +1,6 @@
-"""Activation profiles: how often each expert of each layer was chosen; counting, merging and comparing.
+"""Activation profiles: how often each expert of each layer was chosen; counted, merged, compared, saved and read.
 
-Works on keys and counts; a fingerprint of plain values, given by the caller, identifies the model.
+A fingerprint of plain values, given by the caller, identifies the model.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def facts_of_model(
 
 
 def fingerprint_of(model: Facts) -> str:
-    """Return the fingerprint of a model's plain values (type, layers, experts, top_k, sizes), independent of their
-    order."""
+    """Return the fingerprint of a model's plain values, independent of their order."""
     return hashlib.sha256(json.dumps(dict(model), sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -79,7 +78,6 @@ class ActivationProfile:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the counted model."""
         return fingerprint_of(self.model)
 
     @property
@@ -129,15 +127,16 @@ class ActivationProfile:
         return found[by_want][: capacity if isinstance(capacity, int) else None]
 
     def distance(self, other: ActivationProfile, top: int) -> Distance:
-        """Return the distance to ``other``, of a model of the same shape, comparing the ``top`` most used experts of
-        each layer.
-
-        A layer without counts has distance 1 from a layer with counts, and distance 0 from another layer without.
-        """
+        """Return the distance to ``other``, of a model of the same shape, by shares and by the ``top`` most used
+        experts of each layer; 1 between layers of which one alone has counts, 0 between two without."""
         _same_shape(self, other)
-        mine, others = _shares(self.counts), _shares(other.counts)
+        totals = [profile.counts.sum(axis=1, keepdims=True) for profile in (self, other)]
+        mine, others = (
+            np.divide(profile.counts, total, out=np.zeros_like(profile.counts), where=total > 0)
+            for profile, total in zip((self, other), totals, strict=True)
+        )
         apart = np.abs(mine - others).sum(axis=1) / 2.0
-        uncounted = (mine.sum(axis=1) == 0) != (others.sum(axis=1) == 0)
+        uncounted = ((totals[0] == 0) != (totals[1] == 0))[:, 0]
         overlap = np.ones(self.num_layers)
         for layer in range(self.num_layers):
             a, b = self.top_experts(layer, top), other.top_experts(layer, top)
@@ -163,7 +162,12 @@ def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
             raise ConfigError(f"expert profiles of different models{differing(first.model, profile.model)}")
         _same_shape(first, profile)
         merged.add(profile.counts, profile.accesses)
-    merged.transitions = _merged([profile.transitions for profile in profiles if profile.transitions is not None])
+    learned = [profile.transitions for profile in profiles if profile.transitions is not None]
+    if learned:
+        times = np.sum([each.times for each in learned], axis=0)
+        weighted = np.sum([each.matrix * each.times[:, :, None] for each in learned], axis=0)
+        matrix = (weighted / np.maximum(times, 1)[:, :, None]).astype(np.float32)
+        merged.transitions = Transitions(matrix=matrix, times=times)
     return merged
 
 
@@ -173,19 +177,6 @@ def differing(here: Facts, there: Facts) -> str:
     keys = [key for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
     shown = ", ".join(f"{key} {here.get(key)} and {there.get(key)}" for key in keys[:3])
     return f" ({shown})" if shown else ""
-
-
-def _merged(transitions: Sequence[Transitions]) -> Transitions | None:
-    if not transitions:
-        return None
-    times = np.sum([each.times for each in transitions], axis=0)
-    weighted = np.sum([each.matrix * each.times[:, :, None] for each in transitions], axis=0)
-    return Transitions(matrix=(weighted / np.maximum(times, 1)[:, :, None]).astype(np.float32), times=times)
-
-
-def _shares(counts: Floats) -> Floats:
-    total = counts.sum(axis=1, keepdims=True)
-    return np.asarray(np.divide(counts, total, out=np.zeros_like(counts), where=total > 0))
 
 
 def _same_shape(one: ActivationProfile, other: ActivationProfile) -> None:
@@ -252,7 +243,7 @@ def load_profile(
     profile = ActivationProfile(model=model, num_layers=num_layers, num_experts=num_experts, half_life=half_life)
     counts = _numbers(path, "counts", found["counts"], (num_layers, num_experts))
     accesses = found.get("accesses", 0)
-    if isinstance(accesses, bool) or not isinstance(accesses, int) or accesses < 0:
+    if type(accesses) is not int or accesses < 0:
         _refuse(path, "accesses", f"must be a whole number of at least 0, not {_shown(accesses)}; {_ANEW}")
     profile.add(counts, accesses)
     if (learned := found.get("affinity")) is not None:
@@ -272,8 +263,15 @@ def _transitions(path: Path, found: Any, layers: int, experts: int) -> Transitio
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the object in ``path``, with all required keys and no unknown ones."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            _refuse(path, next(name for name in names if names.count(name) > 1), "is given twice; keep one")
+        return dict(pairs)
+
     try:
-        found = parse_json(read_text(path, most=_MOST_BYTES), pairs=lambda pairs: _once(path, pairs))
+        found = parse_json(read_text(path, most=_MOST_BYTES), pairs=once)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({read_error_text(error)})") from None
     except json.JSONDecodeError as error:
@@ -288,14 +286,6 @@ def _read(path: Path) -> dict[str, Any]:
     for key in _REQUIRED:
         if key not in found:
             _refuse(path, key, f"is missing; {_ANEW}")
-    return found
-
-
-def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        _refuse(path, next(name for name in names if names.count(name) > 1), "is given twice; keep one")
     return found
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError
-from moelight.experts.cache import Access, ExpertCache
-from moelight.experts.confidence import PrefetchConfidence
+from moelight.experts.cache import ExpertCache
 from moelight.experts.eviction import IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
+from moelight.experts.predict import PrefetchConfidence
 from moelight.experts.residency import Residency
 from moelight.experts.timing import Clock, MachineCosts
 from moelight.experts.trace import TraceRow, read_rows
@@ -75,8 +75,7 @@ class Trace:
         most = -1
         for row in self._read():
             layers.add(row.layer)
-            if row.ids.size:
-                most = max(most, int(row.ids.max()))
+            most = max(most, int(row.ids.max(initial=-1)))
         if most < 0:
             raise ConfigError(f"trace {self.path} has no rows with experts; record one with generate --routing-trace")
         return Shape(layers=tuple(sorted(layers)), num_experts=most + 1)
@@ -87,23 +86,18 @@ class Trace:
     def __iter__(self) -> Iterator[TraceRow]:
         """Raises ConfigError: a row does not match the model."""
         for row in self._read():
-            at = self._row_of.get(row.layer)
+            at, most = self._row_of.get(row.layer), int(row.ids.max(initial=-1))
             if at is None:
-                known = f"layers with experts are {_ranges(self.shape.layers)}"
-                self._refuse(row, f"layer {row.layer} is none of {self._name}'s; {known}")
-            if row.ids.size and int(row.ids.max()) >= self.shape.num_experts:
-                self._refuse(row, f"expert {int(row.ids.max())}: {self._name} has {self.shape.num_experts} a layer")
+                layers = self.shape.layers
+                whole = len(layers) == layers[-1] - layers[0] + 1
+                known = f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
+                self._refuse(row, f"layer {row.layer} is none of {self._name}'s; layers with experts are {known}")
+            if most >= self.shape.num_experts:
+                self._refuse(row, f"expert {most}: {self._name} has {self.shape.num_experts} a layer")
             yield replace(row, layer=at)
 
     def _refuse(self, row: TraceRow, complaint: str) -> NoReturn:
         raise ConfigError(f"trace {self.path}:{row.line}: {complaint}; give the model that the trace is of")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ``0 to 15``, or all numbers if some are missing."""
-    if len(numbers) == numbers[-1] - numbers[0] + 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +106,10 @@ class Outcome:
 
     Attributes:
         slots: capacity in experts at the start.
-        page_bytes: size of one expert (None: unknown model).
-        bytes: transferred bytes, misses and predictions, each page once; None without a model.
-        stall_s: seconds without computation while a page is transferred; None without a machine.
-        total_s: seconds of the whole replay; None without a machine.
-        tokens_per_s: tokens of the trace per second, prompts included; None without a machine.
+        page_bytes: size of one expert; ``bytes``: transferred, misses and predictions, each page once. None without a
+            model.
+        stall_s: seconds without computation while a page is transferred, of ``total_s`` of the whole replay;
+            ``tokens_per_s``: tokens of the trace per second, prompts included. None without a machine.
         notes: parts of the policy that the replay could not follow.
     """
 
@@ -194,7 +187,9 @@ class Replay:
         self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
         if self._may_compute and self._mode == "cpu_fallback":
-            self._fill()
+            # No miss is admitted, so the first experts of each layer remain resident.
+            first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
+            self._residency.cache.fill(first)
         near = np.argwhere(self._residency.cache.slot_table >= 0).tolist()
         self.begins_with = frozenset((layer, expert) for layer, expert in near)
 
@@ -206,13 +201,6 @@ class Replay:
     def _mode(self) -> str:
         return self._residency.controls.schedule.mode
 
-    def _fill(self) -> None:
-        """Fill the cache with the first experts of each layer; in ``cpu_fallback`` no miss is admitted, so they remain
-        resident."""
-        layers, experts = len(self.shape.layers), self.shape.num_experts
-        first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
-        self._residency.cache.fill(first)
-
     def step(self, row: TraceRow) -> None:
         """Replay one batch; ``row.layer`` counts MoE layers."""
         tokens = len(row.ids) / (self.shape.top_k or 1)
@@ -221,18 +209,19 @@ class Replay:
             self._clock.route(row.layer, tokens)
         ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
         self._confidence.flush(row.layer, row.ids)
-        leave, computed_s = row.ids[:0], 0.0
-        if self._may_compute and self._mode != "gpu_only":
-            leave, computed_s = self._leave(row, tokens)
+        leave, computed_s = self._leave(row, tokens)
         found = self._residency.access(row.layer, ids, scores, keep_out=leave.tolist())
-        self._serve(found, computed_s)
+        missing = found.misses + row.layer * self.shape.num_experts
+        self._pages += len(missing) - (int(np.isin(missing, self._predicted).sum()) if self._predicted.size else 0)
+        if self._clock is not None:
+            self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
         self._prediction(row.layer + 1)
         if len(found.misses):
             self._most = max(self._most, len(self._residency.cache))
 
     def _leave(self, row: TraceRow, tokens: float) -> tuple[IntArray, float]:
         """Return the missing experts that the CPU computes where they are stored, and the seconds that takes."""
-        if self._machine is None:
+        if self._machine is None or not self._machine.discrete or self._mode == "gpu_only":
             return row.ids[:0], 0.0
         counts = np.bincount(row.ids, minlength=self.shape.num_experts)
         missing = np.flatnonzero((counts > 0) & (self._residency.cache.slot_table[row.layer] < 0))
@@ -243,12 +232,6 @@ class Replay:
             fixed_s=self._machine.crossing_s(tokens),
         )
         return missing[placed.computed], placed.cpu_s
-
-    def _serve(self, found: Access, computed_s: float) -> None:
-        missing = found.misses + found.layer * self.shape.num_experts
-        self._pages += len(missing) - (int(np.isin(missing, self._predicted).sum()) if self._predicted.size else 0)
-        if self._clock is not None:
-            self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
 
     def _prediction(self, coming: int) -> None:
         """Prefetch the predicted experts of the layer ``coming`` of this pass that are likely enough."""
@@ -337,13 +320,8 @@ def bound(
     rows = list(rows)
     policy = ExpertPolicy(name=f"belady@{slots}", cache=CacheRules(capacity=Capacity(value=slots)))
     future = [(row.layer, np.unique(row.ids).tolist()) for row in rows]
-    cache = ExpertCache(
-        capacity=slots,
-        num_layers=len(shape.layers),
-        num_experts=shape.num_experts,
-        eviction="belady",
-        future=future,
-    )
+    layers, experts = len(shape.layers), shape.num_experts
+    cache = ExpertCache(capacity=slots, num_layers=layers, num_experts=experts, eviction="belady", future=future)
     begun = {key for each in policies for key in Replay(each, shape, machine).begins_with}
     if begun:
         first = dict.fromkeys((layer, expert) for layer, ids in future for expert in ids)

@@ -19,8 +19,7 @@ from moelight.core.paths import write_whole
 from moelight.experts.adapt import AdaptRules, ExpertAdaptation, Monitor
 from moelight.experts.cache import Access, ExpertCache, MemoryPressure, Prefetch
 from moelight.experts.policy import ACTION_KEYS, MODES, Action, Capacity, ExpertPolicy, ScheduleRules
-from moelight.experts.predict import Floats, Ints, Transitions, likeliest
-from moelight.experts.prefetch import Mask, Prefetcher
+from moelight.experts.predict import Floats, Ints, Mask, Prefetcher, Transitions, likeliest
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, judge_slots
 

@@ -1,8 +1,5 @@
-"""Sizing rule of the expert cache: recommended and possible numbers of slots, with a status.
-
-Basis: caches of single sequences balance speed and memory at about twice the experts that one token activates (arXiv
-2505.16056); a batch routes to more experts.
-"""
+"""Recommended and possible numbers of slots. Caches of single sequences balance speed and memory at about twice the
+experts that one token activates (arXiv 2505.16056); a batch routes to more experts."""
 
 from __future__ import annotations
 
@@ -92,13 +89,6 @@ def plan_slots(
 def judge_slots(slots: int, *, allocated: int, layers: int, num_experts: int, active: int, batch: int = 1) -> SlotPlan:
     """Assess an existing cache of ``slots`` with memory for ``allocated`` slots; the other arguments as in
     `plan_slots`."""
-    plan = plan_slots(
-        layers=layers,
-        num_experts=num_experts,
-        active=active,
-        free_bytes=allocated,
-        per_expert_bytes=1,
-        reserve_bytes=0,
-        batch=batch,
-    )
+    shape: dict[str, int] = {"layers": layers, "num_experts": num_experts, "active": active, "batch": batch}
+    plan = plan_slots(**shape, free_bytes=allocated, per_expert_bytes=1, reserve_bytes=0)
     return replace(plan, slots=min(slots, plan.slots))

@@ -51,14 +51,13 @@ def read_rows(path: Path) -> Iterator[TraceRow]:
     """
     try:
         with path.open("rb") as raw:
-            if raw.peek(2)[:2] == _GZIP:
-                with gzip.open(raw) as unzipped:
-                    yield from _rows(path, unzipped)
-            else:
-                yield from _rows(path, raw)
+            yield from _rows(path, gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == _GZIP else raw)
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
+        raise ConfigError(f"trace {path}: cannot be read ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[TraceRow]:
@@ -186,5 +185,4 @@ class RoutingTrace:
             self._file.close()
 
     def _fault(self, error: OSError | ValueError) -> ConfigError:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        return ConfigError(f"routing trace {self._path}: cannot be written ({reason.lower()})")
+        return ConfigError(f"routing trace {self._path}: cannot be written ({_reason(error).lower()})")

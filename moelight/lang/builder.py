@@ -73,12 +73,7 @@ class PolicyBuilder:
             ConfigError: the policy breaks rules of the language; all broken rules are named, with their codes.
         """
         adapt = ["adapt {", *self._rules, "}"] if self._rules else []
-        text = "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}"))
-        reading = read(text)
-        if reading.errors:
-            said = "; ".join(f"{error.message} [{error.code}]" for error in reading.errors)
-            raise ConfigError(f"policy {self._name}: {said}")
-        return reading.policies[0]
+        return _read(self._name, "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}")))[0]
 
     def _block(self, block: str, keys: dict[str, Any]) -> PolicyBuilder:
         lines = []
@@ -107,12 +102,16 @@ def check_expert_policy(policy: ExpertPolicy) -> None:
     Raises:
         ConfigError: the policy breaks rules, or the language cannot express the policy.
     """
-    reading = read(format_policy(policy))
+    if _read(policy.name, format_policy(policy)) != (policy,):
+        raise ConfigError(f"policy {policy.name}: a value is not of the type that the language gives it")
+
+
+def _read(name: str, text: str) -> tuple[ExpertPolicy, ...]:
+    reading = read(text)
     if reading.errors:
         said = "; ".join(f"{error.message} [{error.code}]" for error in reading.errors)
-        raise ConfigError(f"policy {policy.name}: {said}")
-    if reading.policies != (policy,):
-        raise ConfigError(f"policy {policy.name}: a value is not of the type that the language gives it")
+        raise ConfigError(f"policy {name}: {said}")
+    return reading.policies
 
 
 def _text(value: Any) -> str:

@@ -15,12 +15,11 @@ _SHOWN = 100  # characters of a source line shown on either side of the position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageError:
-    """An error, or a ``warning`` about something pointless. ``where``: the key in words, such as ``cache.capacity``."""
+    """An error, or a ``warning`` about something pointless."""
 
     code: str
     message: str
-    span: Span = None
-    where: str = ""
+    span: Span
     warning: bool = False
 
 
@@ -42,15 +41,10 @@ class Diagnostic:
 
 def located(errors: list[LanguageError], text: str) -> list[Diagnostic]:
     """The errors and warnings with their positions, in the order of the text."""
-    if not errors:
-        return []
-    starts = [0]
-    while (found := text.find("\n", starts[-1])) >= 0:
-        starts.append(found + 1)
+    starts = [0, *(at + 1 for at, c in enumerate(text) if c == "\n")] if errors else []
     findings = []
     for complaint in errors:
-        start, end = complaint.span or (0, 0)
-        start = min(start, len(text))
+        start, end = min(complaint.span[0], len(text)), complaint.span[1]
         line = bisect_right(starts, start)
         findings.append(
             Diagnostic(

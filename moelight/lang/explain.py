@@ -13,7 +13,7 @@ from moelight.core.units import GB, format_bytes
 from moelight.experts.policy import AdaptRule, ExpertPolicy
 from moelight.lang.format import condition_text, entries, rule_text, value_text
 from moelight.lang.keys import KEYS
-from moelight.lang.rules import PRESSURE_THRESHOLD, Place
+from moelight.lang.rules import PRESSURE_THRESHOLD
 
 _EVICTIONS = {
     "lru": "the expert unused for longest",
@@ -22,29 +22,6 @@ _EVICTIONS = {
     "score": "the expert that the router valued least of late",
     "reuse": "the expert least likely to be asked for at its layer's next visit, as learned on the way",
     "frequency_threshold": "experts below their share of recent accesses",
-}
-_STRATEGIES = {
-    "none": "nothing is fetched ahead",
-    "affinity": "fetch ahead what usually follows the experts just chosen, as learned on the way",
-    "history": "fetch ahead what the layer chose most of late",
-    "lookahead": "fetch ahead what layers further on chose most of late",
-    "previous": "fetch ahead what the layer chose for the tokens before",
-    "frequency": "fetch ahead what the layer chooses most on the whole",
-    "next_router": "fetch ahead what the next layer's router says of this layer's hidden state",
-}
-_MODES = {
-    "gpu_only": "a missing expert is fetched and computed on the compute device",
-    "cpu_fallback": "a missing expert is computed by the processor beside which it lies",
-    "hybrid": "a missing expert is fetched, or computed where it lies if that is estimated to be sooner",
-}
-_ALLOCATIONS = {
-    "uniform": "every layer has a budget of its own, all alike",
-    "entropy": "every layer has a budget of its own: layers that spread their tokens over more experts get more",
-}
-_OVERLAP = {True: "transfers and computation overlap", False: "transfers hold up computation"}
-_PRIORITY = {
-    True: "experts with more of the router's weight are served first",
-    False: "experts are served in the order of their ids",
 }
 _ACTIONS = {
     "eviction": "evict by {}",
@@ -59,16 +36,13 @@ _ACTIONS = {
 def _eviction(policy: ExpertPolicy) -> str:
     first, *second = policy.cache.eviction
     words = f"what leaves: {_EVICTIONS[first]}"
-    return (
-        f"{words}; it is kept for a while longer in a second part, which gives up {_EVICTIONS[second[0]]}"
-        if second
-        else words
-    )
+    if second:
+        words += f"; it is kept for a while longer in a second part, which gives up {_EVICTIONS[second[0]]}"
+    return words
 
 
 def _capacity(policy: ExpertPolicy) -> str:
-    capacity = policy.cache.capacity
-    layers = policy.per_layer
+    capacity, layers = policy.cache.capacity, policy.per_layer
     if layers is not None and layers.total_budget is not None:
         return f"replaced by total_budget, {layers.total_budget} experts in all"
     where = "" if layers is None else " of each layer"
@@ -83,41 +57,13 @@ def _threshold(policy: ExpertPolicy) -> str:
     return f"{limit}, experts leave until {cache.memory_headroom:.0%} of it are taken"
 
 
-# By block and key: a format string for the value, or a function that returns the words.
-_KEYS: Mapping[Place, str | Callable[[ExpertPolicy], str]] = {
-    ("cache", "capacity"): _capacity,
-    ("cache", "eviction"): _eviction,
-    ("cache", "pin"): lambda p: f"{len(p.cache.pin)} experts of every layer are never evicted, as far as there is room",
-    ("cache", "frequency_decay"): "for lfu, uses fade to {:g} of their weight, again and again",
-    ("cache", "freq_threshold"): "for frequency_threshold, the share of recent accesses that lets an expert stay: {:g}",
-    ("cache", "freq_window"): "for frequency_threshold, recent means the last {} accesses",
-    ("cache", "score_ema_alpha"): "for score, the weight of the newest value: {:g}",
-    ("cache", "memory_threshold"): _threshold,
-    ("cache", "memory_headroom"): "where relief from memory pressure ends: {:.0%} of the budget",
-    ("cache", "memory_budget_gb"): "memory pressure is measured against {:g} GB",
-    ("cache", "expert_size_gb"): "for memory pressure an expert counts as {:g} GB",
-    ("cache", "ttl"): "an expert leaves when {} accesses have not asked for it",
-    ("cache", "warm_pin"): "after {} accesses the busiest residents are pinned",
-    ("cache", "profile"): "begin with the counts of this file instead of none",
-    ("prefetch", "strategy"): lambda p: _STRATEGIES[p.prefetch.strategy],
-    ("prefetch", "predictor"): lambda p: _STRATEGIES[p.prefetch.strategy],
-    ("prefetch", "lookahead"): "for lookahead, {} layers ahead",
-    ("prefetch", "budget"): "at most {} experts of a layer are fetched ahead",
-    ("prefetch", "affinity_threshold"): "for affinity, only followers with a probability of at least {:g}",
-    ("prefetch", "history_window"): "of late means the last {} batches of a layer",
-    ("schedule", "mode"): lambda p: _MODES[p.schedule.mode],
-    ("schedule", "offload_threshold_ms"): "for hybrid, fetches of up to {:g} ms are always made",
-    ("schedule", "overlap"): lambda p: _OVERLAP[p.schedule.overlap],
-    ("schedule", "priority_routing"): lambda p: _PRIORITY[p.schedule.priority_routing],
-    ("monitor", "metrics"): lambda p: f"figures are kept of {', '.join(p.monitor.metrics if p.monitor else ())}",
-    ("monitor", "window"): "figures are over the last {} accesses",
-    ("monitor", "log_interval"): "figures are noted every {} accesses",
-    ("per_layer", "allocation"): lambda p: _ALLOCATIONS[p.per_layer.allocation if p.per_layer else "uniform"],
-    ("per_layer", "entropy_window"): "spread is measured over the last {} batches of a layer",
-    ("per_layer", "min_capacity"): "no layer has room for fewer than {} experts",
-    ("per_layer", "max_capacity"): "no layer has room for more than {} experts",
-    ("per_layer", "rebalance_interval"): "room moves between layers every {} accesses (0: never)",
-    ("per_layer", "total_budget"): "room for {} experts in all layers together",
+# Keys whose meaning is more than `Key.means` of their value.
+_FUNCTIONS: Mapping[str, Callable[[ExpertPolicy], str]] = {
+    "capacity": _capacity,
+    "eviction": _eviction,
+    "pin": lambda p: f"{len(p.cache.pin)} experts of every layer are never evicted, as far as there is room",
+    "memory_threshold": _threshold,
+    "metrics": lambda p: f"figures are kept of {', '.join(p.monitor.metrics if p.monitor else ())}",
 }
 
 
@@ -149,8 +95,10 @@ def meanings(policy: ExpertPolicy) -> list[Explanation]:
 
 
 def _words(policy: ExpertPolicy, block: str, key: str) -> str:
-    words = _KEYS[block, key]
-    return words(policy) if callable(words) else words.format(getattr(getattr(policy, block), key))
+    if key in _FUNCTIONS:
+        return _FUNCTIONS[key](policy)
+    value, means = getattr(getattr(policy, block), "strategy" if key == "predictor" else key), KEYS[block][key].means
+    return means.format(value) if isinstance(means, str) else means[value]
 
 
 def _change(rule: AdaptRule) -> str:
@@ -163,10 +111,6 @@ def _change(rule: AdaptRule) -> str:
     else:
         what = "move room between layers"
     return f"{held} {condition_text(rule)}, {what}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,9 +136,7 @@ def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
     layers, total = policy.per_layer, policy.slots(experts.layers, experts.per_layer, experts.page_bytes)
     if layers is None:
         return total
-    least, most = (
-        min(bound, experts.per_layer) * experts.layers for bound in (layers.min_capacity, layers.max_capacity)
-    )
+    least, most = (min(each, experts.per_layer) * experts.layers for each in (layers.min_capacity, layers.max_capacity))
     if not least <= total <= most:
         raise ConfigError(
             f"policy {policy.name}: room for {total:,} experts cannot be shared out to {experts.layers} layers, which "
@@ -205,14 +147,13 @@ def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
 
 def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
     """One sentence on the cache's size in experts and bytes for a model."""
-    count = cached_experts(policy, experts)
-    share = count / experts.count
-    if count == experts.count:
-        return f"on {model}: all {count:,} experts have room, {format_bytes(count * experts.page_bytes)}"
+    count, page = cached_experts(policy, experts), experts.page_bytes
+    left = experts.count - count
+    if not left:
+        return f"on {model}: all {count:,} experts have room, {format_bytes(count * page)}"
     return (
-        f"on {model}: {count:,} of {experts.count:,} experts ({share:.1%}) have room, "
-        f"{format_bytes(count * experts.page_bytes)} at {format_bytes(experts.page_bytes)} each; "
-        f"the other {experts.count - count:,}, {format_bytes((experts.count - count) * experts.page_bytes)}, "
+        f"on {model}: {count:,} of {experts.count:,} experts ({count / experts.count:.1%}) have room, "
+        f"{format_bytes(count * page)} at {format_bytes(page)} each; the other {left:,}, {format_bytes(left * page)}, "
         "stay in the memory below"
     )
 
@@ -223,10 +164,9 @@ def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
     if cache.memory_threshold is None:
         return ""
     least = int(cache.memory_threshold * cache.memory_budget_gb / cache.expert_size_gb)
-    real = experts.page_bytes / GB
     return (
         f"memory pressure begins above {least:,} experts of {cache.expert_size_gb:g} GB; "
-        f"one of this model has {real:.3g} GB"
+        f"one of this model has {experts.page_bytes / GB:.3g} GB"
     )
 
 

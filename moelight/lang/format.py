@@ -17,10 +17,9 @@ from moelight.core.errors import ConfigError
 from moelight.core.units import GB, KB, MB, TB, GiB, KiB, MiB, TiB
 from moelight.experts.policy import AdaptRule, Capacity, ExpertPolicy
 from moelight.lang.check import read
-from moelight.lang.keys import KEYS
+from moelight.lang.keys import KEYS, SWAPS, Place
 from moelight.lang.parse import parse
-from moelight.lang.rules import Place
-from moelight.lang.syntax import Assignment, PolicyText, Rule
+from moelight.lang.syntax import Assignment, PolicyText
 
 INDENT = "    "
 COOLDOWN = 50  # accesses; the language has no other
@@ -86,7 +85,9 @@ def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterato
             if needed or second is not None or ((block, name) in written and value is not None):
                 shown = "predictor" if name == "strategy" and value in OWN_STRATEGIES else name
                 words = value_text(value, quoted=key.kind == "text", listed=key.kind in ("ids", "names"))
-                yield block, shown, words if second is None else f"{words} : {_second(second)}"
+                if second is not None:
+                    words += f" : {value_text(second.action.value)} when {condition_text(second)}"
+                yield block, shown, words
 
 
 def rule_text(rule: AdaptRule) -> str:
@@ -135,10 +136,6 @@ def _capacity_text(capacity: Capacity) -> str:
     return f"{size}B"
 
 
-def _second(rule: AdaptRule) -> str:
-    return f"{value_text(rule.action.value)} when {condition_text(rule)}"
-
-
 def _lines(policy: ExpertPolicy, number: int, written: Collection[Place]) -> Iterator[Line]:
     _check_sayable(policy)
     yield (number, "", ""), f"policy {policy.name} {{"
@@ -165,37 +162,30 @@ def _check_sayable(policy: ExpertPolicy) -> None:
     where = f"policy {policy.name}"
     if any(rule.cooldown != COOLDOWN for rule in policy.adapt):
         raise ConfigError(f"{where}: the language has no other cooldown than {COOLDOWN} accesses")
-    order = [key.swap for keys in KEYS.values() for name, key in keys.items() if name != "predictor"]
     implied = [rule for rule in policy.adapt if rule.conditional]
     names = [rule.action.name for rule in implied]
     if (
         list(policy.adapt[: len(implied)]) != implied
-        or names != [name for name in order if name in names]
+        or names != [name for name in SWAPS if name in names]
         or any(rule.accesses != 1 or rule.action.kind != "set" for rule in implied)
     ):
         raise ConfigError(f"{where}: conditional rules set one key each, at once, and come first in the keys' order")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comments
-
-
 def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
     """Yield the start of each statement in the text, in order, and the anchor of its canonical line."""
-    if tree.version is not None and tree.version.span is not None:
+    if tree.version is not None:
         yield tree.version.span[0], (-1, "", "")
     for number, policy in enumerate(tree.policies):
-        if policy.name.span is not None:
-            yield policy.name.span[0], (number, "", "")
+        yield policy.name.span[0], (number, "", "")
         for block in policy.blocks:
-            if block.name.span is not None:
-                yield block.name.span[0], (number, block.name.text, "")
+            yield block.name.span[0], (number, block.name.text, "")
             rules = 0
             for item in block.items:
-                if isinstance(item, Assignment) and item.key.span is not None:
+                if isinstance(item, Assignment):
                     key = "strategy" if item.key.text == "predictor" else item.key.text
                     yield item.key.span[0], (number, block.name.text, key)
-                elif isinstance(item, Rule) and item.condition.metric.span is not None:
+                else:
                     yield item.condition.metric.span[0], (number, block.name.text, str(rules))
                     rules += 1
 

@@ -1,12 +1,15 @@
-"""The blocks and keys of the language with their types: one table for checks, formatting and explanations."""
+"""The blocks and keys of the language: one table of types, ranges, readers and meanings, from which texts are checked,
+formatted and explained; and the conversion of written values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moelight.core.errors import did_you_mean
 from moelight.experts.policy import ALLOCATIONS, EVICTIONS, FALLBACK, METRICS, MODES, STRATEGIES, Capacity
+from moelight.lang.diagnostics import LanguageError
 from moelight.lang.syntax import Span, Value
 
 VERSION = 0.7  # of the reference's grammar, of which this grammar is a superset
@@ -14,61 +17,170 @@ FOREIGN_BLOCKS = ("hierarchy", "per_layer_hierarchy")
 FOREIGN_METRICS = ("utilization_gini", "dead_expert_rate", "cost_per_token", "cold_promotion_rate", "drift")
 # A metric of the reference's monitor. Times are in the stats of a run, so this metric is accepted and ignored.
 UNMEASURED = "latency"
-MONITOR_METRICS = (*METRICS, UNMEASURED)
+
+Place = tuple[str, str]  # block, key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """The type of a key: a ``kind`` of `typed_value`, and ``choices`` for words and names. ``swap``: the name under
-    which rules may change the key, which may then have a second value."""
+    """A key of the language.
+
+    Attributes:
+        kind: a kind of `typed_value`; ``choices`` for words and names.
+        means: the value in words: a format string, or the words of each value; empty where `explain` has a function.
+        swap: the name under which rules may change the key, which may then have a second value.
+        rule: code, condition and complaint of the rule on the value alone.
+        readers: values of the block's selector (`SELECTORS`) for which the key is read; empty: for all.
+    """
 
     kind: str
+    means: str | Mapping[Any, str] = ""
     choices: tuple[str, ...] = ()
     swap: str = ""
+    rule: tuple[str, Callable[[Any], bool], str] | None = None
+    readers: tuple[str, ...] = ()
 
 
-_INT, _NUMBER, _BOOL = Key(kind="int"), Key(kind="number"), Key(kind="bool")
-_STRATEGY = Key(kind="word", choices=STRATEGIES, swap="prefetch_strategy")
+# The key of a block on which it depends whether other keys of the block are read, and how a warning shows its value.
+SELECTORS = {
+    "cache": ("eviction", "eviction is {}"),
+    "prefetch": ("strategy", "the strategy is {}"),
+    "schedule": ("mode", "mode is {}"),
+    "per_layer": ("allocation", "uniform budgets never change"),
+}
+
+
+def _count(means: str, code: str = "range", *, more: str = "", swap: str = "", readers: tuple[str, ...] = ()) -> Key:
+    rule = (code, lambda value: value >= 1, f"must be at least 1{more}")
+    return Key(kind="int", means=means, rule=rule, swap=swap, readers=readers)
+
+
+def _above_0(value: float) -> bool:
+    return value > 0
+
+
+def _share(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+def _positive_share(value: float) -> bool:
+    return 0 < value <= 1
+
+
+_STRATEGY = Key(
+    kind="word",
+    means={
+        "none": "nothing is fetched ahead",
+        "affinity": "fetch ahead what usually follows the experts just chosen, as learned on the way",
+        "history": "fetch ahead what the layer chose most of late",
+        "lookahead": "fetch ahead what layers further on chose most of late",
+        "previous": "fetch ahead what the layer chose for the tokens before",
+        "frequency": "fetch ahead what the layer chooses most on the whole",
+        "next_router": "fetch ahead what the next layer's router says of this layer's hidden state",
+    },
+    choices=STRATEGIES,
+    swap="prefetch_strategy",
+)
+_MODE = {
+    "gpu_only": "a missing expert is fetched and computed on the compute device",
+    "cpu_fallback": "a missing expert is computed by the processor beside which it lies",
+    "hybrid": "a missing expert is fetched, or computed where it lies if that is estimated to be sooner",
+}
+_ALLOCATION = {
+    "uniform": "every layer has a budget of its own, all alike",
+    "entropy": "every layer has a budget of its own: layers that spread their tokens over more experts get more",
+}
+_OVERLAP = {True: "transfers and computation overlap", False: "transfers hold up computation"}
+_PRIORITY = {
+    True: "experts with more of the router's weight are served first",
+    False: "experts are served in the order of their ids",
+}
 
 KEYS: Mapping[str, Mapping[str, Key]] = {
     "cache": {
         "capacity": Key(kind="capacity", swap="capacity"),
         "eviction": Key(kind="eviction", choices=(*EVICTIONS, "fallback"), swap="eviction"),
         "pin": Key(kind="ids"),
-        "frequency_decay": Key(kind="number", swap="frequency_decay"),
-        "freq_threshold": _NUMBER,
-        "freq_window": _INT,
-        "score_ema_alpha": _NUMBER,
-        "memory_threshold": _NUMBER,
-        "memory_headroom": _NUMBER,
-        "memory_budget_gb": _NUMBER,
-        "expert_size_gb": _NUMBER,
-        "ttl": _INT,
-        "warm_pin": _INT,
-        "profile": Key(kind="text"),
+        "frequency_decay": Key(
+            kind="number",
+            means="for lfu, uses fade to {:g} of their weight, again and again",
+            swap="frequency_decay",
+            rule=("V4", lambda value: 0 < value < 1, "must lie between 0 and 1, neither of them"),
+            readers=("lfu",),
+        ),
+        "freq_threshold": Key(
+            kind="number",
+            means="for frequency_threshold, the share of recent accesses that lets an expert stay: {:g}",
+            rule=("V5", _share, "must lie within 0 and 1"),
+            readers=("frequency_threshold",),
+        ),
+        "freq_window": _count(
+            "for frequency_threshold, recent means the last {} accesses", "V6", readers=("frequency_threshold",)
+        ),
+        "score_ema_alpha": Key(
+            kind="number",
+            means="for score, the weight of the newest value: {:g}",
+            rule=("V7", _positive_share, "must be above 0 and at most 1"),
+            readers=("score",),
+        ),
+        "memory_threshold": Key(kind="number", rule=("V16", _positive_share, "must be above 0 and at most 1")),
+        "memory_headroom": Key(kind="number", means="where relief from memory pressure ends: {:.0%} of the budget"),
+        "memory_budget_gb": Key(kind="number", means="memory pressure is measured against {:g} GB"),
+        "expert_size_gb": Key(
+            kind="number",
+            means="for memory pressure an expert counts as {:g} GB",
+            rule=("V19", _above_0, "must be above 0"),
+        ),
+        "ttl": _count(
+            "an expert leaves when {} accesses have not asked for it",
+            "V20",
+            more="; without the line, no expert leaves for its age",
+        ),
+        "warm_pin": _count(
+            "after {} accesses the busiest residents are pinned", more="; without the line, nothing is pinned"
+        ),
+        "profile": Key(kind="text", means="begin with the counts of this file instead of none"),
     },
     "prefetch": {
         "strategy": _STRATEGY,
-        "lookahead": _INT,
-        "budget": Key(kind="int", swap="prefetch_budget"),
-        "affinity_threshold": _NUMBER,
-        "history_window": _INT,
+        "lookahead": _count("for lookahead, {} layers ahead", "V8", readers=("lookahead",)),
+        "budget": _count("at most {} experts of a layer are fetched ahead", "V9", swap="prefetch_budget"),
+        "affinity_threshold": Key(
+            kind="number",
+            means="for affinity, only followers with a probability of at least {:g}",
+            rule=("V11", _share, "must lie within 0 and 1"),
+            readers=("affinity",),
+        ),
+        "history_window": _count(
+            "of late means the last {} batches of a layer", "V12", readers=("history", "lookahead")
+        ),
         "predictor": _STRATEGY,
     },
     "schedule": {
-        "mode": Key(kind="word", choices=MODES, swap="schedule_mode"),
-        "offload_threshold_ms": _NUMBER,
-        "overlap": _BOOL,
-        "priority_routing": _BOOL,
+        "mode": Key(kind="word", means=_MODE, choices=MODES, swap="schedule_mode"),
+        "offload_threshold_ms": Key(
+            kind="number",
+            means="for hybrid, fetches of up to {:g} ms are always made",
+            rule=("V13", _above_0, "must be above 0"),
+            readers=("hybrid",),
+        ),
+        "overlap": Key(kind="bool", means=_OVERLAP),
+        "priority_routing": Key(kind="bool", means=_PRIORITY),
     },
-    "monitor": {"metrics": Key(kind="names", choices=MONITOR_METRICS), "window": _INT, "log_interval": _INT},
+    "monitor": {
+        "metrics": Key(kind="names", choices=(*METRICS, UNMEASURED)),
+        "window": _count("figures are over the last {} accesses"),
+        "log_interval": _count("figures are noted every {} accesses"),
+    },
     "per_layer": {
-        "allocation": Key(kind="word", choices=ALLOCATIONS),
-        "entropy_window": _INT,
-        "min_capacity": _INT,
-        "max_capacity": _INT,
-        "rebalance_interval": _INT,
-        "total_budget": _INT,
+        "allocation": Key(kind="word", means=_ALLOCATION, choices=ALLOCATIONS),
+        "entropy_window": _count("spread is measured over the last {} batches of a layer", readers=("entropy",)),
+        "min_capacity": Key(kind="int", means="no layer has room for fewer than {} experts"),
+        "max_capacity": _count("no layer has room for more than {} experts"),
+        "rebalance_interval": Key(
+            kind="int", means="room moves between layers every {} accesses (0: never)", readers=("entropy",)
+        ),
+        "total_budget": Key(kind="int", means="room for {} experts in all layers together"),
     },
 }
 BLOCKS = (*KEYS, "adapt")
@@ -90,8 +202,7 @@ class WrongValueError(ValueError):
 
     def __init__(self, code: str, message: str, span: Span) -> None:
         super().__init__(message)
-        self.code = code
-        self.span = span
+        self.error = LanguageError(code=code, message=message, span=span)
 
 
 _WANTED = {
@@ -121,7 +232,8 @@ def typed_value(name: str, key: Key, value: Value) -> object:
     found: object = None
     match key.kind:
         case "capacity":
-            found = _capacity(value)
+            if kind in _CAPACITY_UNITS and isinstance(value.value, int | float):
+                found = Capacity(value=value.value, unit=_CAPACITY_UNITS[kind])
         case "eviction":
             found = _eviction(name, key, value)
         case "int":
@@ -137,19 +249,12 @@ def typed_value(name: str, key: Key, value: Value) -> object:
         case "ids" | "names":
             found = _listed(name, key, value)
     if found is None:
-        raise WrongValueError("type", f"{name} takes {_WANTED[key.kind]}{_quotes(key, value)}", value.span)
+        quotes = f"; write {value.value} without quotes" if kind == "text" and value.value in key.choices else ""
+        raise WrongValueError("type", f"{name} takes {_WANTED[key.kind]}{quotes}", value.span)
     return found
 
 
-def _quotes(key: Key, value: Value) -> str:
-    if value.kind == "text" and value.value in key.choices:
-        return f"; write {value.value} without quotes"
-    return ""
-
-
-def _capacity(value: Value) -> Capacity | None:
-    unit = {"int": "slots", "percent": "percent", "size": "bytes"}.get(value.kind)
-    return None if unit is None or not isinstance(value.value, int | float) else Capacity(value=value.value, unit=unit)
+_CAPACITY_UNITS = {"int": "slots", "percent": "percent", "size": "bytes"}
 
 
 def _eviction(name: str, key: Key, value: Value) -> tuple[str, ...] | None:
@@ -174,19 +279,13 @@ def word_of(noun: str, choices: tuple[str, ...], value: Value) -> str:
     word = str(value.value)
     if word in choices:
         return word
+    known = f"known: {', '.join(choices)}"
     if word in UNSUPPORTED:
         raise WrongValueError("unsupported", f"{word} is not for running: {UNSUPPORTED[word]}", value.span)
     if word in FOREIGN_METRICS:
-        raise WrongValueError(
-            "unsupported", f"{word} of version 1.15 is not measured here; {_known(choices)}", value.span
-        )
+        raise WrongValueError("unsupported", f"{word} of version 1.15 is not measured here; {known}", value.span)
     guess = did_you_mean(word.lower(), choices) if word.isidentifier() else ""
-    message = f"{word!r} is no {noun}{guess}; {_known(choices)}"
-    raise WrongValueError("unknown_value", message, value.span)
-
-
-def _known(choices: tuple[str, ...]) -> str:
-    return f"known: {', '.join(choices)}"
+    raise WrongValueError("unknown_value", f"{word!r} is no {noun}{guess}; {known}", value.span)
 
 
 def _listed(name: str, key: Key, value: Value) -> tuple[int | str, ...] | None:

@@ -1,6 +1,6 @@
 """Parse text to a tree: the grammar of ``moe.lark`` (LALR, contextual lexer) and the messages of syntax errors.
 
-After an error the parse continues behind the faulty statement (`recover`), so that one error hides no other.
+After an error the parse continues behind the faulty statement, so that one error hides no other.
 """
 
 from __future__ import annotations
@@ -17,21 +17,11 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import parse_bytes
+from moelight.lang import syntax
 from moelight.lang.diagnostics import LanguageError
-from moelight.lang.syntax import (
-    Assignment,
-    Block,
-    Command,
-    Condition,
-    Conditional,
-    Name,
-    PolicyNode,
-    PolicyText,
-    Rule,
-    Value,
-)
+from moelight.lang.keys import BLOCKS, FOREIGN_BLOCKS
+from moelight.lang.syntax import Name, PolicyText, Span, Value
 
-BLOCKS = ("cache", "prefetch", "schedule", "monitor", "per_layer", "adapt", "hierarchy", "per_layer_hierarchy")
 _HIDDEN = re.compile(r'#[^\n]*|"[^"\n]*"')
 _STATEMENT = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
 _POLICY = re.compile(r"\bpolicy\s+[A-Za-z_][A-Za-z0-9_]*\s*\{")
@@ -56,121 +46,100 @@ class RecoveredText:
         return self.start <= at and not self.text[self.end : at].strip()
 
 
-def recover(text: str, at: int) -> RecoveredText | None:
-    """``text`` without the error at ``at``; None if no recovery is possible."""
-    clear = _clear(text)
-    opened = _open_braces(clear, at)
-    depth = len(opened)
-    if at >= len(text):
-        return RecoveredText(text + "}" * depth, len(text), len(text) + depth) if depth else None
-    if clear[at] == "," or (depth == 0 and clear[at] == "}"):
-        return _blanked(text, at, at + 1)
-    if depth == 0:
-        begun = _HEAD.search(clear, 0, at)
-        following = _POLICY.search(clear, at if begun else at + 1)
-        return _blanked(text, begun.start() if begun else at, following.start() if following else len(text))
-    missing = missing_braces(clear, at, depth)
-    if missing is not None:
-        return _closed(text, *missing)
-    return _without_statement(text, clear, at, opened[-1])
+class _Faulty:
+    """A text with an error at ``at``. ``clear`` is the text with blanks for comments and quoted texts, ``opened`` the
+    positions of the braces that are open at the error."""
 
+    def __init__(self, text: str, at: int) -> None:
+        self.text, self.at = text, at
+        self.clear = _HIDDEN.sub(lambda found: " " * len(found.group()), text)
+        self.opened: list[int] = []
+        for found in _BRACE.finditer(self.clear, 0, at):
+            if found.group() == "{":
+                self.opened.append(found.start())
+            elif self.opened:
+                self.opened.pop()
+        self.before = self.word_before(at)
 
-def unclosed(text: str, at: int) -> tuple[str, tuple[int, int]] | None:
-    """The word before the innermost brace that should have been closed before ``at``, and its span; None if there is
-    no such brace."""
-    clear = _clear(text)
-    opened = _open_braces(clear, at)
-    if not opened or (at < len(text) and not missing_braces(clear, at, len(opened))):
-        return None
-    brace = opened[-1]
-    word = _word_before(clear, brace)
-    return (repr(word[0]), word[1]) if word else ("this block", (brace, brace + 1))
+    def word_before(self, at: int) -> tuple[str, Span] | None:
+        """The last word before ``at`` and its span."""
+        offset = max(0, at - _LONGEST_NAME)
+        found = _WORD_BEFORE.search(self.clear[offset:at])
+        return None if found is None else (found.group(1), (offset + found.start(1), offset + found.end(1)))
 
-
-def lacks_value(text: str, at: int) -> str | None:
-    """The key whose ``=`` is at ``at``, where the value of the previous key belongs; None otherwise."""
-    clear = _clear(text)
-    word = _word_before(clear, at)
-    if clear[at : at + 1] != "=" or word is None or not clear[: word[1][0]].rstrip().endswith(_OPEN_ENDED):
-        return None
-    return word[0]
-
-
-def _clear(text: str) -> str:
-    """``text`` with blanks for comments and quoted texts."""
-    return _HIDDEN.sub(lambda found: " " * len(found.group()), text)
-
-
-def _word_before(clear: str, at: int) -> tuple[str, tuple[int, int]] | None:
-    """The last word before ``at`` and its span."""
-    offset = max(0, at - _LONGEST_NAME)
-    found = _WORD_BEFORE.search(clear[offset:at])
-    return None if found is None else (found.group(1), (offset + found.start(1), offset + found.end(1)))
-
-
-def _open_braces(clear: str, at: int) -> list[int]:
-    opened: list[int] = []
-    for found in _BRACE.finditer(clear, 0, at):
-        if found.group() == "{":
-            opened.append(found.start())
-        elif opened:
-            opened.pop()
-    return opened
-
-
-def missing_braces(clear: str, at: int, depth: int) -> tuple[int, int] | None:
-    """(position, number) of the missing braces if a block begins inside a block, or a policy inside a policy."""
-    before = _word_before(clear, at)
-    if before is None:
-        return None
-    word, (start, _) = before
-    if word == "policy":
-        return start, depth
-    if clear[at] == "{" and word in BLOCKS and depth > 1:
-        return start, depth - 1
-    return None
-
-
-def _closed(text: str, before: int, count: int) -> RecoveredText | None:
-    """``text`` with ``count`` closing braces in the blanks before ``before``; None if there are too few blanks."""
-    if text[before - count : before].strip():
-        return None
-    return RecoveredText(text[: before - count] + "}" * count + text[before:], before - count, before)
-
-
-def _without_statement(text: str, clear: str, at: int, brace: int) -> RecoveredText:
-    start, end = brace + 1, len(clear)
-    word = _word_before(clear, at)
-    if word is not None and lacks_value(text, at):
-        at = end = word[1][0]
-    for found in _STATEMENT.finditer(clear, brace + 1):
-        if found.start() < at or (found.start() == at and at != end):
-            start = found.start()
-        elif found.start() > at:
-            end = min(end, found.start())
-            break
-    start = max([start, *(found.end() for found in _BRACE.finditer(clear, start, at))])
-    following = _BRACE.search(clear, at, end)
-    if following is not None:
-        end = following.start()
-        if following.group() == "{":
-            end = _closing(clear, end)
-    return _blanked(text, start, max(end, start))
-
-
-def _closing(clear: str, opening: int) -> int:
-    """The position after the brace that closes the one at ``opening``."""
-    depth = 0
-    for found in _BRACE.finditer(clear, opening):
-        depth += 1 if found.group() == "{" else -1
+    def recovered(self) -> RecoveredText | None:
+        """The text without the error; None if no recovery is possible."""
+        text, clear, at, depth = self.text, self.clear, self.at, len(self.opened)
+        if at >= len(text):
+            return RecoveredText(text + "}" * depth, len(text), len(text) + depth) if depth else None
+        if clear[at] == "," or (depth == 0 and clear[at] == "}"):
+            return self._blanked(at, at + 1)
         if depth == 0:
-            return found.end()
-    return len(clear)
+            begun = _HEAD.search(clear, 0, at)
+            following = _POLICY.search(clear, at if begun else at + 1)
+            return self._blanked(begun.start() if begun else at, following.start() if following else len(text))
+        if (missing := self._missing_braces()) is None:
+            return self._without_statement()
+        before, count = missing  # the braces replace blanks, so that all positions stay
+        if text[before - count : before].strip():
+            return None
+        return RecoveredText(text[: before - count] + "}" * count + text[before:], before - count, before)
 
+    def _missing_braces(self) -> tuple[int, int] | None:
+        """(position, number) of the missing braces if a block begins inside a block, or a policy inside a policy."""
+        depth = len(self.opened)
+        if self.before is None:
+            return None
+        word, (start, _) = self.before
+        if word == "policy":
+            return start, depth
+        if self.clear[self.at] == "{" and word in (*BLOCKS, *FOREIGN_BLOCKS) and depth > 1:
+            return start, depth - 1
+        return None
 
-def _blanked(text: str, start: int, end: int) -> RecoveredText:
-    kept = "".join(c if c == "\n" else " " for c in text[start:end])
-    return RecoveredText(text[:start] + kept + text[end:], start, end)
+    def unclosed(self) -> tuple[str, Span] | None:
+        """The word before the innermost brace that should have been closed before the error, and its span."""
+        if not self.opened or (self.at < len(self.text) and not self._missing_braces()):
+            return None
+        brace = self.opened[-1]
+        word = self.word_before(brace)
+        return (repr(word[0]), word[1]) if word else ("this block", (brace, brace + 1))
+
+    def lacks_value(self) -> str | None:
+        """The key whose ``=`` is the error, because it is where the value of the previous key belongs."""
+        if self.clear[self.at : self.at + 1] != "=" or self.before is None:
+            return None
+        word, (start, _) = self.before
+        return word if self.clear[:start].rstrip().endswith(_OPEN_ENDED) else None
+
+    def _without_statement(self) -> RecoveredText:
+        clear, at, start, end = self.clear, self.at, self.opened[-1] + 1, len(self.clear)
+        if self.before is not None and self.lacks_value():
+            at = end = self.before[1][0]
+        for found in _STATEMENT.finditer(clear, start):
+            if found.start() < at or (found.start() == at and at != end):
+                start = found.start()
+            elif found.start() > at:
+                end = min(end, found.start())
+                break
+        start = max([start, *(found.end() for found in _BRACE.finditer(clear, start, at))])
+        following = _BRACE.search(clear, at, end)
+        if following is not None:
+            end = following.start() if following.group() == "}" else self._closing(following.start())
+        return self._blanked(start, max(end, start))
+
+    def _closing(self, opening: int) -> int:
+        """The position after the brace that closes the one at ``opening``."""
+        depth = 0
+        for found in _BRACE.finditer(self.clear, opening):
+            depth += 1 if found.group() == "{" else -1
+            if depth == 0:
+                return found.end()
+        return len(self.clear)
+
+    def _blanked(self, start: int, end: int) -> RecoveredText:
+        kept = "".join(c if c == "\n" else " " for c in self.text[start:end])
+        return RecoveredText(self.text[:start] + kept + self.text[end:], start, end)
 
 
 MOST_CHARACTERS = 1 << 20  # a policy has some hundreds
@@ -183,7 +152,6 @@ _EXPECTED = {
     "SIZE": "a size",
     "TEXT": 'a text in "quotes"',
     "OPERATOR": "one of < > <= >= !=",
-    "FOREIGN": "",
     "POLICY": "'policy'",
     "VERSION": "'version'",
     "WHEN": "'when'",
@@ -209,22 +177,18 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
     last: RecoveredText | None = None
     for _ in range(2 * _MOST_SYNTAX_ERRORS):
         try:
-            return _run(left), errors
+            return cast(PolicyText, _parser().parse(left)), errors
         except UnexpectedInput as error:
-            at = _place(error, left)
-            if last is None or not last.covers(at):
-                errors.append(_complaint(error, left, at))
+            faulty = _Faulty(left, _place(error, left))
+            if last is None or not last.covers(faulty.at):
+                errors.append(_complaint(error, faulty))
             if len(errors) >= _MOST_SYNTAX_ERRORS:
                 break
-            last = recover(left, at)
+            last = faulty.recovered()
             if last is None or last.text == left:
                 break
             left = last.text
     return PolicyText(None, ()), errors
-
-
-def _run(text: str) -> PolicyText:
-    return cast(PolicyText, _parser().parse(text))
 
 
 @cache
@@ -237,7 +201,7 @@ def _name(token: Token) -> Name:
     return Name(str(token), _span(token))
 
 
-def _span(token: Token) -> tuple[int, int]:
+def _span(token: Token) -> Span:
     start = token.start_pos or 0
     return start, start + len(token)
 
@@ -249,44 +213,40 @@ class _Tree(Transformer[Token, Any]):
         version = parts.pop(0) if parts and isinstance(parts[0], Value) else None
         return PolicyText(version, tuple(parts))
 
-    def version(self, parts: list[Any]) -> Value:
-        return _number(parts[0])
+    def policy(self, parts: list[Any]) -> syntax.PolicyNode:
+        return syntax.PolicyNode(_name(parts[0]), tuple(parts[1:]))
 
-    def policy(self, parts: list[Any]) -> PolicyNode:
-        return PolicyNode(_name(parts[0]), tuple(parts[1:]))
+    def block(self, parts: list[Any]) -> syntax.Block:
+        return syntax.Block(_name(parts[0]), tuple(parts[1:]))
 
-    def block(self, parts: list[Any]) -> Block:
-        return Block(_name(parts[0]), tuple(parts[1:]))
+    def foreign(self, parts: list[Any]) -> syntax.Block:
+        return syntax.Block(_name(parts[0]), ())
 
-    def foreign(self, parts: list[Any]) -> Block:
-        return Block(_name(parts[0]), (), True)
+    def entry(self, parts: list[Any]) -> syntax.Assignment:
+        return syntax.Assignment(_name(parts[0]), parts[1])
 
-    def entry(self, parts: list[Any]) -> Assignment:
-        return Assignment(_name(parts[0]), parts[1])
+    def conditional(self, parts: list[Any]) -> syntax.Conditional:
+        return syntax.Conditional(*parts)
 
-    def conditional(self, parts: list[Any]) -> Conditional:
-        return Conditional(*parts)
-
-    def condition(self, parts: list[Any]) -> Condition:
+    def condition(self, parts: list[Any]) -> syntax.Condition:
         metric, operator, threshold = parts
-        return Condition(_name(metric), _name(operator), _number(threshold))
+        return syntax.Condition(_name(metric), _name(operator), _number(threshold))
 
-    def rule(self, parts: list[Any]) -> Rule:
-        count, unit = parts.pop(1) if len(parts) > 1 and isinstance(parts[1], tuple) else (None, None)
-        return Rule(parts[0], count, unit, tuple(parts[1:]))
+    def rule(self, parts: list[Any]) -> syntax.Rule:
+        duration = parts.pop(1) if len(parts) > 1 and isinstance(parts[1], tuple) else None
+        return syntax.Rule(parts[0], duration, tuple(parts[1:]))
 
     def duration(self, parts: list[Any]) -> tuple[Value, Name]:
         return _number(parts[0]), _name(parts[1])
 
-    def set(self, parts: list[Any]) -> Command:
-        return Command(_name(parts[0]), value=parts[1])
+    def set(self, parts: list[Any]) -> syntax.Command:
+        return syntax.Command(_name(parts[0]), parts[1])
 
-    def say(self, parts: list[Any]) -> Command:
-        return Command(_name(parts[0]), what=_name(parts[1]))
+    def say(self, parts: list[Any]) -> syntax.Command:
+        return syntax.Command(_name(parts[0]), _name(parts[1]))
 
     def layers(self, parts: list[Value]) -> Value:
-        first, last = parts[0].span or (0, 0), parts[-1].span or (0, 0)
-        return Value("layers", tuple(parts), (first[0], last[1]))
+        return Value("layers", tuple(parts), (parts[0].span[0], parts[-1].span[1]))
 
     def items(self, parts: list[Any]) -> Value:
         opening, *items, closing = parts
@@ -296,11 +256,13 @@ class _Tree(Transformer[Token, Any]):
     def number(self, parts: list[Token]) -> Value:
         return _number(parts[0])
 
+    version = number
+
     def size(self, parts: list[Token]) -> Value:
         return _size(parts[0])
 
     def name(self, parts: list[Token]) -> Value:
-        return Value("name", str(parts[0]), _span(parts[0]))
+        return _name(parts[0]).as_value
 
     def text(self, parts: list[Token]) -> Value:
         return Value("text", re.sub(r"\\(.)", r"\1", parts[0][1:-1]), _span(parts[0]))
@@ -320,17 +282,11 @@ def _size(token: Token) -> Value:
     """The value of a size; one below a byte is 0, which a rule refuses, not the syntax."""
     if token.endswith("%"):
         share = float(token[:-1])
-        return (
-            Value("percent", share, _span(token)) if math.isfinite(share) else Value("huge", str(token), _span(token))
-        )
+        return Value("percent", share, _span(token)) if math.isfinite(share) else Value("huge", token, _span(token))
     try:
         return Value("size", parse_bytes(str(token)), _span(token))
     except ConfigError:
         return Value("size", 0, _span(token))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Messages of syntax errors
 
 
 def _place(error: UnexpectedInput, text: str) -> int:
@@ -339,39 +295,35 @@ def _place(error: UnexpectedInput, text: str) -> int:
     return int(getattr(error, "pos_in_stream", None) or 0)
 
 
-def _complaint(error: UnexpectedInput, text: str, at: int) -> LanguageError:
-    opened = unclosed(text, at)
-    if opened is not None:
+def _complaint(error: UnexpectedInput, faulty: _Faulty) -> LanguageError:
+    text, at = faulty.text, faulty.at
+    if (opened := faulty.unclosed()) is not None:
         what, span = opened
         return LanguageError(code="syntax", message=f"the '{{' of {what} is never closed; write '}}'", span=span)
     if at >= len(text):
-        return LanguageError(code="syntax", message=f"the file ends where {_wanted(error)}", span=_last_word(text))
+        end = len(text.rstrip())
+        message = f"the file ends where {_wanted(error)}"
+        return LanguageError(code="syntax", message=message, span=(max(0, end - 1), max(1, end)))
     found = _WORD.match(text, at)
     word = found.group() if found else text[at]
-    return LanguageError(code="syntax", message=f"{_hint(error, text, at, word)}", span=(at, at + len(word)))
+    return LanguageError(code="syntax", message=_hint(faulty, word, _wanted(error)), span=(at, at + len(word)))
 
 
-def _last_word(text: str) -> tuple[int, int]:
-    end = len(text.rstrip())
-    return max(0, end - 1), max(1, end)
-
-
-def _hint(error: UnexpectedInput, text: str, at: int, word: str) -> str:
-    wanted = _wanted(error)
-    before = text[:at].rstrip()
+def _hint(faulty: _Faulty, word: str, wanted: str) -> str:
+    text, at = faulty.text, faulty.at
     if word == "," and not wanted.startswith("a value"):
         return "',' stands only inside [ ]; between keys write a line break or nothing"
     if text.startswith(("//", "/*"), at):
         return "a comment begins with '#'"
     if word == '"':
         return "the text that begins here is not closed on its line; write '\"'"
-    if word == "=" and before.endswith("="):
+    if word == "=" and text[:at].rstrip().endswith("="):
         return "'==' is no operator here; write '='"
     if word == "}" and "policy" in wanted:
         return "this '}' closes nothing"
     if word[0].isdigit() and not word.replace(".", "").isdigit():
         return f"{word!r} is neither a number nor a size such as 2GiB or 25%"
-    if word == "=" and (key := lacks_value(text, at)):
+    if word == "=" and (key := faulty.lacks_value()):
         return f"the key before {key!r} has no value"
     if word == "=" and wanted.startswith("'{'"):
         return "a key stands in a block, for example cache { capacity = 16 }"

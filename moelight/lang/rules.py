@@ -1,20 +1,20 @@
-"""Rules V1 to V20 of the language and our own rules on ranges, over policy objects.
+"""Rules V1 to V20 of the language, our own rules on ranges, and warnings about what has no effect, over policy objects.
 
 The rules depend only on values; the caller maps them to positions in a text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from moelight.experts.policy import Action, ExpertPolicy
+from moelight.experts.policy import Action, AdaptRule, ExpertPolicy
+from moelight.lang.keys import KEYS, SELECTORS, SWAPS, Place
 
 MOST_SLOTS, MOST_ID = 512, 511
 PRESSURE_THRESHOLD = 0.9  # set by `trigger memory_pressure` if the policy has no threshold
 
-Place = tuple[str, str]  # block, key
+_MEMORY_KEYS = ("memory_headroom", "memory_budget_gb", "expert_size_gb")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,36 +26,17 @@ class BrokenRule:
     places: tuple[Place, ...]
 
 
-_Holds = Callable[[Any], bool]
-_ALONE: tuple[tuple[str, str, str, _Holds, str], ...] = (
-    ("V4", "cache", "frequency_decay", lambda v: 0 < v < 1, "must lie between 0 and 1, neither of them"),
-    ("V5", "cache", "freq_threshold", lambda v: 0 <= v <= 1, "must lie within 0 and 1"),
-    ("V6", "cache", "freq_window", lambda v: v >= 1, "must be at least 1"),
-    ("V7", "cache", "score_ema_alpha", lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-    ("V8", "prefetch", "lookahead", lambda v: v >= 1, "must be at least 1"),
-    ("V9", "prefetch", "budget", lambda v: v >= 1, "must be at least 1"),
-    ("V11", "prefetch", "affinity_threshold", lambda v: 0 <= v <= 1, "must lie within 0 and 1"),
-    ("V12", "prefetch", "history_window", lambda v: v >= 1, "must be at least 1"),
-    ("V13", "schedule", "offload_threshold_ms", lambda v: v > 0, "must be above 0"),
-    ("V16", "cache", "memory_threshold", lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-    ("V19", "cache", "expert_size_gb", lambda v: v > 0, "must be above 0"),
-    ("V20", "cache", "ttl", lambda v: v >= 1, "must be at least 1; without the line, no expert leaves for its age"),
-    ("range", "cache", "warm_pin", lambda v: v >= 1, "must be at least 1; without the line, nothing is pinned"),
-    ("range", "monitor", "window", lambda v: v >= 1, "must be at least 1"),
-    ("range", "monitor", "log_interval", lambda v: v >= 1, "must be at least 1"),
-    ("range", "per_layer", "entropy_window", lambda v: v >= 1, "must be at least 1"),
-    ("range", "per_layer", "max_capacity", lambda v: v >= 1, "must be at least 1"),
-)
-
-
 def broken_rules(policy: ExpertPolicy) -> list[BrokenRule]:
     """All rules that ``policy`` breaks. To check its ``adapt``, apply this function to each `swapped` policy."""
     found = list(_capacity(policy))
-    for code, block, key, holds, words in _ALONE:
-        section = getattr(policy, block)
-        value = None if section is None else getattr(section, key)
-        if value is not None and not holds(value):
-            found.append(BrokenRule(code=code, message=f"{key} is {value:g}; it {words}", places=((block, key),)))
+    for block, keys in KEYS.items():
+        for name, key in keys.items():
+            value = getattr(getattr(policy, block), name, None)
+            if key.rule is None or value is None:
+                continue
+            code, holds, words = key.rule
+            if not holds(value):
+                found.append(BrokenRule(code=code, message=f"{name} is {value:g}; it {words}", places=((block, name),)))
     return [*found, *_together(policy)]
 
 
@@ -115,13 +96,69 @@ def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:
         threshold = policy.cache.memory_threshold
         kept = PRESSURE_THRESHOLD if threshold is None else threshold
         return replace(policy, cache=replace(policy.cache, memory_threshold=kept))
-    value: Any = action.value
-    match action.name:
-        case "capacity" | "eviction" | "frequency_decay":
-            return replace(policy, cache=replace(policy.cache, **{action.name: value}))
-        case "prefetch_strategy" | "prefetch_budget":
-            key = action.name.removeprefix("prefetch_")
-            return replace(policy, prefetch=replace(policy.prefetch, **{key: value}))
-        case "schedule_mode":
-            return replace(policy, schedule=replace(policy.schedule, mode=value))
-    return policy
+    if action.kind != "set":
+        return policy
+    block, key = SWAPS[action.name]
+    return replace(policy, **{block: replace(getattr(policy, block), **{key: action.value})})
+
+
+def unread_keys(policy: ExpertPolicy) -> Iterator[BrokenRule]:
+    """The keys that no eviction, strategy, mode or allocation reads that the policy has or may switch to."""
+    for block, (selector, shown) in SELECTORS.items():
+        section = getattr(policy, block)
+        if section is None:
+            continue
+        now, swap = getattr(section, selector), KEYS[block][selector].swap
+        reached = set(_words(now))
+        for rule in policy.adapt:
+            if swap and rule.action.name == swap:
+                reached.update(_words(rule.action.value))
+        instead = shown.format(" | ".join(_words(now)))
+        for name, key in KEYS[block].items():
+            if key.readers and not reached & set(key.readers):
+                yield _unread(block, name, f"{selector} = {' or '.join(key.readers)}", instead)
+        if block == "prefetch" and reached == {"none"}:
+            yield _unread(block, "budget", "a strategy other than none", instead)
+    if policy.cache.memory_threshold is None and all(rule.action.kind != "trigger" for rule in policy.adapt):
+        for name in _MEMORY_KEYS:
+            yield _unread("cache", name, "memory_threshold", "there is none")
+
+
+def _words(value: object) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (str(value),)
+
+
+def _unread(block: str, key: str, reader: str, instead: str) -> BrokenRule:
+    message = f"{key} is read only by {reader}, and {instead}"
+    return BrokenRule(code="unread", message=message, places=((block, key),))
+
+
+def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
+    """Values that contain duplicates."""
+    cache = policy.cache
+    if len(set(cache.pin)) < len(cache.pin):
+        yield BrokenRule(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
+    if len(cache.eviction) > 1 and len(set(cache.eviction)) == 1:
+        message = f"two layers of the same policy; write eviction = {cache.eviction[0]}"
+        yield BrokenRule(code="pointless", message=message, places=(("cache", "eviction"),))
+    if policy.monitor is not None and len(set(policy.monitor.metrics)) < len(policy.monitor.metrics):
+        yield BrokenRule(code="pointless", message="metrics names one twice", places=(("monitor", "metrics"),))
+
+
+def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> Iterator[str]:
+    """The reasons why ``rule`` of ``policy`` can never change anything, or always does. Both metrics lie in [0, 1]."""
+    op, threshold, action, layers = rule.op, rule.threshold, rule.action, policy.per_layer
+    never = (op == "<" and threshold <= 0) or (op == ">" and threshold >= 1) or (op == ">=" and threshold > 1)
+    always = (op == "<" and threshold > 1) or (op == "<=" and threshold >= 1) or (op == ">=" and threshold <= 0)
+    if never or always:
+        words = "never" if never else "always"
+        yield f"{rule.metric} lies within 0 and 1: {rule.metric} {op} {threshold:g} {words} holds"
+    if action.kind == "rebalance":
+        if layers is None:
+            yield "there is nothing to rebalance without a per_layer block"
+        elif layers.allocation == "uniform":
+            yield "uniform budgets are the same after a rebalance"
+    elif swapped(policy, action) == policy and not any(
+        other.action.name == action.name for other in policy.adapt if other is not rule
+    ):
+        yield "the policy says so already, and no other rule changes it"

@@ -1,13 +1,10 @@
-"""Nodes of the syntax tree of a ``.moe`` text, before any check.
-
-A span is (start, end) in characters of the text; it is None for nodes built in Python.
-"""
+"""Nodes of the syntax tree of a ``.moe`` text, before any check. A span is (start, end) in characters of the text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Span = tuple[int, int] | None
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +17,7 @@ class Value:
 
     kind: str
     value: int | float | str | tuple[Value, ...]
-    span: Span = None
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,11 @@ class Name:
     """A word: a name, key, metric or operator."""
 
     text: str
-    span: Span = None
+    span: Span
+
+    @property
+    def as_value(self) -> Value:
+        return Value("name", self.text, self.span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The action of a rule: ``verb = value`` (written like an assignment) or ``verb what`` (two words)."""
+    """The action of a rule: ``verb = what`` (a value) or ``verb what`` (two words)."""
 
     verb: Name
-    value: Value | None = None
-    what: Name | None = None
+    what: Value | Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,16 @@ class Rule:
     """``when condition for count unit { commands }``."""
 
     condition: Condition
-    count: Value | None
-    unit: Name | None
+    duration: tuple[Value, Name] | None
     commands: tuple[Command, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``name { items }``. ``foreign``: a block of the reference that is not supported; its contents are dropped."""
+    """``name { items }``; the items of a block of the reference that is not supported are dropped."""
 
     name: Name
     items: tuple[Assignment | Rule, ...]
-    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)

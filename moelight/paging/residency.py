@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
 from moelight.experts.cache import Access, Prefetch
-from moelight.experts.confidence import PrefetchConfidence, RouterConfidence
 from moelight.experts.eviction import IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
+from moelight.experts.predict import PrefetchConfidence, RouterConfidence
 from moelight.experts.profile import ActivationProfile, Facts
 from moelight.experts.residency import Residency
 

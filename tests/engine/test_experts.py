@@ -19,7 +19,7 @@ from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import TaskKind
 from moelight.engine.engine import Engine
 from moelight.engine.experts import ExpertOptions, with_capacity
-from moelight.experts import confidence
+from moelight.experts import predict
 from moelight.experts.policy import (
     ALLOCATIONS,
     EVICTIONS,
@@ -138,7 +138,7 @@ def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are acted on."""
-    monkeypatch.setattr(confidence, "SURE", 0.0)
+    monkeypatch.setattr(predict, "SURE", 0.0)
     model = tiny(family, **MODELS[family])
     with opened(here(model), experts(strategy=strategy), lanes="auto") as engine:
         assert tokens_of(engine) == truth(model)
@@ -152,7 +152,7 @@ def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: py
 @pytest.mark.parametrize("lanes", LANE_KINDS)
 def test_every_machine(tiny: Tiny, devices: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of the missing experts the CPU computes is decided anew in each layer."""
-    monkeypatch.setattr(confidence, "SURE", 0.0)
+    monkeypatch.setattr(predict, "SURE", 0.0)
     model = tiny("mixtral", **MODELS["mixtral"])
     asked = experts(strategy="next_router", schedule=ScheduleRules(mode="hybrid", offload_threshold_ms=1e-6))
     with opened(here(model, devices), asked, lanes=lanes) as engine:
@@ -262,7 +262,7 @@ def test_any_policy_of_experts_gives_the_same_tokens(tiny: Tiny, data: st.DataOb
     if misfit(schedule, discrete=policy.discrete, **placed) is None:
         policy = replace(policy, schedule=schedule)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(confidence, "SURE", data.draw(st.sampled_from([0.0, confidence.SURE])))
+        patch.setattr(predict, "SURE", data.draw(st.sampled_from([0.0, predict.SURE])))
         patch.setattr(schedule_time, "ROUTED_ONLY_SHARE", data.draw(st.sampled_from([0.0, 0.25])))
         with opened(policy, asked, lanes=data.draw(st.sampled_from(LANE_KINDS))) as engine:
             assert tokens_of(engine) == truth(model)

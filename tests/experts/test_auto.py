@@ -8,9 +8,9 @@ import pytest
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import BudgetError
-from moelight.experts.auto import auto_policy, met_experts, room_for_experts
 from moelight.experts.cache import ExpertCache
 from moelight.experts.sizing import RESERVE_BYTES
+from moelight.experts.tune import auto_policy, met_experts, room_for_experts
 from moelight.hrm.costs import page_slot_bytes
 from moelight.lang.check import read
 from moelight.lang.format import format_policy

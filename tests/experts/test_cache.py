@@ -15,8 +15,7 @@ from moelight.experts import ExpertCache
 from moelight.experts.cache import MemoryPressure
 from moelight.experts.eviction import EvictionRules
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
-from moelight.experts.predict import Floats, Ints, NoPredictor
-from moelight.experts.prefetch import Prefetcher
+from moelight.experts.predict import Floats, Ints, NoPredictor, Prefetcher
 
 LAYERS, EXPERTS = 3, 6
 EVICTIONS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moelight.experts.confidence import SURE, PrefetchConfidence, RouterConfidence
+from moelight.experts.predict import SURE, PrefetchConfidence, RouterConfidence
 
 IDS = np.array([4, 1, 7])
 

@@ -7,7 +7,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import PrefetchRules
-from moelight.experts.prefetch import Prefetcher, Quality
+from moelight.experts.predict import Prefetcher, Quality
 
 
 def test_quality_against_sets() -> None:

@@ -11,7 +11,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.experts.adapt import AdaptRules, Monitor
 from moelight.experts.policy import MonitorRules, PrefetchRules
-from moelight.experts.prefetch import Prefetcher
+from moelight.experts.predict import Prefetcher
 from moelight.experts.residency import WarmPin, expert_stats, save_stats
 from moelight.experts.sizing import plan_slots
 from tests.experts.accesses import BUDGET, adapting
