@@ -15,7 +15,7 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import StructuredOutputs
-from moelight.engine.grammars import NO_TOKEN, GrammarProcess, Vocabulary, compiled, said, trie_of
+from moelight.engine.grammars import NO_TOKEN, GrammarTrial, Vocabulary, compiled, said, trie_of
 from moelight.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class Constraints:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
-        self._tools: tuple[llguidance.LLTokenizer, GrammarProcess] | None = None
+        self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()
 
     def close(self) -> None:
         """End the process in which grammars are tried."""
         if self._tools is not None:
-            self._tools[1].close()
+            self._tools[1].process.close()
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Compile ``outputs``.
@@ -74,7 +74,7 @@ class Constraints:
     def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher | str:
         if self._tools is None:
             words = _vocabulary(self._tokenizer, self._vocab_size)
-            self._tools = trie_of(words, self._tokenizer.encode), GrammarProcess(words)
+            self._tools = trie_of(words, self._tokenizer.encode), GrammarTrial(words)
         trie, trial = self._tools
         try:
             why = trial.why_not(kind, text)
