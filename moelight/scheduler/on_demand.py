@@ -78,7 +78,4 @@ def _look_ahead(draft: ScheduleBuilder, layer: int) -> None:
     coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
     if not draft.shape.ahead or coming is None:
         return
-    after = draft.routed_task(layer)
-    for j in range(draft.count) if draft.shape.predict_experts else ():
-        after = draft.predict_experts(layer, j)
-    draft.prefetch_predicted(coming, after)
+    draft.prefetch_predicted(layer, coming)

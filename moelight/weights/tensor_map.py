@@ -1,7 +1,7 @@
 """Matches the tensors of a checkpoint with those a model requires, and audits the match.
 
-Every required tensor is found exactly once and none is left over (DESIGN, rule 13), or a `CheckpointError` names file
-and tensor. Only names, shapes and dtypes are compared; no weights are read.
+Every required tensor is found exactly once and none is left over, or a `CheckpointError` names file and tensor. Only
+names, shapes and dtypes are compared; no weights are read.
 """
 
 from __future__ import annotations
