@@ -1,6 +1,6 @@
 """Structured outputs: answers constrained token by token to a JSON schema, a regular expression, choices or a grammar.
 
-Translates each form to a grammar and keeps the compiled matchers. Does not depend on logits, sequences and passes.
+Each form is translated to a grammar, which is compiled once.
 """
 
 from __future__ import annotations
@@ -112,15 +112,11 @@ class Constraint:
         found = np.frombuffer(mask, dtype=np.uint32)
         allowed = np.zeros(self._words, dtype=np.uint32)
         allowed[: len(found)] = found[: self._words]
-        self._drop_invalid_special(allowed)
-        self.stuck = not allowed.any()
-        return None if self.stuck else allowed
-
-    def _drop_invalid_special(self, allowed: np.ndarray) -> None:
-        """Clear special tokens that do not match: where no token does, llguidance's mask contains one."""
-        for token in bits_of(allowed & self._special):
+        for token in bits_of(allowed & self._special):  # where no token matches, llguidance's mask holds a special one
             if not self._matcher.validate_tokens([token]):
                 allowed[token // 32] &= ~np.uint32(1 << token % 32)
+        self.stuck = not allowed.any()
+        return None if self.stuck else allowed
 
     def go_on(self, token: int) -> None:
         """Advance by the chosen ``token``."""
@@ -163,7 +159,7 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:
     """The kind of the grammar and its text."""
     if outputs.json is not None:
-        return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json, sort_keys=False)
+        return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:

@@ -1,8 +1,5 @@
-"""The engine: loads a plan's model and turns requests into completions, pass by pass.
-
-Does not depend on files of prompts (``batch``), what tasks compute (``runtime``) or the order they run in
-(``scheduler``).
-"""
+"""The engine: prompts to requests, a plan's model loaded, and requests to completions in two loops over passes: one
+launches a pass before the tokens of the pass before it arrive, one after."""
 
 from __future__ import annotations
 
@@ -78,29 +75,25 @@ def requests_from(
 
 
 def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return tuple(tokenizer.encode(prompt))
+    form, value = "prompt" if isinstance(prompt, str) else "prompt_token_ids", prompt
     if isinstance(prompt, Mapping):
-        return _from_mapping(prompt, index, tokenizer)
-    if isinstance(prompt, Sequence):
-        ids: list[Any] = list(prompt)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            return tuple(ids)
-    raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
-
-
-def _from_mapping(prompt: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-    for key in prompt:
-        if key not in _FORMS:
-            raise InputError(f"prompt {index}: unknown key {key!r}{did_you_mean(str(key), _FORMS)}")
-    if len(prompt) != 1:
-        raise InputError(f"prompt {index}: needs exactly one of {', '.join(_FORMS)}")
-    ((form, value),) = prompt.items()
+        for key in prompt:
+            if key not in _FORMS:
+                raise InputError(f"prompt {index}: unknown key {key!r}{did_you_mean(str(key), _FORMS)}")
+        if len(prompt) != 1:
+            raise InputError(f"prompt {index}: needs exactly one of {', '.join(_FORMS)}")
+        ((form, value),) = prompt.items()
     if form == "messages":
         return tuple(tokenizer.render(value))
-    if isinstance(value, str) != (form == "prompt") or not isinstance(value, Sequence):
+    if form == "prompt" and isinstance(value, str):
+        return tuple(tokenizer.encode(value))
+    if form == "prompt_token_ids" and isinstance(value, Sequence) and not isinstance(value, str):
+        ids: list[Any] = list(value)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            return tuple(ids)
+    if isinstance(prompt, Mapping):
         raise InputError(f"prompt {index}: {form} must be {'a string' if form == 'prompt' else 'a list of token ids'}")
-    return _token_ids(value, index, tokenizer)
+    raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
 
 
 class Engine:

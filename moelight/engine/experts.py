@@ -1,8 +1,5 @@
 """Connects the engine to ``experts``: the number of cache slots, the cost of a miss, and the routed experts of each
-pass.
-
-Depends only on expert policies and the figures of model and machine, not on pages and passes.
-"""
+pass."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def trie_of(words: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance
     """The vocabulary as a prefix tree. ``encode`` returns the tokens of a forced text."""
     import llguidance
 
-    wrapper: Any = _Wrapper(words, encode)
-    return llguidance.LLTokenizer(wrapper, eos_token=list(words.ends))
+    return llguidance.LLTokenizer(cast("Any", _Wrapper(words, encode)), eos_token=list(words.ends))
 
 
 def compiled(
