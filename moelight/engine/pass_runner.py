@@ -233,16 +233,17 @@ class PassRunner:
     def _shape(self, load: MicroBatchPlan, mb: MicroBatch) -> MicroBatchShape:
         """The shape of a micro-batch. Context tokens are exact only where keys and values cross the link; elsewhere
         they are left out, so that passes share schedules."""
-        samples = mb.sampled.numel() + mb.targets.numel() > 0
-        if mb.added is None or not self.model.layout.context_crosses:
-            return MicroBatchShape(tokens=load.tokens, prefill_only=load.prefill_only, samples=samples)
-        shape = MicroBatchShape(
-            tokens=load.tokens, prefill_only=load.prefill_only, samples=samples, device_tokens=mb.added.there
+        added = mb.added if self.model.layout.context_crosses else None
+        context = mb.context if added is not None else None
+        return MicroBatchShape(
+            tokens=load.tokens,
+            prefill_only=load.prefill_only,
+            samples=mb.sampled.numel() + mb.targets.numel() > 0,
+            context=0 if context is None else context.tokens,
+            continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),
+            device_tokens=0 if added is None else added.there,
+            device_context=0 if context is None else context.there,
         )
-        if mb.context is None:
-            return shape
-        continues = any(chunk.start > chunk.sequence.computed for chunk in load.chunks)
-        return replace(shape, context=mb.context.tokens, device_context=mb.context.there, continues=continues)
 
     def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
         """Locate the cached context that the device reads, and the slots for the new keys and values."""
@@ -255,8 +256,11 @@ class PassRunner:
 
 
 def _chunk(chunk: SequenceChunk) -> Chunk:
-    sequence = chunk.sequence
-    plain = sequence.request.sampling.prompt_logprobs is None
+    sequence, scored = chunk.sequence, chunk.scored
+    targets = None
+    if scored:
+        token_ids = sequence.request.token_ids[scored.start : scored.stop]
+        targets = Targets(row=scored.start - 1 - chunk.start, token_ids=token_ids)
     return Chunk(
         token_ids=chunk.token_ids,
         start=chunk.start,
@@ -264,12 +268,5 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         place=sequence.place,
         samples=chunk.completes and sequence.max_tokens > 0,
         decodes=chunk.decodes,
-        targets=None if plain else _targets(chunk),
+        targets=targets,
     )
-
-
-def _targets(chunk: SequenceChunk) -> Targets | None:
-    scored, token_ids = chunk.scored, chunk.sequence.request.token_ids
-    if not scored:
-        return None
-    return Targets(row=scored.start - 1 - chunk.start, token_ids=token_ids[scored.start : scored.stop])
