@@ -186,9 +186,9 @@ def add_experts(
     order = ids.argsort(stable=True)  # rows, token * k + rank, by expert, then token
     chosen = order.split(torch.bincount(ids, minlength=len(experts)).tolist())
     for expert, mine in zip(experts, chosen, strict=True):
-        for part in mine.split(min(most_rows, EXPERT_ROWS)) if expert is not None else ():
-            if not part.numel():
-                continue
+        if expert is None or not mine.numel():
+            continue
+        for part in mine.split(min(most_rows, EXPERT_ROWS)):
             tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
