@@ -121,8 +121,7 @@ class Engine:
 
         Args:
             policy: a policy, or a plan that holds one.
-            device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a GPU emulated
-                in host memory).
+            device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (emulated GPU).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, if the caller already has it.
             adapt: True: N, μ, look-ahead and the prompts of a pass may change between passes if other values turn out
@@ -135,7 +134,8 @@ class Engine:
                 small.
         """
         began = time.perf_counter()
-        self.plan, given = (policy, policy.policy) if isinstance(policy, Plan) else (None, policy)
+        self.plan = policy if isinstance(policy, Plan) else None
+        given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         source = source or open_checkpoint(given.model)
         self.profile, self._device, self._overlaps = source.profile, machine.device, machine.discrete
