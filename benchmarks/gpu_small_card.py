@@ -40,7 +40,7 @@ from moelight.core.errors import UserError
 from moelight.core.schedule import Lane, Page
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
-from moelight.engine import pass_runner
+from moelight.engine import loaded_model
 from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.engine import Engine
 from moelight.engine.planning import PlanConstraints, plan_for
@@ -84,7 +84,7 @@ class Job:
     whole_tokens_per_s: float
 
 
-class RandomPages(pass_runner.PageReader):
+class RandomPages(loaded_model.PageReader):
     """Pages out of a pool of random weights, wherever the checkpoint has holes."""
 
     pool = torch.empty(0, dtype=torch.uint8)
@@ -365,8 +365,8 @@ def main() -> int:
     args, rows = _arguments(), list[dict[str, Any]]()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(setattr, pass_runner, "PageReader", pass_runner.PageReader)
-        pass_runner.PageReader = RandomPages  # type: ignore[misc]
+        stack.callback(setattr, loaded_model, "PageReader", loaded_model.PageReader)
+        loaded_model.PageReader = RandomPages  # type: ignore[misc]
         try:
             card = Card(args, scratch)
             for cap in (parse_bytes(text, what="--caps") for text in args.caps):

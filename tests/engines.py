@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,26 @@ def least_memory(model: Path, device: str, workload: Workload, **constraints: in
         assert refused.value.tier == tier
         budgets[f"{tier}_memory"] = refused.value.needed_bytes
     return budgets
+
+
+def in_turn(cases: Sequence[tuple[Any, ...]], values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each case with one of ``values``, shifted so that every value meets every member of the cases that is in as many
+    of them as there are values."""
+    among, seen = list(values), [dict[Any, int]() for _ in cases[0]]
+    ranks = [[mine.setdefault(member, len(mine)) for mine, member in zip(seen, case, strict=True)] for case in cases]
+    return [(*case, among[sum(rank) % len(among)]) for case, rank in zip(cases, ranks, strict=True)]
+
+
+def all_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Few combinations of the axes' values in which every two values of different axes meet."""
+    rows = list(itertools.product(*axes))
+    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
+    left, chosen = set[Any]().union(*pairs), []
+    while left:
+        best = max(range(len(rows)), key=lambda at: len(pairs[at] & left))
+        chosen.append(rows[best])
+        left -= pairs[best]
+    return chosen
 
 
 class Forced:

@@ -1,8 +1,6 @@
-"""Picks the sequences of the next pass and packs them into micro-batches: the paper's Algorithm 2, corrected, applied
-to passes.
+"""The sequences of the next pass, packed into micro-batches by the paper's Algorithm 2, corrected; the prefix cache.
 
-Depends only on requests, KV blocks and token counts. Every request is in exactly one state: waiting, running, or
-finished.
+Depends only on requests, KV blocks and token counts. Every request is waiting, running, or finished.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ from moelight.paging.kv import BlockPool
 
 KEY_BYTES = 16
 MOST_WAITS = 2  # bounds chains of rows that each extend the row before: every link delays its row by a pass
+MIN_PREFIX_SHARE = 0.5  # of a prompt, where the rest of it attends on a slower processor than the whole would
 WAIT_SHARE = 0.25  # of a prompt; a shorter prefix, such as the head of a chat template, is not worth waiting a pass for
 
 
 class PrefixCache:
-    """Computes a prefix that prompts have in common once. The key of a full block of a prompt is the digest of all
-    tokens up to the block's end; the pool finds blocks by key.
+    """Prefixes that prompts have in common, computed once. The pool finds a full block of a prompt by its key, the
+    digest of all tokens up to the block's end.
 
     On admission a sequence promises the blocks of its prompt that the pool does not hold yet. Another sequence may
     share promised blocks; it waits until the passes that compute them have been launched, which suffices because lanes
-    run tasks in order. A sequence only waits for sequences admitted before it, so the longest-running sequence never
-    waits.
+    run tasks in order. It only waits for sequences admitted before it, so the longest-running sequence never waits.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, enabled: bool = True, least_share: float = 0.0) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool, least_share: float) -> None:
         """``least_share``: shorter prefixes, as a share of the prompt, are not reused."""
         self._pool, self._size = pool, block_size
         self._enabled, self._least_share = enabled, least_share
@@ -85,7 +83,7 @@ class PrefixCache:
 
     def computed(self, sequence: RunningSequence, before: int) -> None:
         """Record that a launched pass raises the cached tokens of ``sequence`` from ``before`` to
-        ``generation.computed``."""
+        ``sequence.computed``."""
         for block in sequence.blocks[before // self._size : sequence.computed // self._size]:
             self._promised.pop(block, None)
 
@@ -116,10 +114,6 @@ def keys_of(token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
         digest.update(tokens[end - step : end])
         keys.append(digest.digest())
     return tuple(keys)
-
-
-# Share of a prompt; applies where the rest of the prompt attends on a slower processor than the whole would.
-MIN_PREFIX_SHARE = 0.5
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -249,8 +243,8 @@ class Batcher:
     ) -> None:
         """``window``: sliding window of the model's attention, if any. ``prefix_caching``: prompts with a common prefix
         share its blocks."""
-        self.policy, self._pool, self._discrete, self._window = policy, pool, discrete, window
-        self._allotted = policy
+        self.policy = self._allotted = policy
+        self._pool, self._discrete, self._window = pool, discrete, window
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._source: Iterator[RunningSequence] = iter(())
         self._first: RunningSequence | None = None  # taken from the source, not admitted yet
@@ -258,9 +252,7 @@ class Batcher:
         self._running: dict[RunningSequence, None] = {}
         # With attention on the CPU beside a GPU, a prompt's first chunk attends on the GPU, later ones on the CPU.
         least = MIN_PREFIX_SHARE if discrete and policy.attention_device == "cpu" else 0.0
-        self._prefix_cache = PrefixCache(
-            pool, block_size=policy.kv_block_size, enabled=prefix_caching, least_share=least
-        )
+        self._prefix_cache = PrefixCache(pool, policy.kv_block_size, enabled=prefix_caching, least_share=least)
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, sequences: Iterable[RunningSequence]) -> None:
@@ -308,11 +300,10 @@ class Batcher:
     def next_pass(self) -> list[MicroBatchPlan]:
         """Every decoding sequence, then as many prompt tokens as the pass, N and the cache allow. Under static
         admission a pass holds either the batch's remaining prompt tokens or its decoding sequences."""
-        room = max(pass_tokens(self.policy), len(self._running))
         static = self.policy.admission == "static"
-        prompts: list[SequenceChunk] = []
-        if static:
-            self._admit_batch()
+        if static and not self._running:  # the next N sequences, or as many as the cache holds
+            while self._admit() is not None:
+                pass
         prefills = static and any(not sequence.chosen for sequence in self._running)
         going = [
             sequence
@@ -320,21 +311,26 @@ class Batcher:
             if not ((prefills and sequence.chosen) or self._prefix_cache.waiting(sequence))
         ]
         # Decoding sequences first: an earlier one that waited for another's prompt may have many tokens to compute.
-        decoding = [_piece(sequence, sequence.waiting_tokens) for sequence in going if sequence.chosen]
-        room -= len(decoding)
-        for sequence in going:
-            if not sequence.chosen:
-                count = min(sequence.waiting_tokens, room)
-                prompts.append(_piece(sequence, count))
-                room -= count
-        while not static and room > 0 and (admitted := self._admit()) is not None:
-            if self._prefix_cache.waiting(admitted):
+        decoding = [
+            SequenceChunk(sequence=each, start=each.computed, count=each.waiting_tokens)
+            for each in going
+            if each.chosen
+        ]
+        room = max(pass_tokens(self.policy), len(self._running)) - len(decoding)
+        whole: list[SequenceChunk] = []  # as large as a micro-batch
+        rest: list[SequenceChunk] = []
+        coming = iter([each for each in going if not each.chosen])
+        while (sequence := next(coming, None) or (None if static or room <= 0 else self._admit())) is not None:
+            if self._prefix_cache.waiting(sequence):
                 continue
-            count = min(admitted.waiting_tokens, room)
-            prompts.append(_piece(admitted, count))
+            start, count = sequence.computed, min(sequence.waiting_tokens, room)
             room -= count
-        whole, rest = self._cut([chunk for chunk in prompts if chunk.count])
-        plans = [self._load([chunk]) for chunk in whole]
+            while count > self.policy.micro_batch_tokens:
+                whole.append(SequenceChunk(sequence=sequence, start=start, count=self.policy.micro_batch_tokens))
+                start, count = start + self.policy.micro_batch_tokens, count - self.policy.micro_batch_tokens
+            if count:
+                rest.append(SequenceChunk(sequence=sequence, start=start, count=count))
+        plans = [self._plan([chunk]) for chunk in whole]
         if not self._discrete:
             return plans + self._pack(decoding + rest)
         prefill_only = [chunk for chunk in rest if chunk.start == 0]
@@ -372,12 +368,6 @@ class Batcher:
         for sequence in list(self._running):
             self.retire(sequence)
 
-    def _admit_batch(self) -> None:
-        """Admit the next N sequences, or as many as the cache holds, once the previous batch has finished."""
-        if not self._running:
-            while self._admit() is not None:
-                pass
-
     def _ahead(self) -> RunningSequence | None:
         """The sequence that is admitted next, None if there is none."""
         if self._first is None:
@@ -401,18 +391,6 @@ class Batcher:
         self.admitted.answer_tokens += first.max_tokens
         return first
 
-    def _cut(self, prompts: list[SequenceChunk]) -> tuple[list[SequenceChunk], list[SequenceChunk]]:
-        """Split chunks larger than a micro-batch: returns the full-size chunks, in order, and the remainders, which
-        follow them."""
-        whole, rest, most = [], [], self.policy.micro_batch_tokens
-        for chunk in prompts:
-            start, left = chunk.start, chunk.count
-            while left > most:
-                whole.append(SequenceChunk(sequence=chunk.sequence, start=start, count=most))
-                start, left = start + most, left - most
-            rest.append(SequenceChunk(sequence=chunk.sequence, start=start, count=left))
-        return whole, rest
-
     def _pack(self, chunks: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
         """Partition chunks into micro-batches. ``in_buffer``: with attention on the device, the contexts of a
         micro-batch must fit its buffer."""
@@ -423,13 +401,13 @@ class Batcher:
             max_seen=self._buffer_tokens if in_buffer else None,
             seen=lambda chunk: self._buffered(chunk.start, chunk.count),
         )
-        return [self._load(part) for part in parts]
+        return [self._plan(part) for part in parts]
 
     def _buffered(self, start: int, count: int) -> int:
         """Buffer slots for ``count`` tokens after ``start`` earlier ones."""
         return count + (start if self._window is None else min(start, self._window - 1))
 
-    def _load(self, chunks: list[SequenceChunk]) -> MicroBatchPlan:
+    def _plan(self, chunks: list[SequenceChunk]) -> MicroBatchPlan:
         prefill_only = self._discrete and all(chunk.start == 0 for chunk in chunks)
         return MicroBatchPlan(
             chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.decodes)), prefill_only=prefill_only
@@ -486,7 +464,3 @@ def partition(
         for full in too_full:
             heapq.heappush(lightest, full)
     return [part for part in parts if part]
-
-
-def _piece(sequence: RunningSequence, count: int) -> SequenceChunk:
-    return SequenceChunk(sequence=sequence, start=sequence.computed, count=count)

@@ -1,29 +1,37 @@
 """Chat templates: render a conversation to the text format the model was trained on.
 
-Reads messages and a checkpoint's templates, which run in the `sandbox`. Does not depend on token ids.
+Reads messages and a checkpoint's templates, which run in the `sandbox` of another process.
 """
 
 from __future__ import annotations
 
-import datetime as dt
+import hashlib
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moelight.core.errors import CheckpointError, ConfigError, InputError
 from moelight.core.small_files import read_error_text, read_text
-from moelight.core.units import KiB, format_bytes
-
-if TYPE_CHECKING:
-    from jinja2 import nodes
+from moelight.core.units import KiB, MiB, format_bytes
+from moelight.engine.confined import ConfinedProcess, EndedError
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
 _MOST_TEMPLATE_BYTES = 256 * KiB  # the longest in use have 50,000; compiling this many takes a second
-_LONGEST_COMPLAINT = 300  # characters
+RENDER_S = 3.0  # of processor time for one conversation
+RENDER_BYTES = 512 * MiB
+_RENDERER = ConfinedProcess("moelight.engine.sandbox:renderer", cpu_s=RENDER_S, memory_bytes=RENDER_BYTES)
+_TOO_DEEP = "it nests too deeply"
+_WHY: Mapping[signal.Signals | None, str] = {
+    signal.SIGPROF: f"it takes more than {RENDER_S:g} s of processor time",
+    signal.SIGABRT: f"it takes more than {format_bytes(RENDER_BYTES)} of memory",
+    signal.SIGSEGV: _TOO_DEEP,
+    signal.SIGBUS: _TOO_DEEP,
+}
 # Names that `ChatTemplate.render` and the sandbox define; a row's template_kwargs may not set them.
 _TAKEN = frozenset(
     {
@@ -55,11 +63,13 @@ class Conversation:
     def shown(self) -> str:
         """A short label: the text of the last user message."""
         said = [message for message in self.messages if message.get("role") == "user"]
-        return str(_with_text((said or self.messages)[-1]).get("content", ""))
+        content = (said or self.messages)[-1].get("content", "")
+        return str(content) if not isinstance(content, list) else "\n".join(part["text"] for part in content)
 
 
 class ChatTemplate:
-    """The chat templates of one checkpoint by name, with the special tokens they may write; compiled at first use.
+    """The chat templates of one checkpoint by name, with the special tokens they may write; rendered in a process that
+    is started for the first conversation.
 
     ``source`` is the only template, or a mapping of names to templates: ``default``, and ``tool_use`` for conversations
     with tools. ``sources`` is that mapping.
@@ -68,7 +78,10 @@ class ChatTemplate:
     def __init__(self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
         self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, _Compiled | ValueError] = {}
+        self._keys = {
+            name: hashlib.blake2b(text.encode("utf-8", "surrogatepass")).hexdigest()
+            for name, text in self.sources.items()
+        }
 
     @classmethod
     def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -102,9 +115,6 @@ class ChatTemplate:
         return self._render(name, conversation, conversation.messages)
 
     def _render(self, name: str, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
-        from moelight.engine.meter import Meter, tree_size
-        from moelight.engine.sandbox import FAULTS, LEAST_WORK, WORK_PER_SIZE
-
         values: dict[str, Any] = {
             "documents": None,
             **self._special_tokens,
@@ -114,38 +124,19 @@ class ChatTemplate:
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
-            with Meter(LEAST_WORK + WORK_PER_SIZE * tree_size(values)):
-                compiled = self._compile(name)
-                if not compiled.wants_parts:
-                    values["messages"] = [_with_text(message) for message in values["messages"]]
-                return compiled.template.render(values)
-        except FAULTS as error:
-            raise InputError(f"the chat template fails: {_one_line(error)}", code="chat_template") from None
-
-    def _compile(self, name: str) -> _Compiled:
-        from moelight.engine.sandbox import FAULTS
-
-        if name not in self._compiled:
-            try:
-                self._compiled[name] = _Compiled(self.sources[name])
-            except FAULTS as error:
-                self._compiled[name] = ValueError(_one_line(error))
-        compiled = self._compiled[name]
-        if isinstance(compiled, ValueError):  # not compiled again for every row
-            raise compiled
-        return compiled
-
-
-class _Compiled:
-    """A compiled template. ``wants_parts``: the template iterates over the parts of a message's content itself."""
-
-    def __init__(self, source: str) -> None:
-        from moelight.engine.sandbox import Sandbox
-
-        environment = Sandbox({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
-        tree = environment.parse(source)
-        self.wants_parts = _walks_content(tree)
-        self.template = environment.from_string(tree)
+            answer = _RENDERER.ask([self._keys[name], None, values])
+            if answer is None:
+                answer = _RENDERER.ask([self._keys[name], self.sources[name], values])
+            text, why = answer
+        except EndedError as error:
+            text, why = None, _WHY.get(error.signal, str(error))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"messages, tools and chat_template_kwargs must be JSON ({error})") from None
+        except OSError as error:
+            raise ConfigError(f"no process can be started to render chat templates in ({error})") from None
+        if text is None:
+            raise InputError(f"the chat template fails: {why}", code="chat_template")
+        return str(text)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -267,14 +258,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if said is None else {"thinking": said, **message, "reasoning_content": said}
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the parts of its content joined by line breaks, as vLLM joins them."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in content)}
-
-
 def _mark_last(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """``messages`` with the mark appended to the last message's text, and that text."""
     *before, last = messages
@@ -292,41 +275,3 @@ def _cut_at_mark(rendered: str, text: str) -> str:
     if place < 0 or text.strip() not in rendered:
         raise InputError("continue_final_message: the chat template does not write the final message as it is")
     return rendered[:place] if rendered.startswith(_MARK, place) else rendered[:place].rstrip()
-
-
-def _walks_content(tree: nodes.Template) -> bool:
-    """True if the template loops over a message's content, under any variable name."""
-    from jinja2 import nodes
-
-    names = {"content"}
-    for assignment in tree.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
-            names.add(assignment.target.name)
-    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
-
-
-def _is_content(expression: nodes.Node | None, names: set[str]) -> bool:
-    from jinja2 import nodes
-
-    while isinstance(expression, nodes.Filter):
-        expression = expression.node
-    if isinstance(expression, nodes.Name):
-        return expression.name in names
-    if isinstance(expression, nodes.Getitem):
-        return isinstance(expression.arg, nodes.Const) and expression.arg.value == "content"
-    return isinstance(expression, nodes.Getattr) and expression.attr == "content"
-
-
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return dt.datetime.now().strftime(pattern)
-
-
-def _one_line(error: BaseException) -> str:
-    line = " ".join(str(error)[: 2 * _LONGEST_COMPLAINT].split()) or type(error).__name__
-    return line if len(line) <= _LONGEST_COMPLAINT else f"{line[:_LONGEST_COMPLAINT]}…"

@@ -1,6 +1,6 @@
 """Structured outputs: answers constrained token by token to a JSON schema, a regular expression, choices or a grammar.
 
-Translates each form to a grammar and keeps the compiled matchers. Does not depend on logits, sequences and passes.
+Each form is translated to a grammar, which is compiled once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import StructuredOutputs
-from moelight.engine.grammars import NO_TOKEN, GrammarProcess, Vocabulary, compiled, said, trie_of
+from moelight.engine.grammars import NO_TOKEN, GrammarTrial, Vocabulary, compiled, said, trie_of
 from moelight.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class Constraints:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
-        self._tools: tuple[llguidance.LLTokenizer, GrammarProcess] | None = None
+        self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()
 
     def close(self) -> None:
         """End the process in which grammars are tried."""
         if self._tools is not None:
-            self._tools[1].close()
+            self._tools[1].process.close()
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Compile ``outputs``.
@@ -74,7 +74,7 @@ class Constraints:
     def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher | str:
         if self._tools is None:
             words = _vocabulary(self._tokenizer, self._vocab_size)
-            self._tools = trie_of(words, self._tokenizer.encode), GrammarProcess(words)
+            self._tools = trie_of(words, self._tokenizer.encode), GrammarTrial(words)
         trie, trial = self._tools
         try:
             why = trial.why_not(kind, text)
@@ -112,15 +112,11 @@ class Constraint:
         found = np.frombuffer(mask, dtype=np.uint32)
         allowed = np.zeros(self._words, dtype=np.uint32)
         allowed[: len(found)] = found[: self._words]
-        self._drop_invalid_special(allowed)
-        self.stuck = not allowed.any()
-        return None if self.stuck else allowed
-
-    def _drop_invalid_special(self, allowed: np.ndarray) -> None:
-        """Clear special tokens that do not match: where no token does, llguidance's mask contains one."""
-        for token in bits_of(allowed & self._special):
+        for token in bits_of(allowed & self._special):  # where no token matches, llguidance's mask holds a special one
             if not self._matcher.validate_tokens([token]):
                 allowed[token // 32] &= ~np.uint32(1 << token % 32)
+        self.stuck = not allowed.any()
+        return None if self.stuck else allowed
 
     def go_on(self, token: int) -> None:
         """Advance by the chosen ``token``."""
@@ -163,7 +159,7 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:
     """The kind of the grammar and its text."""
     if outputs.json is not None:
-        return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json, sort_keys=False)
+        return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:

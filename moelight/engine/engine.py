@@ -1,8 +1,5 @@
-"""The engine: loads a plan's model and turns requests into completions, pass by pass.
-
-Does not depend on files of prompts (``batch``), what tasks compute (``runtime``) or the order they run in
-(``scheduler``).
-"""
+"""The engine: prompts to requests, a plan's model loaded, and requests to completions in two loops over passes: one
+launches a pass before the tokens of the pass before it arrive, one after."""
 
 from __future__ import annotations
 
@@ -24,8 +21,9 @@ from moelight.engine.batcher import Batcher
 from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
+from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.output_processor import OutputProcessor, check_tokens, most_tokens
-from moelight.engine.pass_runner import Launched, Packed, PassRunner, weight_dtype
+from moelight.engine.pass_runner import Launched, Packed, PassRunner
 from moelight.engine.planning import (
     PlanConstraints,
     choose_residents,
@@ -76,29 +74,25 @@ def requests_from(
 
 
 def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return tuple(tokenizer.encode(prompt))
+    form, value = "prompt" if isinstance(prompt, str) else "prompt_token_ids", prompt
     if isinstance(prompt, Mapping):
-        return _from_mapping(prompt, index, tokenizer)
-    if isinstance(prompt, Sequence):
-        ids: list[Any] = list(prompt)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            return tuple(ids)
-    raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
-
-
-def _from_mapping(prompt: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-    for key in prompt:
-        if key not in _FORMS:
-            raise InputError(f"prompt {index}: unknown key {key!r}{did_you_mean(str(key), _FORMS)}")
-    if len(prompt) != 1:
-        raise InputError(f"prompt {index}: needs exactly one of {', '.join(_FORMS)}")
-    ((form, value),) = prompt.items()
+        for key in prompt:
+            if key not in _FORMS:
+                raise InputError(f"prompt {index}: unknown key {key!r}{did_you_mean(str(key), _FORMS)}")
+        if len(prompt) != 1:
+            raise InputError(f"prompt {index}: needs exactly one of {', '.join(_FORMS)}")
+        ((form, value),) = prompt.items()
     if form == "messages":
         return tuple(tokenizer.render(value))
-    if isinstance(value, str) != (form == "prompt") or not isinstance(value, Sequence):
+    if form == "prompt" and isinstance(value, str):
+        return tuple(tokenizer.encode(value))
+    if form == "prompt_token_ids" and isinstance(value, Sequence) and not isinstance(value, str):
+        ids: list[Any] = list(value)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            return tuple(ids)
+    if isinstance(prompt, Mapping):
         raise InputError(f"prompt {index}: {form} must be {'a string' if form == 'prompt' else 'a list of token ids'}")
-    return _token_ids(value, index, tokenizer)
+    raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
 
 
 class Engine:
@@ -126,8 +120,7 @@ class Engine:
 
         Args:
             policy: a policy, or a plan that holds one.
-            device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (a GPU emulated
-                in host memory).
+            device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (emulated GPU).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, if the caller already has it.
             adapt: True: N, μ, look-ahead and the prompts of a pass may change between passes if other values turn out
@@ -143,23 +136,21 @@ class Engine:
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
-        self._source = source or open_checkpoint(given.model)
-        self.profile = self._source.profile
+        source = source or open_checkpoint(given.model)
+        self.profile, self._device, self._overlaps = source.profile, machine.device, machine.discrete
         resolved = resolve(given, self.profile, discrete=machine.discrete)
-        dtype = weight_dtype(resolved, self._source, machine)
-        options = experts or ExpertOptions()
+        options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         speeds = speeds_for(self.plan, discrete=machine.discrete)
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
-        self.tokenizer = Tokenizer.from_dir(self._source.directory)
+        self.tokenizer = Tokenizer.from_dir(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
-        self._device = machine.device
         watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         if self._device_limit:
             limit_device_memory(self._device, self._device_limit)
-        self._passes: PassRunner | None = PassRunner(self._source, self.policy, machine, lanes, self._experts)
+        self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
         self._batcher = Batcher(
             self.policy,
             self._passes.pool,
@@ -167,11 +158,10 @@ class Engine:
             window=self.profile.attention.window,
             prefix_caching=prefix_caching,
         )
-        self._ahead = machine.discrete
         self._adapting = self._adapts(adapt)
-        self._totals = LaneTotals(self._passes.lanes)
+        self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
-        self._wall_s = self._python_s = 0.0
+        self._wall_s = self._python_s = self._collected_s = 0.0
         self._num_passes = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
@@ -299,9 +289,11 @@ class Engine:
             self._adapting.begin(output_processor, self._totals.busy_s)
         wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
         idle, idle_before = Idle(began_s), self._python_s
+        self._collected_s = began_s
         self._totals.begin(began_s)
         try:
-            with closing(self._collect_all(output_processor)) as landed:
+            loop = self._overlapped_passes if self._overlaps else self._sequential_passes
+            with closing(loop(output_processor)) as landed:
                 for finished in landed:
                     if self.timeline is not None:
                         idle.add(self.timeline)
@@ -324,43 +316,47 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _collect_all(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
-        """Run pass after pass; yield the completions that each one finishes.
+    def _overlapped_passes(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
+        """Run pass after pass with a device; yield the completions that each one finishes.
 
-        The next pass is packed right after a launch, assuming that every sequence continues; with thread or stream
-        lanes this overlaps the running pass. With a device, the next pass is also launched before the tokens arrive,
-        and a sequence that finished early is computed once more and discarded. Without a device, or if the host needs
-        the earlier tokens to choose the next one, the launch waits for the tokens, and the pass is packed again if a
-        sequence finished early.
+        A pass is launched before the tokens of the pass before it arrive: a sequence that finished early is computed
+        once more and discarded. Only where the host needs earlier tokens to choose the next does the launch wait.
         """
-        passes, batcher, collected_s = self._loaded, self._batcher, time.perf_counter()
         in_flight = self._launch(output_processor, self._pack_next())
         try:
             while in_flight is not None:
-                packed = self._pack_next()
-                early = not output_processor.needs_history
-                collecting, in_flight = (
-                    in_flight,
-                    self._launch(output_processor, packed) if self._ahead and early else None,
-                )
-                self.timeline, tokens = passes.land(collecting)
-                self._num_passes += 1
-                self._totals.add(self.timeline)
-                if early and not self._ahead and not output_processor.may_end(tokens):
-                    in_flight = self._launch(output_processor, packed)
-                running = len(batcher.running)
-                finished = output_processor.collect(batcher, collecting.plans, tokens)
-                before_s, collected_s = collected_s, time.perf_counter()
-                if self._adapting is not None:
-                    self._adapting.after(collecting.plans, collected_s - before_s, self._totals.busy_s)
-                if in_flight is None:
-                    in_flight = self._launch(
-                        output_processor, packed if len(batcher.running) == running else self._pack_next()
-                    )
+                packed, waits = self._pack_next(), output_processor.needs_history
+                landing, in_flight = in_flight, None if waits else self._launch(output_processor, packed)
+                finished, changed = self._collect(output_processor, landing, self._land(landing))
+                if waits:
+                    in_flight = self._launch(output_processor, self._pack_next() if changed else packed)
                 yield finished
         finally:
             if in_flight is not None:
-                passes.drain(in_flight)
+                self._loaded.drain(in_flight)
+
+    def _sequential_passes(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
+        """Run pass after pass without a device; yield the completions that each one finishes.
+
+        A pass is packed while the pass before it runs, assuming that every sequence continues, and launched once the
+        tokens have arrived: before they are processed, unless one of them may finish a sequence.
+        """
+        in_flight = self._launch(output_processor, self._pack_next())
+        try:
+            while in_flight is not None:
+                packed, waits = self._pack_next(), output_processor.needs_history
+                landing, in_flight = in_flight, None
+                tokens = self._land(landing)
+                waits = waits or output_processor.may_end(tokens)
+                if not waits:
+                    in_flight = self._launch(output_processor, packed)
+                finished, changed = self._collect(output_processor, landing, tokens)
+                if waits:
+                    in_flight = self._launch(output_processor, self._pack_next() if changed else packed)
+                yield finished
+        finally:
+            if in_flight is not None:
+                self._loaded.drain(in_flight)
 
     def _pack_next(self) -> Packed | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
@@ -370,6 +366,24 @@ class Engine:
             return None
         self._batcher.launched(packed.plans)
         return self._loaded.launch(packed, output_processor.choose, output_processor.score, follows=self._batcher.busy)
+
+    def _land(self, launched: Launched) -> list[list[int]]:
+        """Wait for a pass; return the new tokens of each micro-batch."""
+        self.timeline, tokens = self._loaded.land(launched)
+        self._num_passes += 1
+        self._totals.add(self.timeline)
+        return tokens
+
+    def _collect(
+        self, output_processor: OutputProcessor, landed: Launched, tokens: list[list[int]]
+    ) -> tuple[list[Completion], bool]:
+        """The completions that a pass finishes, and whether a sequence finished that the next pass may have packed."""
+        running = len(self._batcher.running)
+        finished = output_processor.collect(self._batcher, landed.plans, tokens)
+        before_s, self._collected_s = self._collected_s, time.perf_counter()
+        if self._adapting is not None:
+            self._adapting.after(landed.plans, self._collected_s - before_s, self._totals.busy_s)
+        return finished, len(self._batcher.running) != running
 
     @property
     def stats(self) -> RunStats:

@@ -1,13 +1,10 @@
 """Connects the engine to ``experts``: the number of cache slots, the cost of a miss, and the routed experts of each
-pass.
-
-Depends only on expert policies and the figures of model and machine, not on pages and passes.
-"""
+pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,40 +26,41 @@ from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.profiles.model import ModelProfile
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRuntime:
-    """Expert residency in one engine, and the observers of routing decisions."""
+    """Expert residency in one engine, and the observers of routing decisions.
 
-    def __init__(
-        self,
-        residency: ResidencyManager,
-        *,
-        miss_s: Callable[[np.ndarray], np.ndarray] | None,
-        fetch_s: float,
-        cross_s: float,
-        notes: bool,
-        computed: Collection[Page],
-        trace: RoutingTrace | None,
-        plain: bool,
-    ) -> None:
-        self.residency, self._miss_s, self._fetch_s, self._cross_s = residency, miss_s, fetch_s, cross_s
-        self.plain = plain
-        self._notes, self._computed, self.trace = notes, frozenset(computed), trace
+    Attributes:
+        miss_s: seconds that an expert takes on the CPU for each of these numbers of tokens; None without a CPU beside
+            a GPU. ``fetch_s`` is the transfer of an expert, ``cross_s`` that of hidden states to the CPU and back.
+        notes: whole passes record their routing too.
+        computed: the pages that the CPU computes where residency is static.
+    """
+
+    residency: ResidencyManager
+    miss_s: Callable[[np.ndarray], np.ndarray] | None
+    fetch_s: float
+    cross_s: float
+    notes: bool
+    computed: frozenset[Page]
+    trace: RoutingTrace | None
+    plain: bool
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Select from the missing ``ids`` [n] of ``layer``, routed ``tokens`` [n] each, the experts that the CPU
         computes in place: chosen by the policy, or fixed by the placement if residency is static."""
         if not self.residency.learns:
-            return ids[[Page(layer=layer, expert=expert) in self._computed for expert in ids.tolist()]]
-        if self._miss_s is None:
+            return ids[[Page(layer=layer, expert=expert) in self.computed for expert in ids.tolist()]]
+        if self.miss_s is None:
             return ids[:0]
         placed = self.residency.residency.place(
-            tokens, fetch_s=self._fetch_s, cpu_s=self._miss_s(tokens), fixed_s=self._cross_s
+            tokens, fetch_s=self.fetch_s, cpu_s=self.miss_s(tokens), fixed_s=self.cross_s
         )
         return ids[placed.computed]
 
     def watch(self, *, small: bool) -> Watch | None:
         """The callback for every routing decision of a pass, or None if nothing observes them."""
-        if small or not self._notes:  # an on-demand pass records its own routing
+        if small or not self.notes:  # an on-demand pass records its own routing
             return None if self.trace is None else self._write
         return self._seen
 
@@ -125,16 +123,15 @@ def choices_for(
     cost_model = cost_model_of(model, policy, speeds, dtype)
 
     def miss_s(tokens: np.ndarray) -> np.ndarray:
-        """Seconds that an expert takes on the CPU for each of these numbers of tokens."""
         return np.asarray(cost_model.expert_s(speeds.cpu, tokens.astype(float)))
 
     return ExpertRuntime(
-        residency,
+        residency=residency,
         miss_s=miss_s if policy.discrete else None,
         fetch_s=cost_model.page_bytes() / speeds.h2d if policy.discrete else 0.0,
         cross_s=2 * speeds.transfer_s,
         notes=options.record or (placement.learned and not policy.discrete),
-        computed=placement.computed,
+        computed=frozenset(placement.computed),
         plain=options.plain,
         trace=None if options.trace is None else RoutingTrace(options.trace),
     )

@@ -1,29 +1,18 @@
-"""Compiles grammars with llguidance, after a trial in a separate process that a bad grammar may crash.
+"""Compiles grammars with llguidance, after a trial in a process that a bad grammar may crash.
 
-llguidance's compiler is recursive, and a stack overflow ends the process without an exception. Does not depend on
-requests and answers. The trial process runs this file as a script with the standard library and llguidance alone, so
-this module must not import moelight.
-
-::
-
-    GrammarProcess.why_not(kind, text) ──[kind, text]──► serve_grammars: compile, first token ──why or null──► why
-                                                         or the process dies: why, by its signal
-    compiled(trie, kind, text): the same in this process, on a stack four times as deep
+llguidance's compiler is recursive, and a stack overflow ends the process without an exception. `compiled` does the same
+work in this process, on a stack four times as deep as that of the trial.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import resource
 import signal
-import subprocess
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from moelight.engine.confined import ConfinedProcess, EndedError
 
 if TYPE_CHECKING:
     import llguidance
@@ -37,7 +26,7 @@ _SHOWN = 300  # characters of the compiler's message
 _TOO_LARGE = ("too big", "too many", "too large", "max is", "fuel", "limit")  # llguidance's words for exceeded limits
 _TOO_LARGE_FOR_IT = "it is too large for llguidance"
 _TOO_DEEP = f"it is chained or nested too deeply (compiling it overflows a stack of {TRIED_STACK_BYTES >> 20} MiB)"
-_WHY = {
+_WHY: Mapping[signal.Signals | None, str] = {
     signal.SIGSEGV: _TOO_DEEP,
     signal.SIGBUS: _TOO_DEEP,
     signal.SIGPROF: f"it is too large (compiling it takes more than {TRIED_S:g} s of processor time)",
@@ -78,8 +67,7 @@ def trie_of(words: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance
     """The vocabulary as a prefix tree. ``encode`` returns the tokens of a forced text."""
     import llguidance
 
-    wrapper: Any = _Wrapper(words, encode)
-    return llguidance.LLTokenizer(wrapper, eos_token=list(words.ends))
+    return llguidance.LLTokenizer(cast("Any", _Wrapper(words, encode)), eos_token=list(words.ends))
 
 
 def compiled(
@@ -139,14 +127,12 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
     return found[0]
 
 
-class GrammarProcess:
-    """The process in which grammars are tried: started for the first grammar, and restarted after one that crashed it.
-    The process ends with this object or with the parent process."""
+class GrammarTrial:
+    """Compiles grammars in a process that a bad one may end, to find out whether they can be compiled here."""
 
     def __init__(self, words: Vocabulary) -> None:
         self._words = words
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = _nothing
+        self.process = ConfinedProcess(f"{__name__}:tester", setup=self._setup, cpu_s=TRIED_S, memory_bytes=TRIED_BYTES)
 
     def why_not(self, kind: str, text: str) -> str | None:
         """The reason why a grammar cannot be compiled; None if it can.
@@ -154,105 +140,35 @@ class GrammarProcess:
         Raises:
             OSError: the process cannot be started.
         """
-        why = self._ask(kind, text)
-        if isinstance(why, signal.Signals) and why not in _WHY:  # sent from outside, so not caused by the grammar
-            why = self._ask(kind, text)
-        if not isinstance(why, signal.Signals):
-            return why
-        return _WHY.get(why, f"compiling it ended with {why.name}")
-
-    def close(self) -> None:
-        """End the process; the next grammar starts another."""
-        self._end()
-        self._process = None
-
-    def _ask(self, kind: str, text: str) -> str | signal.Signals | None:
-        """The reason why a grammar cannot be compiled, or the signal that ended the process."""
-        if self._process is None:
-            self._begin()
-        process = cast("subprocess.Popen[bytes]", self._process)
         try:
-            answer = _exchange(process, [kind, text])
-        except BaseException:  # an interrupt between request and answer
-            process.kill()
-            self.close()
-            raise
-        if answer is not None:
-            return cast("str | None", json.loads(answer))
-        code = process.wait()
-        self.close()
-        return signal.Signals(-code) if code < 0 else f"compiling it ended with exit code {code}"
+            return cast("str | None", self.process.ask([kind, text]))
+        except EndedError as error:
+            return _WHY.get(error.signal, f"compiling {error}")
 
-    def _begin(self) -> None:
-        command = [sys.executable, "-I", __file__]
-        # A separate session, so that Ctrl-C reaches the job but not this process.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        self._process, self._end = process, weakref.finalize(self, _end, process)
+    def _setup(self) -> object:
         words = self._words
         named = {*words.special, *words.ends}
         # Compile cost depends only on tokens that a grammar can name; building a tree of all others takes a second.
         texts = [
             token.decode("latin-1") if n in named or len(token) == 1 else "" for n, token in enumerate(words.tokens)
         ]
-        given = {"path": sys.path, "tokens": texts, "special": list(words.special), "ends": list(words.ends)}
-        given |= {"stack_bytes": TRIED_STACK_BYTES, "cpu_s": TRIED_S, "bytes": TRIED_BYTES}
-        if _exchange(process, given) is None:
-            self.close()
-            raise OSError(f"no process to try grammars in: {' '.join(command)} ends with {process.returncode}")
+        return {"tokens": texts, "special": list(words.special), "ends": list(words.ends)}
 
 
-def _exchange(process: subprocess.Popen[bytes], question: object) -> bytes | None:
-    """The answer's line; None if the process is dead."""
-    asked, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
-    try:
-        asked.write(json.dumps(question).encode() + b"\n")
-        asked.flush()
-    except BrokenPipeError:
-        return None
-    answer = answers.readline()
-    return answer if answer.endswith(b"\n") else None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipes, upon which the process exits, and wait for it."""
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):
-            cast("IO[bytes]", pipe).close()
-    process.wait()
-
-
-def _nothing() -> None:
-    return None
-
-
-def serve_grammars() -> None:
-    """Answer each grammar on standard input, a line of JSON, with a line: the reason why it cannot be compiled, or
-    null."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    given = json.loads(sys.stdin.buffer.readline())
-    sys.path[:] = given["path"]
+def tester(given: dict[str, Any]) -> Callable[[list[str]], str | None]:
+    """The function of the trial process: from a grammar ``[kind, text]`` to the reason why it cannot be compiled."""
     tokens = [token.encode("latin-1") for token in given["tokens"]]
 
     def encode(text: str) -> list[int]:
         return trie.greedy_tokenize(text)
 
     trie = trie_of(Vocabulary(tokens=tokens, special=given["special"], ends=given["ends"]), encode)
-    _limit_memory(given["bytes"])
-    _answer(None)
-    for line in sys.stdin.buffer:
-        kind, text = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, given["cpu_s"])
-        why = _tried(trie, kind, text, given["stack_bytes"])
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _answer(why)
+    return lambda question: _tried(trie, *question)
 
 
-def _tried(trie: llguidance.LLTokenizer, kind: str, text: str, stack_bytes: int) -> str | None:
+def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:
     try:
-        found = compiled(trie, kind, text, stack_bytes=stack_bytes)
+        found = compiled(trie, kind, text, stack_bytes=TRIED_STACK_BYTES)
         if isinstance(found, str):
             return found
         # Advance one token: some grammars grow only then. The parent process, which has the whole vocabulary, rejects a
@@ -273,21 +189,3 @@ def _bits(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
-
-
-def _limit_memory(more: int) -> None:
-    """Limit this process to ``more`` bytes of address space beyond its present use."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + more
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY or most < hard:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def _answer(value: str | None) -> None:
-    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    serve_grammars()

@@ -1,7 +1,5 @@
-"""Requests to completions: seeds, the choice of each next token, and the rules that finish a sequence.
-
-Depends only on sampling, eos ids, stop strings and constraints, not on passes.
-"""
+"""Requests to completions: seeds, the choice of each next token, log-probabilities, and the rules that finish a
+sequence: end-of-sequence ids, stop strings, lengths, constraints, logits that are not finite."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -54,11 +53,6 @@ class SequenceEnd:
     code: str | None = None
 
 
-def needs_state(how: SamplingParams) -> bool:
-    """True if a sequence needs a `SequenceState`."""
-    return bool(how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None)
-
-
 class SequenceState:
     """State of one sequence.
 
@@ -78,7 +72,7 @@ class SequenceState:
         self.matcher: StopMatcher | None = None
         if how.stop:
             self.matcher = StopMatcher(
-                _decoder(tokenizer, how),
+                partial(tokenizer.decode, skip_special_tokens=how.skip_special_tokens),
                 how.stop,
                 context=tokenizer.context(request.token_ids),
                 unsearched=how.min_tokens,
@@ -163,10 +157,6 @@ def _changes(how: SamplingParams) -> bool:
     )
 
 
-def _decoder(tokenizer: Tokenizer, how: SamplingParams) -> Callable[..., str]:
-    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=how.skip_special_tokens)
-
-
 def _logprobs(token: int, scores: Scores, row: int, text: Callable[[int], str]) -> Mapping[int, Logprob]:
     """Log-probabilities of ``token``, then of the likeliest tokens in order."""
     found = {
@@ -222,7 +212,7 @@ class OutputProcessor:
                 max_tokens=most_tokens(request, self._max_positions),
                 sample=sample,
             )
-            if needs_state(how):
+            if how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None:
                 self._states[sequence] = state = SequenceState(request, self._tokenizer, self._constraints)
                 self._historians += state.needs_history
                 self._watching += state.matcher is not None
@@ -237,36 +227,26 @@ class OutputProcessor:
     def choose(self, chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
         """The next token of each completing chunk, int64 [S], from logits float32 [S, V]. `NOT_FINITE` for a row whose
         logits are not finite, whatever its parameters."""
-        likeliest = logits.argmax(dim=-1)
-        return self._chosen(chunks, logits, likeliest).masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
-
-    def _chosen(self, chunks: Sequence[SequenceChunk], logits: Tensor, likeliest: Tensor) -> Tensor:
-        owners = [chunk.sequence for chunk in chunks]
+        likeliest, owners = logits.argmax(dim=-1), [chunk.sequence for chunk in chunks]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
         places = [chunk.earlier for chunk in chunks]
         states = [self._states.get(owner) for owner in owners] if self._states else ()
-        special = [row for row, state in enumerate(states) if state is not None and state.chooses]
-        if not special:
-            return next_tokens(logits, params, seeds, places, likeliest=likeliest)
-        apart = set(special)
-        plain = [_LIKELIEST if row in apart else how for row, how in enumerate(params)]
+        special = {row: state for row, state in enumerate(states) if state is not None and state.chooses}
+        plain = [_LIKELIEST if row in special else how for row, how in enumerate(params)]
         tokens = next_tokens(logits, plain, seeds, places, likeliest=likeliest)
-        for rows in blocks(special, logits, CHANGE_BYTES):
-            index = there(np.asarray(rows), logits)
-            mine = [state for row in rows if (state := states[row]) is not None]
-            raw = logits[index]
+        for rows in blocks(list(special), logits, CHANGE_BYTES):
+            index, mine = there(np.asarray(rows), logits), [special[row] for row in rows]
+            changed = raw = logits[index]
             changes = [state.change(places[row]) for row, state in zip(rows, mine, strict=True)]
-            changed = raw
             if any(each is not UNCHANGED for each in changes):
                 changed = raw.clone()
                 change(changed, changes)
-            chosen = next_tokens(
+            tokens[index] = chosen = next_tokens(
                 changed, [params[row] for row in rows], [seeds[row] for row in rows], [places[row] for row in rows]
             )
-            tokens[index] = chosen
             wanted = [(row, state.top, state.chosen) for row, state in enumerate(mine) if state.top is not None]
             _score(raw, chosen, wanted)
-        return tokens
+        return tokens.masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
 
     def score(self, chunks: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
         """Keep the scores of ``targets`` int64 [R], prompt tokens, under ``logits`` float32 [R, V]. The rows are the
@@ -304,7 +284,9 @@ class OutputProcessor:
                     self.ended_tokens += len(sequence.generated)
                     self.ended_most += sequence.max_tokens
                     finished.append(self._completion(sequence, end))
-                    self._forget(sequence)
+                    if (state := self._states.pop(sequence, None)) is not None:
+                        self._historians -= state.needs_history
+                        self._watching -= state.matcher is not None
         return finished
 
     def _ends(self, sequence: RunningSequence, token: int | None) -> SequenceEnd | None:
@@ -317,8 +299,10 @@ class OutputProcessor:
         if token is None:
             return SequenceEnd("length")
         end = None
-        if token in self._ending:
-            end = self._ends_by_token(how, token)
+        if token in self._eos and not how.ignore_eos:
+            end = SequenceEnd("stop", closing=token)
+        elif token in how.stop_token_ids:
+            end = SequenceEnd("stop", closing=token, stop=token)
         if state is not None:
             text = self._tokenizer.token_text
             if (stuck := state.arrived(token, closes=end is not None, text=text)) is not None:
@@ -338,15 +322,11 @@ class OutputProcessor:
             _log.warning(NO_LOGITS)
         return SequenceEnd("error", stop=NO_LOGITS, code="not_finite")
 
-    def _ends_by_token(self, how: SamplingParams, token: int) -> SequenceEnd | None:
-        if token in self._eos and not how.ignore_eos:
-            return SequenceEnd("stop", closing=token)
-        return SequenceEnd("stop", closing=token, stop=token) if token in how.stop_token_ids else None
-
     def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
         request, state = sequence.request, self._states.get(sequence)
-        how, ids = request.sampling, sequence.generated
-        text, stop = self._text(sequence, end), end.stop
+        how, ids, stop = request.sampling, sequence.generated, end.stop
+        closing = [end.closing] if end.closing is not None and how.include_stop_str_in_output else []
+        text = self._decoded(sequence, [*ids, *closing])
         if end.by_text:
             begin = 0
             if how.min_tokens:
@@ -371,23 +351,11 @@ class OutputProcessor:
             prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
         )
 
-    def _text(self, sequence: RunningSequence, end: SequenceEnd) -> str:
-        ids = sequence.generated
-        if end.closing is not None and sequence.request.sampling.include_stop_str_in_output:
-            ids = [*ids, end.closing]
-        return self._decoded(sequence, ids)
-
     def _decoded(self, sequence: RunningSequence, token_ids: Sequence[int]) -> str:
         tokenizer, request = self._tokenizer, sequence.request
         return tokenizer.decode_after(
             tokenizer.context(request.token_ids), token_ids, skip_special_tokens=request.sampling.skip_special_tokens
         )
-
-    def _forget(self, sequence: RunningSequence) -> None:
-        state = self._states.pop(sequence, None)
-        if state is not None:
-            self._historians -= state.needs_history
-            self._watching -= state.matcher is not None
 
 
 def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:

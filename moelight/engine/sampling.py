@@ -1,7 +1,7 @@
 """From logits to the next token. A sampled token depends only on its sequence's seed and position.
 
-Does not depend on sequences and text. The operations have vLLM's order: biases, minimum number of tokens, penalties,
-grammar mask; then temperature, min-p, top-k, top-p.
+The operations have vLLM's order: biases, minimum number of tokens, penalties, grammar mask; then temperature, min-p,
+top-k, top-p.
 
 Legend: S rows, V vocabulary, K likeliest tokens requested.
 """

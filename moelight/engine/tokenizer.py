@@ -1,15 +1,12 @@
-"""Text to token ids and back; the rest of the engine handles ids only.
-
-Reads the checkpoint's tokenizer.json, special tokens, chat template and end-of-sequence ids. Does not depend on models,
-sampling or files of prompts.
-"""
+"""Text to token ids and back, by the checkpoint's tokenizer.json, special tokens, chat template and end-of-sequence
+ids. The rest of the engine handles ids only."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError
@@ -76,8 +73,7 @@ class Tokenizer:
         else:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
         eos_token_ids = _read_eos_token_ids(directory)
-        damage = _TokenizerErrors(directory / TOKENIZER)
-        with panics_as(damage.error, quiet=True), damage:
+        with _library_errors(directory / TOKENIZER):
             inner = _read_tokenizer(directory)
             _add_tokens(inner, config, named)
             inner.no_truncation()
@@ -105,7 +101,19 @@ class Tokenizer:
         Raises:
             InputError: ``text`` holds half of a surrogate pair, is far too long, or the tokenizers library fails on it.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, most=most)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
+        with panics_as(_fails_at_the_text, quiet=len(text) >= _LONG_LETTERS):
+            try:
+                if most is not None:
+                    self._refuse_far_too_long(text, most)
+                return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+            except Exception as error:
+                if type(error) is not Exception:  # the library raises bare Exceptions
+                    raise
+                raise _fails_at_the_text(" ".join(str(error).split())) from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, by default without special tokens."""
@@ -162,22 +170,7 @@ class Tokenizer:
                 "this model has no chat template; send a prompt instead, or name a template of your own",
                 code="no_chat_template",
             )
-        return self._encode(self.template.render(conversation), add_special_tokens=False, most=most)
-
-    def _encode(self, text: str, *, add_special_tokens: bool, most: int | None) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
-        with panics_as(_fails_at_the_text, quiet=len(text) >= _LONG_LETTERS):
-            try:
-                if most is not None:
-                    self._refuse_far_too_long(text, most)
-                return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-            except Exception as error:
-                if type(error) is not Exception:  # the library raises bare Exceptions
-                    raise
-                raise _fails_at_the_text(" ".join(str(error).split())) from None
+        return self.encode(self.template.render(conversation), add_special_tokens=False, most=most)
 
     def _refuse_far_too_long(self, text: str, most: int) -> None:
         """Reject ``text`` by the token count of its beginning, of which only the last tokens can differ in the whole
@@ -194,24 +187,20 @@ class Tokenizer:
             count *= _LETTERS
 
 
-class _TokenizerErrors:
-    """Turns the bare `Exception` or `ValueError` that the tokenizers library raises into a `CheckpointError`."""
+@contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """Turn panics and bare exceptions of the tokenizers library, which reads ``path``, into a `CheckpointError`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def unusable(said: object) -> CheckpointError:
+        return CheckpointError(f"{path}: not a usable tokenizer ({said})")
 
-    def error(self, said: object) -> CheckpointError:
-        """The error for the file, with the library's message ``said``."""
-        return CheckpointError(f"{self._path}: not a usable tokenizer ({said})")
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind in (Exception, ValueError):
-            raise self.error(error) from None
+    with panics_as(unusable, quiet=True):
+        try:
+            yield
+        except Exception as error:
+            if type(error) not in (Exception, ValueError):
+                raise
+            raise unusable(error) from None
 
 
 def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:

@@ -21,7 +21,7 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.products import Workspace, feed_forward, padded_rows, parts
+from moelight.kernels.products import Workspace, feed_forward, padded_rows
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
@@ -78,39 +78,40 @@ def moe_forward(
     other tokens of the batch beyond the rounding of each product.
     """
     if routed.x.device.type == "cpu" and native.available():
-        return _natively(routed, experts, space, into)
+        return SplitMoE(routed, experts, frozenset(), space).end(into)
     rows = routed.ids.numel()
     on_card = routed.x.is_cuda and any(experts)
     if on_card and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
         return grouped_forward(routed, experts if isinstance(experts, MoEWeights) else MoEWeights(experts), space, into)
-    if all(expert is not None for expert in experts):
-        found = _all_at_once(routed, [expert for expert in experts if expert is not None], space)
-    else:
-        sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
-        add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
-        found = sums.to(routed.x.dtype)
+    sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
+    add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
+    found = sums.to(routed.x.dtype)
     return found if into is None else into.add_(found)
 
 
-def _natively(routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, into: Tensor | None) -> Tensor:
-    """`moe_forward` by the native CPU kernels."""
-    return _PartialMoE(routed, experts, frozenset(), space.rows).end(into)
-
-
-class _PartialMoE:
-    """`moe_forward` by native kernels in two steps: the constructor computes the experts not in ``late``, `end` the
-    ``late`` ones.
+class SplitMoE:
+    """`moe_forward` in two steps: the constructor computes the experts not in ``late``, `end` the ``late`` ones, which
+    may become resident meanwhile. Without native kernels, `end` does all work. The sums do not depend on ``late``.
 
     Rows are sorted: first experts not in ``late``, then ``late`` ones, then experts computed elsewhere, which are
-    skipped. ``rows`` [at least T k, H] is in use until `end` returns. The sums do not depend on ``late``.
+    skipped. The T k rows of ``space`` from ``first_row`` on are in use until `end` returns.
     """
 
     def __init__(
-        self, routed: Routed, experts: Sequence[ExpertWeights | None], late: frozenset[int], rows: Tensor
+        self,
+        routed: Routed,
+        experts: Sequence[ExpertWeights | None],
+        late: frozenset[int],
+        space: Workspace,
+        first_row: int = 0,
     ) -> None:
+        self._whole = routed, experts, space
+        self._native = routed.x.device.type == "cpu" and native.available()
+        if not self._native:
+            return
         ids = routed.ids
         order = [index for index, expert in enumerate(experts) if expert is not None and index not in late]
-        there = len(order)
+        self._there = len(order)
         order += [index for index, expert in enumerate(experts) if expert is not None and index in late]
         if late or len(order) < len(experts):
             place = torch.full((len(experts),), len(order), dtype=torch.int32)
@@ -118,20 +119,22 @@ class _PartialMoE:
             ids = place[ids.long()]
         by_expert = cpu_sort_by_expert(ids, len(order) + 1)
         self._offsets = by_expert.offsets[: len(order) + 1]
-        self._cuts = self._offsets.tolist()
-        count = self._cuts[-1]
+        self._cuts, self._position = self._offsets.tolist(), by_expert.position
         self._experts = [experts[index] or _IDLE for index in order]
-        self._there, self._weights, self._position = there, routed.weights, by_expert.position
-        self._rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=rows[:count])
-        self._compute(0, there)
+        count = self._cuts[-1]
+        rows = space.rows[first_row : first_row + count]
+        self._rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=rows)
+        self._compute(0, self._there)
 
     def end(self, into: Tensor | None) -> Tensor:
-        """Compute the late experts; return the weighted sums [T, H], added to ``into`` if given."""
+        """Compute the remaining experts; return the weighted sums [T, H], added to ``into`` if given."""
+        if not self._native:
+            return moe_forward(*self._whole, into=into)
         self._compute(self._there, len(self._experts))
         position, count = self._position, self._cuts[-1]
         if count < position.numel():
             position = torch.where(position < count, position, -1)
-        return cpu_scatter_sum(self._rows, position, self._weights, into, residual=into is not None)
+        return cpu_scatter_sum(self._rows, position, self._whole[0].weights, into, residual=into is not None)
 
     def _compute(self, first: int, last: int) -> None:
         start, end = self._cuts[first], self._cuts[last]
@@ -143,32 +146,6 @@ class _PartialMoE:
         ]
         rows, offsets = self._rows[start:end], self._offsets[first : last + 1] - start
         cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
-
-
-class SplitMoE:
-    """A `moe_forward` whose ``late`` experts are not resident yet. Without native kernels, all work is done by `end`.
-
-    ``first_row``: the first of the T k rows of ``space`` that are in use until `end` returns.
-    """
-
-    def __init__(
-        self,
-        routed: Routed,
-        experts: Sequence[ExpertWeights | None],
-        late: frozenset[int],
-        space: Workspace,
-        first_row: int,
-    ) -> None:
-        self._whole = routed, experts, space
-        native_here = routed.x.device.type == "cpu" and native.available()
-        self._partial = _PartialMoE(routed, experts, late, space.rows[first_row:]) if native_here else None
-
-    def end(self, *, into: Tensor) -> None:
-        """Compute the remaining experts and add all results to ``into`` [T, H]."""
-        if self._partial is not None:
-            self._partial.end(into)
-        else:
-            moe_forward(*self._whole, into=into)
 
 
 def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
@@ -205,19 +182,17 @@ def add_experts(
     if routed.x.device.type == "cpu" and native.available():
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
-    top_k, flat = routed.ids.shape[1], routed.weights.flatten()
-    order, counts = _by_expert(routed.ids, len(experts))
-    first = 0
-    for expert, count in zip(experts, counts, strict=True):
-        chosen = order[first : first + count]
-        first += count
-        if expert is None or not count:
+    top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
+    order = ids.argsort(stable=True)  # rows, token * k + rank, by expert, then token
+    chosen = order.split(torch.bincount(ids, minlength=len(experts)).tolist())
+    for expert, mine in zip(experts, chosen, strict=True):
+        if expert is None or not mine.numel():
             continue
-        for part in chosen.split(min(most_rows, EXPERT_ROWS)):
+        for part in mine.split(min(most_rows, EXPERT_ROWS)):
             tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
-            sums.index_copy_(0, tokens, sums[tokens] + out.float() * flat[part].unsqueeze(1))
+            sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))
 
 
 def _accumulate_natively(
@@ -254,32 +229,3 @@ def _chunks(spans: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[t
         room -= high - first
     if chunk:
         yield chunk
-
-
-def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """Routed rows (token * k + rank) sorted by expert, then token; and the number of rows of each expert."""
-    flat = ids.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=experts).tolist()
-
-
-def _all_at_once(routed: Routed, experts: Sequence[ExpertWeights], space: Workspace) -> Tensor:
-    """`moe_forward` over rows sorted by expert. The padding of an expert's rows overlaps the rows of the next
-    expert, which has not been computed yet; those rows are read, and their results are discarded.
-    """
-    tokens, top_k = routed.ids.shape
-    order, counts = _by_expert(routed.ids, len(experts))
-    rows = space.rows
-    torch.index_select(routed.x, 0, order // top_k, out=rows[: order.numel()])
-    first = 0
-    for (gate_up, down), count in zip(experts, counts, strict=True):
-        for start, some in parts(first, count):
-            padded = rows[start : start + padded_rows(some)]
-            rows[start : start + some] = feed_forward(padded, gate_up, down, space)[:some]
-        first += count
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    ranked = back.view(tokens, top_k)
-    total = rows[ranked[:, 0]].float().mul_(routed.weights[:, :1])
-    for rank in range(1, top_k):
-        total += rows[ranked[:, rank]].float() * routed.weights[:, rank : rank + 1]
-    return total.to(routed.x.dtype)

@@ -1,6 +1,7 @@
-"""Writes the phases of a micro-batch in one layer, task by task: attention, then experts.
+"""Writes a schedule task by task: the pages, the layer phases of each micro-batch, and the transfers between them.
 
-A builder decides only the order of the calls; dependencies, buffers and bytes of each task are defined here.
+The functions of `schedules` and `on_demand` decide only the order of the calls; dependencies, buffers and bytes of each
+task are defined here.
 """
 
 from __future__ import annotations
@@ -81,23 +82,6 @@ class ScheduleBuilder:
             self._waits_for = tuple(self._since.values())
             self._since = {}
 
-    def cross(
-        self, kind: TaskKind, lane: Lane, layer: int, j: int, deps: Sequence[int], size: int, source: str, target: str
-    ) -> int:
-        """Add a transfer of ``size`` bytes of micro-batch ``j`` from buffer ``source`` to ``target``."""
-        return self.add(
-            Task(
-                kind=kind,
-                lane=lane,
-                layer=layer,
-                micro_batch=j,
-                bytes=size,
-                deps=tuple(deps),
-                reads=(self.buffer(source, j),),
-                writes=(self.buffer(target, j),),
-            )
-        )
-
     def compute(
         self,
         kind: TaskKind,
@@ -109,14 +93,17 @@ class ScheduleBuilder:
         writes: Sequence[str] = (),
         also_reads: tuple[Buffer, ...] = (),
         lane: Lane | None = None,
+        size: int = 0,
     ) -> int:
-        """Add a task on buffers of micro-batch ``j``, on the compute lane unless ``lane`` is given."""
+        """Add a task on buffers of micro-batch ``j``, on the compute lane unless ``lane`` is given; a transfer moves
+        ``size`` bytes."""
         return self.add(
             Task(
                 kind=kind,
                 lane=lane or self.layout.compute,
                 layer=layer,
                 micro_batch=j,
+                bytes=size,
                 deps=tuple(deps),
                 reads=(*[self.buffer(space, j) for space in reads], *also_reads),
                 writes=tuple([self.buffer(space, j) for space in writes]),
@@ -210,7 +197,7 @@ class ScheduleBuilder:
         prefetched = tuple(self._delivered[k] for k in range(self.shape.prefetched))
         routed = self._routed[layer]
         for lane in self.layout.page_lanes:
-            first = lane is self.layout.page_lanes[0]
+            first, last = lane is self.layout.page_lanes[0], lane is self.layout.page_lanes[-1]
             self._brought[layer] = self.add(
                 Task(
                     kind=TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS,
@@ -219,18 +206,23 @@ class ScheduleBuilder:
                     bytes=self.layout.most_chosen_bytes(layer, lane),
                     deps=(routed, *prefetched) if first else (self._brought[layer],),
                     reads=() if first else (self.buffer("chosen_pinned", layer),),
-                    writes=(self._chosen_buffer(layer, lane),),
+                    writes=(self.buffer("chosen" if last else "chosen_pinned", layer),),
                 )
             )
 
-    def prefetch_predicted(self, layer: int, after: int) -> None:
-        """Begin to fetch the predicted pages of ``layer`` once ``after`` is done.
+    def prefetch_predicted(self, layer: int, coming: int) -> None:
+        """Begin to fetch the predicted pages of layer ``coming`` once the routers of ``layer``, and later layers'
+        routers where they run on its hidden states to predict, are done.
 
         No task depends on this one; an expert that needs one of its pages waits for that page's transfer.
         """
+        after = self._routed[layer]
+        for j in range(self.count) if self.shape.predict_experts else ():
+            after = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, (self._ready[j],), reads=("hidden",))
+            self._ready[j] = after
         lane = self.layout.page_lanes[-1]
         kind = TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD
-        self.add(Task(kind=kind, lane=lane, layer=layer, deps=(after,)))
+        self.add(Task(kind=kind, lane=lane, layer=coming, deps=(after,)))
 
     def fetch_layer(self, layer: int) -> None:
         """`fetch` as many first pages of ``layer`` as there are pinned slots."""
@@ -283,10 +275,6 @@ class ScheduleBuilder:
     def _page_slot(self, k: int) -> tuple[Page, int]:
         return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
 
-    def _chosen_buffer(self, layer: int, lane: Lane) -> Buffer:
-        """The buffer of the chosen experts of ``layer`` after ``lane``."""
-        return Buffer(space="chosen" if lane is self.layout.page_lanes[-1] else "chosen_pinned", index=layer)
-
     def _layer_of(self, k: int) -> int:
         return self.layout.streamed[k % len(self.layout.streamed)].layer
 
@@ -296,10 +284,6 @@ class ScheduleBuilder:
     def count(self) -> int:
         """Micro-batches in the pass."""
         return len(self.shape.micro_batches)
-
-    def embed(self, j: int) -> None:
-        """Turn the token ids of micro-batch ``j`` into hidden states."""
-        self._ready[j] = self.compute(TaskKind.EMBED, 0, j, (), writes=("hidden",))
 
     def load_kv(self, layer: int, j: int) -> None:
         """Transfer the cached keys and values of micro-batch ``j`` to the device, into the buffer of its step's parity.
@@ -336,7 +320,7 @@ class ScheduleBuilder:
     def attend(self, layer: int, j: int) -> None:
         """``pre_attention`` and attention of micro-batch ``j``; `load_hidden` writes the transfer back over a link."""
         if layer == 0:
-            self.embed(j)
+            self._ready[j] = self.compute(TaskKind.EMBED, 0, j, (), writes=("hidden",))
         self.load_kv(layer, j)
         deps = (self._ready[j], *drop_none(self._sent_down.get(j)))
         before = self.compute(TaskKind.PRE_ATTENTION, layer, j, deps, reads=("hidden",), writes=("qkv",))
@@ -354,8 +338,10 @@ class ScheduleBuilder:
         if not self.layout.discrete or self.layout.attention == "gpu" or self._of(j).prefill_only:
             return
         up = costs.hidden_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        deps = (self._ready[j],)
-        self._ready[j] = self.cross(TaskKind.LOAD_HIDDEN, Lane.H2D, layer, j, deps, up, "attn_host", "attn")
+        deps, reads, writes = (self._ready[j],), ("attn_host",), ("attn",)
+        self._ready[j] = self.compute(
+            TaskKind.LOAD_HIDDEN, layer, j, deps, reads=reads, writes=writes, lane=Lane.H2D, size=up
+        )
 
     def post_attention(self, layer: int, j: int) -> None:
         """Output projection, router and experts of micro-batch ``j``; reads every ring slot of the layer.
@@ -377,8 +363,8 @@ class ScheduleBuilder:
         if j not in self._returning:
             return
         up = costs.residual_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        deps = (self._returning.pop(j),)
-        loaded = self.cross(TaskKind.LOAD_EXPERTS, Lane.H2D, layer, j, deps, up, "experts_host", "experts")
+        deps, reads, writes = (self._returning.pop(j),), ("experts_host",), ("experts",)
+        loaded = self.compute(TaskKind.LOAD_EXPERTS, layer, j, deps, reads=reads, writes=writes, lane=Lane.H2D, size=up)
         both = (loaded, self._device_part.pop(j))
         self._ready[j] = self.compute(TaskKind.COMBINE, layer, j, both, reads=("experts",), writes=("hidden",))
 
@@ -409,16 +395,6 @@ class ScheduleBuilder:
             deps = (self._ready[j],)
             kind, reads, writes = TaskKind.RESIDENT_EXPERTS, ("routed",), ("partial",)
             self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes)
-
-    def routed_task(self, layer: int) -> int:
-        """The last router of ``layer``."""
-        return self._routed[layer]
-
-    def predict_experts(self, layer: int, j: int) -> int:
-        """Run later layers' routers on the hidden states of micro-batch ``j`` at ``layer``, to predict their
-        experts."""
-        self._ready[j] = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, (self._ready[j],), reads=("hidden",))
-        return self._ready[j]
 
     def experts(self, layer: int) -> None:
         """The experts of ``layer``, once for all micro-batches; does nothing in a layer without experts."""
@@ -468,12 +444,11 @@ class ScheduleBuilder:
             return
         down = layout.kv_down_bytes(self._of(j))
         deps = (before, *drop_none(self._stored.get(j)))
-        sent = self.cross(TaskKind.OFFLOAD_KV, Lane.D2H, layer, j, deps, down, "qkv", "qkv_host")
+        sent = self.compute(
+            TaskKind.OFFLOAD_KV, layer, j, deps, reads=("qkv",), writes=("qkv_host",), lane=Lane.D2H, size=down
+        )
         self._sent_down[j] = sent
-        self._stored[j] = self._store(layer, j, sent)
-
-    def _store(self, layer: int, j: int, sent: int) -> int:
-        task = self.add(
+        self._stored[j] = self.add(
             Task(
                 kind=TaskKind.STORE_KV,
                 lane=Lane.CPU,
@@ -481,11 +456,10 @@ class ScheduleBuilder:
                 micro_batch=j,
                 deps=(sent,),
                 reads=(self.buffer("qkv_host", j),),
-                writes=(self._cache(layer, j),) if self.layout.context_crosses else (),
+                writes=(self._cache(layer, j),) if layout.context_crosses else (),
             )
         )
-        self._stored_by_layer.setdefault(layer, []).append(task)
-        return task
+        self._stored_by_layer.setdefault(layer, []).append(self._stored[j])
 
     def _cache(self, layer: int, j: int) -> Buffer:
         """The keys and values that micro-batch ``j`` adds to the cache of ``layer`` in host memory."""
@@ -493,9 +467,13 @@ class ScheduleBuilder:
 
     def _attend_on_host(self, layer: int, j: int, before: int) -> None:
         down = costs.qkv_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        sent = self.cross(TaskKind.OFFLOAD_QKV, Lane.D2H, layer, j, (before,), down, "qkv", "qkv_host")
-        kind, lane = TaskKind.CPU_ATTENTION, Lane.CPU
-        self._ready[j] = self.compute(kind, layer, j, (sent,), reads=("qkv_host",), writes=("attn_host",), lane=lane)
+        sent = self.compute(
+            TaskKind.OFFLOAD_QKV, layer, j, (before,), reads=("qkv",), writes=("qkv_host",), lane=Lane.D2H, size=down
+        )
+        reads, writes = ("qkv_host",), ("attn_host",)
+        self._ready[j] = self.compute(
+            TaskKind.CPU_ATTENTION, layer, j, (sent,), reads=reads, writes=writes, lane=Lane.CPU
+        )
 
     def _route(self, layer: int, j: int) -> int:
         written = ("hidden", "routed")
@@ -508,7 +486,10 @@ class ScheduleBuilder:
         """
         down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
         known = (routed, self._routed[layer]) if self.shape.routed_only else (routed,)
-        sent = self.cross(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, known, down, "routed", "routed_host")
+        reads, writes = ("routed",), ("routed_host",)
+        sent = self.compute(
+            TaskKind.OFFLOAD_HIDDEN, layer, j, known, reads=reads, writes=writes, lane=Lane.D2H, size=down
+        )
         here, there = self.ring(layer), self.arrived(layer)
         all_on_cpu = self.layout.experts == "host"
         task = self.compute(

@@ -1,9 +1,11 @@
-"""The inputs of a builder: the pipeline's fixed shape (`Layout`) and one pass through it (`PassShape`)."""
+"""The inputs of a schedule: what is fixed while an engine runs (`Layout`) and the shape of one pass (`PassShape`)."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError
@@ -20,7 +22,7 @@ EXPERT_PLACES = {"gpu": "device", "split": "split", "cpu": "host"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The pipeline of one engine: fixed from load to close.
+    """Devices, placement and slots of one engine; pages may move between passes, all else is fixed.
 
     Attributes:
         dtype: the dtype of compute and of transfers between units; ``page_dtype`` and ``kv_dtype`` are those of the
@@ -218,11 +220,5 @@ def _cpu_layers(model: ModelProfile, placement: Placement, experts: str) -> tupl
 
 
 def _layer_ranges(num_layers: int, streamed: tuple[Page, ...]) -> tuple[range, ...]:
-    bounds, start = [], 0
-    for layer in range(num_layers):
-        stop = start
-        while stop < len(streamed) and streamed[stop].layer == layer:
-            stop += 1
-        bounds.append(range(start, stop))
-        start = stop
-    return tuple(bounds)
+    ends = [bisect_right(streamed, layer, key=lambda page: page.layer) for layer in range(-1, num_layers)]
+    return tuple(range(first, last) for first, last in pairwise(ends))

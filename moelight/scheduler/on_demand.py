@@ -26,16 +26,12 @@ def pays(
 
     ``missing``: the measured share of the streamed pages that such passes were routed to; None: the expected share.
     """
+    if not layout.streamed:
+        return False
     if missing is None:
-        return bool(layout.streamed) and bool(
-            schedule_time.routed_only(layout.model, schedule, tokens, most_tokens, least=least)
-        )
+        return bool(schedule_time.routed_only(layout.model, schedule, tokens, most_tokens, least=least))
     small = schedule in schedule_time.ON_DEMAND_SCHEDULES and tokens <= most_tokens
-    return (
-        bool(layout.streamed)
-        and small
-        and missing <= 1.0 - min(schedule_time.ROUTED_ONLY_SHARE, schedule_time.MEASURED_SHARE)
-    )
+    return small and missing <= 1.0 - min(schedule_time.ROUTED_ONLY_SHARE, schedule_time.MEASURED_SHARE)
 
 
 def write(draft: ScheduleBuilder, builder: str, *, whole: bool = False) -> Schedule:
@@ -78,7 +74,4 @@ def _look_ahead(draft: ScheduleBuilder, layer: int) -> None:
     coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
     if not draft.shape.ahead or coming is None:
         return
-    after = draft.routed_task(layer)
-    for j in range(draft.count) if draft.shape.predict_experts else ():
-        after = draft.predict_experts(layer, j)
-    draft.prefetch_predicted(coming, after)
+    draft.prefetch_predicted(layer, coming)

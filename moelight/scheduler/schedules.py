@@ -1,10 +1,8 @@
-"""CGOPipe (MoE-Lightning, Algorithm 1) on passes: GPU experts, CPU attention and paged weights, interleaved.
+"""The seven schedules: CGOPipe (MoE-Lightning, Algorithm 1) and the schedules that it is compared with.
 
-The launch order is the pipeline: pages of the next layer are sent between the hidden-state transfers of the current
-layer, so no transfer waits for a whole layer, and attention runs two micro-batches ahead of the experts. The launch of
-a transfer may block on its host part, so each transfer is launched only when the experts need it next. Where the device
-attends, contexts take the place of hidden states on the link; where the CPU computes experts, their outputs cross one
-step after their inputs.
+FastDecode (S2), FlexGen(c) (S3) and FlexGen (S4) are MoE-Lightning's readings of these systems; ``flexgen-loop`` is
+FlexGen's code as published; ``module`` runs the attention of a layer over the whole batch, then its experts, as MoE-Gen
+and MoE-Lens do; ``serial`` overlaps nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +19,13 @@ LOOK_AHEAD = 2
 
 
 def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
-    """Algorithm 1. Steps are (layer, micro-batch), layer by layer; attention is ``look_ahead`` steps ahead.
+    """GPU experts, CPU attention and paged weights, interleaved (Algorithm 1). Steps are (layer, micro-batch), layer by
+    layer; attention is ``look_ahead`` steps ahead.
+
+    Pages of the next layer are sent between the hidden-state transfers of the current layer, so no transfer waits for a
+    whole layer. Each is launched only when the experts need it next, since a launch may block on its host part. Where
+    the device attends, contexts take the place of hidden states on the link; where the CPU computes experts, their
+    outputs cross one step after their inputs.
 
     A single micro-batch can only be one step ahead, since its next layer needs the experts of the current one; one step
     less where experts are ``late`` by a step. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps

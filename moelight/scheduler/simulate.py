@@ -2,7 +2,7 @@
 
 The rules are the executor's: a lane runs one task at a time, in schedule order; a task starts when its lane is free and
 its dependencies are done; a pass begins when the one before is done, except for prefetched pages. Lanes that touch host
-memory share its bandwidth. Does not depend on costs: a ``Price`` returns them.
+memory share its bandwidth. A ``Price`` returns the cost of a task.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def simulate_pass(
     Returns:
         Spans in schedule order, without the pages prefetched for the next pass.
     """
-    clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
-    return clock.run(schedule, cost)
+    job = [(schedule, cost)]
+    return simulate_passes(job, dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)[0]
 
 
 def simulate_passes(
@@ -147,7 +147,7 @@ class VirtualClock:
         """
         running_tasks = [self._run_task(task, cost) for task in schedule.tasks]
         ahead = set(schedule.prefetched_next)
-        awaited = [running_task for position, running_task in enumerate(running_tasks) if position not in ahead]
+        awaited = [each for position, each in enumerate(running_tasks) if position not in ahead]
         launching = self._launch(schedule, running_tasks)
         blockers = next(launching, None)
         for running_task in awaited:
@@ -156,9 +156,7 @@ class VirtualClock:
                 while blockers is not None and all(blocker.done for blocker in blockers):
                     blockers = next(launching, None)
         prefetched = [running_tasks[position] for position in schedule.prefetched_next]
-        self._prefetched = {
-            running_task.task.page: running_task for running_task in prefetched if running_task.task.page is not None
-        }
+        self._prefetched = {each.task.page: each for each in prefetched if each.task.page is not None}
         return Timeline(spans=tuple(each.span for each in awaited))
 
     def _run_task(self, task: Task, cost: Price) -> _RunningTask:
@@ -204,21 +202,21 @@ class VirtualClock:
     def _advance(self) -> None:
         """Advance to the next end of a task."""
         running = list(self._running.values())
-        shares = [running_task.share for running_task in running] if self._dram is not None else ()
+        shares = [each.share for each in running] if self._dram is not None else ()
         soonest, ended = math.inf, None
         if self._dram is None or sum(shares) <= self._dram:  # the common case: every task at full speed
-            for running_task in running:
-                if running_task.left_s < soonest:
-                    soonest, ended = running_task.left_s, running_task
-            for running_task in running:
-                running_task.left_s -= soonest
+            for each in running:
+                if each.left_s < soonest:
+                    soonest, ended = each.left_s, each
+            for each in running:
+                each.left_s -= soonest
         else:
             speeds = _fair_speeds(shares, self._dram)
-            for running_task, speed in zip(running, speeds, strict=True):
-                if running_task.left_s / speed < soonest:
-                    soonest, ended = running_task.left_s / speed, running_task
-            for running_task, speed in zip(running, speeds, strict=True):
-                running_task.left_s = max(0.0, running_task.left_s - soonest * speed)
+            for each, speed in zip(running, speeds, strict=True):
+                if each.left_s / speed < soonest:
+                    soonest, ended = each.left_s / speed, each
+            for each, speed in zip(running, speeds, strict=True):
+                each.left_s = max(0.0, each.left_s - soonest * speed)
         if ended is None:
             raise ScheduleError("tasks wait for each other for ever")
         self.now_s += soonest

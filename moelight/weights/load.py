@@ -1,6 +1,5 @@
-"""Reads weights from disk into the caller's memory: the dense part into its arena, expert pages into their slots.
-
-Allocates no memory beyond one bounce buffer per thread; the caller decides the placement of pages.
+"""Reads weights from disk into the caller's memory: the dense part into its arena as `ModelWeights`, expert pages into
+slots that the caller chooses. Allocates no memory beyond one bounce buffer per thread.
 
 Shapes: H hidden, Q query width, K key width, V vocabulary, E experts, I expert width, F dense feed-forward width.
 """
@@ -23,7 +22,7 @@ from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_shapes
+from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.tensor_map import TensorExtent, WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
@@ -174,7 +173,10 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
         for stored in dense_tensors(model):
             nbytes = stored.elements * dtype.itemsize
             view = arena[used : used + nbytes].view(dtype).view(stored.shape)
-            _read_stored(reader, weight_map, stored, view)
+            row = 0
+            for part in stored.parts:
+                reader.read(weight_map.parts[part], view[row : row + part.shape[0]])
+                row += part.shape[0]
             tensors[stored.name, stored.layer] = view
             used += align_up(nbytes, TENSOR_ALIGNMENT)
     _check_tie(weight_map, model)
@@ -306,13 +308,6 @@ def _check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
         raise ValueError(
             f"{what} must be contiguous uint8 of at least {needed} bytes, not {memory.dtype} {tuple(memory.shape)}"
         )
-
-
-def _read_stored(reader: ExtentReader, weight_map: WeightMap, stored: StackedTensor, view: torch.Tensor) -> None:
-    row = 0
-    for part in stored.parts:
-        reader.read(weight_map.parts[part], view[row : row + part.shape[0]])
-        row += part.shape[0]
 
 
 def _check_tie(weight_map: WeightMap, model: ModelProfile) -> None:

@@ -22,28 +22,12 @@ _MAX_DIMENSION = 1 << 62
 _AGAIN = "the file is damaged, fetch it again"
 
 _BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
-    "C64": 64,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 
 
@@ -109,10 +93,16 @@ def _header_length(file: Path, prefix: bytes, size: int) -> int:
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise CheckpointError(f"{file}: the header names {key!r} twice; {_AGAIN}")
+            result[key] = value
+        return result
+
     try:
-        header = parse_json(text.decode("utf-8"), pairs=_unique)
-    except _RepeatedKeyError as error:
-        raise CheckpointError(f"{file}: the header names {error.args[0]!r} twice; {_AGAIN}") from None
+        header = parse_json(text.decode("utf-8"), pairs=unique)
     except ValueError as error:
         raise CheckpointError(f"{file}: the header is not JSON ({error}); {_AGAIN}") from None
     if not isinstance(header, dict):
@@ -121,19 +111,6 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{file}: __metadata__ in the header must map strings to strings; {_AGAIN}")
     return header
-
-
-class _RepeatedKeyError(Exception):
-    """A JSON object has a repeated key."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _RepeatedKeyError(key)
-        result[key] = value
-    return result
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorInfo:

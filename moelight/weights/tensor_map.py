@@ -1,7 +1,7 @@
 """Matches the tensors of a checkpoint with those a model requires, and audits the match.
 
-Every required tensor is found exactly once and none is left over (DESIGN, rule 13), or a `CheckpointError` names file
-and tensor. Only names, shapes and dtypes are compared; no weights are read.
+Every required tensor is found exactly once and none is left over, or a `CheckpointError` names file and tensor. Only
+names, shapes and dtypes are compared; no weights are read.
 """
 
 from __future__ import annotations
@@ -23,72 +23,6 @@ from moelight.weights.source import Checkpoint, TensorInfo
 
 _HEADS = "num_attention_heads or head_dim"
 _KV_HEADS = "num_key_value_heads or head_dim"
-
-
-class AuditErrors:
-    """Collects fault messages about one checkpoint and one model, in the order found."""
-
-    def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
-        self._listing = checkpoint.listing
-        self._model = model
-        self._axes = _axes(FAMILIES[model.model_type].expert_width_key)
-        self.found: list[str] = []
-
-    def missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:
-        """``config.json`` requires ``name``, and no spelling of it is stored."""
-        model = self._model
-        reason = {
-            "head": "tie_word_embeddings is false",
-            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
-            **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
-            **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
-        }.get(part, f"model_type {model.model_type}")
-        self.found.append(
-            f"{self._listing}: tensor {name!r} {list(shape)} is missing, but config.json asks for it ({reason}, "
-            f"num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
-        )
-
-    def wrong_shape(self, part: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        """``info`` does not have the ``shape`` that ``config.json`` implies."""
-        axes = self._axes.get(part, ())
-        keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
-        hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
-        self.found.append(
-            f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
-            f"but config.json asks for {list(shape)}{hint}"
-        )
-
-    def twice(self, first: TensorInfo, second: TensorInfo) -> None:
-        """``first`` and ``second`` hold the same weights under different names."""
-        self.found.append(
-            f"{first.file}: tensor {first.name!r} and tensor {second.name!r} (in {second.file.name}) are two "
-            "spellings of the same weights; save the model again, with one of them"
-        )
-
-    def left_over(self, info: TensorInfo) -> None:
-        """``info`` is not part of the model."""
-        model = self._model
-        self.found.append(
-            f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
-            f"({model.model_type}, num_hidden_layers {model.num_layers}, num_experts {model.experts.num_experts})"
-        )
-
-    def unsupported_dtype(self, info: TensorInfo) -> None:
-        """``info`` has a dtype that no kernel supports."""
-        known = ", ".join(BY_SAFETENSORS)
-        self.found.append(f"{info.file}: tensor {info.name!r} has dtype {info.dtype}; supported: {known}")
-
-    def other_dtype(self, info: TensorInfo, common: str) -> None:
-        """``info`` does not have the dtype of the other tensors."""
-        self.found.append(
-            f"{info.file}: tensor {info.name!r} has dtype {info.dtype}, the others {common}; "
-            "save the model again in one dtype"
-        )
-
-    def summary(self) -> str:
-        """The first fault, and the number of others."""
-        more = len(self.found) - 1
-        return self.found[0] + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else "")
 
 
 def _axes(width: str) -> dict[str, tuple[str, ...]]:
@@ -198,13 +132,13 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
 
 
 class _TensorSearch:
-    """One search for all tensors of a model; records the tensors used and the faults found."""
+    """One search for all tensors of a model; records the tensors used and the faults found, in the order found."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
-        self._tensors = checkpoint.tensors
-        self._model = model
+        self._listing, self._tensors, self._model = checkpoint.listing, checkpoint.tensors, model
+        self._axes = _axes(FAMILIES[model.model_type].expert_width_key)
         self._used: dict[str, TensorInfo] = {}
-        self._faults = AuditErrors(checkpoint, model)
+        self._faults: list[str] = []
 
     def part(self, part: StoredTensor) -> TensorInfo | None:
         """The one tensor that is ``part``; None, and a fault, if it is missing, stored twice or of another shape."""
@@ -239,16 +173,24 @@ class _TensorSearch:
         common = Counter(info.dtype for info in self._used.values()).most_common(1)
         name = common[0][0] if common else FLOAT32.safetensors
         for info in self._used.values():
+            stored = f"{info.file}: tensor {info.name!r} has dtype {info.dtype}"
             if info.dtype not in BY_SAFETENSORS:
-                self._faults.unsupported_dtype(info)
+                self._faults.append(f"{stored}; supported: {', '.join(BY_SAFETENSORS)}")
             elif info.dtype != name:
-                self._faults.other_dtype(info, name)
-        ignored = re.compile("|".join(self._model.names.ignored) or "(?!)")
+                self._faults.append(f"{stored}, the others {name}; save the model again in one dtype")
+        ignored, model = re.compile("|".join(self._model.names.ignored) or "(?!)"), self._model
         for info in self._tensors.values():
             if info.name not in self._used and not ignored.fullmatch(info.name):
-                self._faults.left_over(info)
-        if self._faults.found:
-            raise CheckpointError(self._faults.summary())
+                self._faults.append(
+                    f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json "
+                    f"describes ({model.model_type}, num_hidden_layers {model.num_layers}, num_experts "
+                    f"{model.experts.num_experts})"
+                )
+        if self._faults:
+            more = len(self._faults) - 1
+            raise CheckpointError(
+                self._faults[0] + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else "")
+            )
         return BY_SAFETENSORS[name]
 
     def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[_Slice]]:
@@ -260,7 +202,7 @@ class _TensorSearch:
         loose = [name for expert in names for spellings in expert.values() for name in self._stored(spellings)]
         if whole and loose:
             self._use([*whole, *loose])
-            self._faults.twice(self._tensors[whole[0]], self._tensors[loose[0]])
+            self._twice(whole[0], loose[0])
             return [[]] * count
         if whole:
             shape = (count, sum(shapes[single][0] for single in singles), shapes[singles[0]][1])
@@ -273,14 +215,41 @@ class _TensorSearch:
         stored = self._stored(names)
         self._use(stored)
         if len(stored) > 1:
-            self._faults.twice(self._tensors[stored[0]], self._tensors[stored[1]])
+            self._twice(stored[0], stored[1])
         elif not stored:
-            self._faults.missing(part, names[0], shape)
-        elif self._tensors[stored[0]].shape != shape:
-            self._faults.wrong_shape(part, self._tensors[stored[0]], shape)
+            self._missing(part, names[0], shape)
+        elif (info := self._tensors[stored[0]]).shape != shape:
+            axes = self._axes.get(part, ())
+            keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
+            hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
+            self._faults.append(
+                f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
+                f"but config.json asks for {list(shape)}{hint}"
+            )
         else:
-            return self._tensors[stored[0]]
+            return info
         return None
+
+    def _missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:
+        """``config.json`` requires ``name``, and no spelling of it is stored."""
+        model = self._model
+        reason = {
+            "head": "tie_word_embeddings is false",
+            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
+            **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
+            **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
+        }.get(part, f"model_type {model.model_type}")
+        self._faults.append(
+            f"{self._listing}: tensor {name!r} {list(shape)} is missing, but config.json asks for it ({reason}, "
+            f"num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
+        )
+
+    def _twice(self, first: str, second: str) -> None:
+        self._faults.append(
+            f"{self._tensors[first].file}: tensor {first!r} and tensor {second!r} (in "
+            f"{self._tensors[second].file.name}) are two spellings of the same weights; save the model again, with one "
+            "of them"
+        )
 
     def _spell(self, part: str, layer: int = -1, expert: int = -1) -> list[str]:
         return [spelling.format(layer=layer, expert=expert) for spelling in getattr(self._model.names, part)]

@@ -208,18 +208,18 @@ def test_a_grammar_that_takes_too_much_is_refused(
 
 
 def test_grammars_are_tried_in_one_process_which_anything_may_end() -> None:
-    trial = trials.GrammarProcess(trials.Vocabulary(tokens=[b"a", b"b", b""], special=[2], ends=[2]))
+    trial = trials.GrammarTrial(trials.Vocabulary(tokens=[b"a", b"b", b""], special=[2], ends=[2]))
     assert trial.why_not("regex", "a+") is None
-    first = trial._process
+    first = trial.process._process
     assert first is not None
-    assert trial.why_not("regex", "b+") is None and trial._process is first
-    assert "unclosed group" in (trial.why_not("regex", "(a") or "") and trial._process is first
+    assert trial.why_not("regex", "b+") is None and trial.process._process is first
+    assert "unclosed group" in (trial.why_not("regex", "(a") or "") and trial.process._process is first
     first.kill()
-    assert trial.why_not("regex", "ab") is None and trial._process is not first
-    trial.close()
-    trial.close()
+    assert trial.why_not("regex", "ab") is None and trial.process._process is not first
+    trial.process.close()
+    trial.process.close()
     assert trial.why_not("regex", "ba") is None
-    trial.close()
+    trial.process.close()
 
 
 def masks(tokenizer: Tokenizer, constraint: Constraint) -> Iterator[list[int]]:

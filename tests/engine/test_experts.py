@@ -91,7 +91,7 @@ def truth(model: Path) -> Tokens:
     if model not in _TRUTH:
         plain = Policy(model=str(model), batch_size=1, micro_batch_size=1, micro_batch_tokens=256, schedule="serial")
         with Engine(plain, device="cpu", lanes="inline") as engine:
-            assert not engine._passes or engine._passes._pager is None
+            assert not engine._passes or engine._passes.model.pager is None
             _TRUTH[model] = tokens_of(engine)
     return _TRUTH[model]
 

@@ -133,7 +133,7 @@ def test_closing_frees_the_model(model: Path, device: str) -> None:
         engine.generate(PROMPTS, HOW)
         passes = engine._passes
         assert passes is not None
-        embed = weakref.ref(passes.decoder.weights.embed)
+        embed = weakref.ref(passes.model.weights.embed)
         runner = weakref.ref(passes)
         assert moelight_threads()
         assert open_files()

@@ -15,7 +15,7 @@ from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.engine import Engine
-from moelight.engine.pass_runner import weight_dtype
+from moelight.engine.loaded_model import weight_dtype
 from moelight.hrm import costs, schedule_time
 from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint

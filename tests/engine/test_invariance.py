@@ -26,7 +26,7 @@ from moelight.runtime.machine import LANE_KINDS
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
-from tests.engines import Tiny, least_memory
+from tests.engines import Tiny, all_pairs, in_turn, least_memory
 from tests.shapes import examples
 
 WORK = Workload(num_requests=28, prompt_len=24, max_prompt_len=150, gen_len=6)
@@ -64,6 +64,10 @@ def served() -> list[tuple[str, str]]:
     """Every order of work on every choice of devices that it can serve."""
     made = {name: Policy(model="m", **chosen) for name, chosen in DEVICES.items()}
     return [(name, devices) for name in SCHEDULES.names() for devices, policy in made.items() if fits(name, policy)]
+
+
+CROSSING = [each for each in served() if DEVICES[each[1]].get("ffn_device")]
+ON_DEMAND = [each for each in served() if each[0] in ON_DEMAND_SCHEDULES]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -135,8 +139,7 @@ def test_every_budget_gives_the_same_tokens(model: Path, device: str) -> None:
     assert disk[-1] > 0.7
 
 
-@pytest.mark.parametrize("lanes", LANE_KINDS)
-@pytest.mark.parametrize(("schedule", "devices"), served())
+@pytest.mark.parametrize(("schedule", "devices", "lanes"), in_turn(served(), LANE_KINDS))
 def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, lanes: str
 ) -> None:
@@ -145,9 +148,10 @@ def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
     assert run(policy, lanes=lanes) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), served())
-def test_every_schedule_serves_every_model_with_cut_prompts(model: Path, schedule: str, devices: str) -> None:
+@pytest.mark.parametrize(("schedule", "devices", "name"), in_turn(served(), MODELS))
+def test_every_schedule_serves_every_model_with_cut_prompts(tiny: Tiny, schedule: str, devices: str, name: str) -> None:
     """Micro-batches of twelve tokens: prompts are cut, and their ends ride with decoding sequences."""
+    model = tiny(name, **MODELS[name])
     policy = Policy(
         model=str(model),
         schedule=schedule,
@@ -160,7 +164,7 @@ def test_every_schedule_serves_every_model_with_cut_prompts(model: Path, schedul
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if DEVICES[each[1]].get("ffn_device")])
+@pytest.mark.parametrize(("schedule", "devices"), CROSSING[::2])
 def test_pages_that_cross_in_parts_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +175,7 @@ def test_pages_that_cross_in_parts_give_the_same_tokens(
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[0] in ON_DEMAND_SCHEDULES])
+@pytest.mark.parametrize(("schedule", "devices"), ON_DEMAND[::2])
 def test_passes_of_routed_pages_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +201,10 @@ def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, proce
         assert answers([replace(c, index=c.index - start) for c in found[start : start + len(wanted)]]) == wanted
 
 
-@pytest.mark.parametrize("devices", DEVICES)
-def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(model: Path, devices: str) -> None:
+@pytest.mark.parametrize(("devices", "name"), in_turn([(each,) for each in DEVICES], MODELS))
+def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(tiny: Tiny, devices: str, name: str) -> None:
     """Four tokens a micro-batch: a prompt of 150 is cut in 38 chunks, and takes several passes."""
+    model = tiny(name, **MODELS[name])
     policy = Policy(model=str(model), batch_size=3, micro_batch_size=2, micro_batch_tokens=4, **DEVICES[devices])
     passes = 0
     with Engine(policy, device="twin" if policy.discrete else "cpu") as engine:
@@ -208,10 +213,12 @@ def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(model: P
     assert passes > sum(map(len, PROMPTS)) // (3 + 8 * 4)
 
 
-@pytest.mark.parametrize("lanes", LANE_KINDS)
-@pytest.mark.parametrize("host", [0.0, 0.3, 0.5, 1.0])
-def test_any_share_of_the_cache_on_the_device_gives_the_same_tokens(model: Path, host: float, lanes: str) -> None:
+@pytest.mark.parametrize(("host", "lanes", "name"), all_pairs([0.0, 0.3, 0.5, 1.0], LANE_KINDS, MODELS))
+def test_any_share_of_the_cache_on_the_device_gives_the_same_tokens(
+    tiny: Tiny, host: float, lanes: str, name: str
+) -> None:
     """Blocks of sixteen tokens, so that most sequences own some on both sides."""
+    model = tiny(name, **MODELS[name])
     policy = Policy(
         model=str(model),
         batch_size=9,
@@ -280,9 +287,12 @@ def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("schedule", "devices"), [each for each in served() if each[1] != "cpu"])
-def test_a_real_device_gives_the_same_tokens(model: Path, schedule: str, devices: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "devices", "name"), in_turn([each for each in served() if each[1] != "cpu"], MODELS)
+)
+def test_a_real_device_gives_the_same_tokens(tiny: Tiny, schedule: str, devices: str, name: str) -> None:
     """Streams and events of the accelerator that is here; prompts attend there, weights cross its link."""
+    model = tiny(name, **MODELS[name])
     policy = Policy(model=str(model), micro_batch_size=5, schedule=schedule, **DEVICES[devices])
     with Engine(policy, device="auto") as engine:
         assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)

@@ -17,7 +17,7 @@ from moelight.cli.main import main
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
-from tests.engines import Tiny
+from tests.engines import Tiny, all_pairs
 from tests.tiny import FAMILIES
 
 ILL = 300  # a token that the damaged embedding spoils, and no answer holds
@@ -57,17 +57,20 @@ def assert_not_finite(completion: Completion) -> None:
     assert completion.token_ids == ()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"])
+@pytest.mark.parametrize(
+    ("name", "value", "family"),
+    all_pairs(
+        ["lm_head.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"],
+        [math.nan, math.inf, -math.inf],
+        FAMILIES,
+    ),
+)
 def test_spoiled_weights_answer_nothing(name: str, value: float, family: str, tiny: Tiny, tmp_path: Path) -> None:
     for completion in serve(damaged(tiny(family), tmp_path / "model", name, value), SOUND):
         assert_not_finite(completion)
 
 
-@pytest.mark.parametrize("device", ["cpu", "twin"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("value", "way", "device"), all_pairs([math.nan, math.inf], WAYS, ["cpu", "twin"]))
 def test_only_the_rows_that_meet_the_damage_are_errors(
     value: float, way: str, device: str, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from moelight.core.errors import ConfigError
 from moelight.engine.checkpoint import open_checkpoint
 from tests.engine.test_parity import reference, texts
-from tests.engines import Tiny, forced
+from tests.engines import Tiny, forced, in_turn
 from tests.tiny import FAMILIES, hf_model
 
 pytestmark = pytest.mark.peer
@@ -49,8 +49,7 @@ def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> Path:
     return target
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(("name", "family"), in_turn([(each,) for each in WRITTEN], FAMILIES))
 def test_log_probabilities_follow_the_keys_that_transformers_follows(
     name: str, family: str, tiny: Tiny, tmp_path: Path
 ) -> None:

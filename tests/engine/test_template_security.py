@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import jinja2.sandbox
 import pytest
 
 from moelight.core.errors import InputError
+from moelight.engine import chat, sandbox
 from moelight.engine.chat import ChatTemplate, Conversation
-from moelight.engine.sandbox import Sandbox, _BoundedFormat
-from tests.engine.test_templates import TEMPLATES
+from moelight.engine.confined import ConfinedProcess
 
 MESSAGES = [{"role": "user", "content": "x"}]
 ESCAPES = {
@@ -27,7 +25,6 @@ ESCAPES = {
     "self": "{{ self.__init__.__globals__ }}",
     "namespace": "{{ namespace.__init__.__globals__ }}",
     "format": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "format map": "{{ '{a.__class__}'.format_map({'a': ''}) }}",
     "format by reference": "{% set f = '{0.__class__}'.format %}{{ f('') }}",
     "format by filter": "{{ ['{0.__class__}'] | map('format', '') | list }}",
     "namespace attribute": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__ }}",
@@ -76,67 +73,6 @@ def test_a_template_cannot_leave_its_sandbox(kind: str) -> None:
     assert messages == [{"role": "user", "content": "x"}]
 
 
-# Uses of a method as a value, and what else has no text but what the interpreter gives it.
-OBJECTS = {
-    "method": "{{ ''.strip }}",
-    "method of a message": "{{ messages[0].items }}",
-    "method of a list": "{{ messages.index }}",
-    "in a list": "{{ [1, ''.strip] }}",
-    "in a dict": "{{ {'a': {'b': ''.strip}} }}",
-    "in a view": "{{ {'a': ''.strip}.items() }}",
-    "in a namespace": "{% set ns = namespace(x=1) %}{% set ns.f = ''.strip %}{{ ns }}",
-    "through a name": "{% set f = ''.strip %}{{ f }}",
-    "concatenated": "{{ 'a' ~ ''.strip }}",
-    "joined": "{{ [''.strip] | join }}",
-    "joined by method": "{{ ''.join([''.strip]) }}",
-    "as a string": "{{ ''.strip | string }}",
-    "by map": "{{ [''.strip] | map('string') | join }}",
-    "replaced": "{{ ''.strip | replace('a', 'b') }}",
-    "escaped": "{{ ''.strip | e }}",
-    "as json": "{{ {'a': ''.strip} | tojson }}",
-    "by percent": "{{ '%s' % ''.strip }}",
-    "by percent of many": "{{ '%s %r' % (1, ''.strip) }}",
-    "by format filter": "{{ '%s' | format(''.strip) }}",
-    "by format": "{{ '{}'.format(''.strip) }}",
-    "by format in a list": "{{ '{}'.format([''.strip]) }}",
-    "by repr": "{{ '{!r}'.format(''.strip) }}",
-    "by attribute in format": "{{ '{0.strip!r}'.format('') }}",
-    "by a name in format": "{{ '{a.strip!s}'.format_map({'a': ''}) }}",
-    "added": "{{ 'a' + ''.strip }}",
-    "added to a list": "{{ [''.strip] + [1] }}",
-    "repeated": "{{ [''.strip] * 2 }}",
-    "compared": "{{ ''.strip == ''.strip }}",
-    "compared with a constant": "{{ ''.strip != 'a' }}",
-    "ordered": "{{ ''.strip < 1 }}",
-    "searched": "{{ ''.strip in [1] }}",
-    "as a key": "{{ {''.strip: 1} }}",
-    "as an index": "{{ messages[''.strip] }}",
-    "as an argument": "{{ 'a'.replace('a', ''.strip) }}",
-    "as an argument of a helper": "{{ raise_exception(''.strip) }}",
-    "passed to a macro": "{% macro f(g) %}{{ g() }}{% endmacro %}{{ f(''.strip) }}",
-    "as a default": "{{ nothing | default(''.strip) }}",
-    "sorted": "{{ [''.strip, ''.strip] | sort | list }}",
-    "class": "{{ range }}{{ namespace }}{{ dict }}",
-    "helper": "{{ raise_exception }}",
-    "joiner": "{{ joiner() }}",
-    "cycler": "{{ cycler(1) }}",
-    "cycler in format": "{{ '{}'.format(cycler(1)) }}",
-    "loop": "{% for x in [1] %}{{ loop }}{% endfor %}",
-    "macro": "{% macro f() %}{% endmacro %}{{ f }}",
-    "self": "{{ self }}",
-    "iterator": "{{ messages | map('string') }}",
-    "iterator in a list": "{{ [messages | map('string')] }}",
-    "format itself": "{{ ''.format }}",
-}
-
-
-@pytest.mark.parametrize("kind", OBJECTS)
-def test_objects_of_the_interpreter_are_no_values(kind: str) -> None:
-    with pytest.raises(InputError, match=r"no value; it can only be called|has no text") as refusal:
-        ChatTemplate(OBJECTS[kind], special_tokens={}).render(MESSAGES)
-    assert "<" not in str(refusal.value) and "0x" not in str(refusal.value)
-
-
 CALLED = {
     "{{ ' a '.strip() }}": "a",
     "{% set f = ' a '.strip %}{{ f() }}": "a",
@@ -161,19 +97,13 @@ def test_methods_are_called_and_values_written(source: str) -> None:
 
 GROW = {
     "plus": "ns.x + ns.x",
-    "tilde": "ns.x ~ ns.x",
     "join": "[ns.x, ns.x] | join",
-    "join by method": "ns.x.join(['', '', ''])",
     "replace": "ns.x.replace('a', 'aaaaaaaaaaaa')",
-    "replace by filter": "ns.x | replace('a', 'aaaaaaaaaaaa')",
-    "replace nothing": "ns.x.replace('', ns.x)",
     "percent": "'%s%s' % (ns.x, ns.x)",
-    "percent by filter": "'%s%s' | format(ns.x, ns.x)",
     "format": "'{0}{0}'.format(ns.x)",
     "format map": "'{x}{x}'.format_map({'x': ns.x})",
     "indent": "(ns.x | indent(9999, blank=true)) | replace(' ', '\\n')",
     "list": "[ns.x] * 2 | list",
-    "shared dicts": "{'a': ns.x, 'b': ns.x}",
 }
 BOMBS = {
     **{
@@ -183,21 +113,15 @@ BOMBS = {
         for name, step in GROW.items()
     },
     "repeat": "{{ 'a' * 10**10 }}",
-    "repeat unseen": "{% set s = [1] * 10**9 %}",
     "power": "{% set ns = namespace(x=2) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "power of a power": "{{ 10 ** (10 ** 8) }}",
     "ljust": "{{ 'a'.ljust(10**10) }}",
-    "ljust by reference": "{% set f = 'a'.ljust %}{{ f(10**10) }}",
     "zfill": "{{ '1'.zfill(10**9) }}",
     "center": "{{ 'a' | center(9999999999) }}",
-    "center by name": "{{ ['a'] | map('center', 9999999999) | list }}",
     "percent width": "{{ '%9999999999d' % 1 }}",
-    "percent width of an argument": "{{ '%*d' % (10**9, 1) }}",
     "percent precision": "{{ '%.999999999f' | format(1) }}",
     "format width": "{{ '{:>9999999999}'.format(1) }}",
-    "format width of an argument": "{{ '{:>{w}}'.format(1, w=10**10) }}",
     "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
-    "translate": "{{ 'a'.translate({97: 'b'}) }}",
     "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
     "batch": "{{ [1] | batch(10**9, 'x') | list }}",
     "batches kept": "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}"
@@ -209,8 +133,6 @@ BOMBS = {
     "lipsum": "{{ lipsum(n=10**9) }}",
     "range": "{{ range(10**12) }}",
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "loops that pick nothing": "{% for a in range(99999) %}{% for b in range(99999) if a < 0 %}{% endfor %}"
-    "{% endfor %}",
     "loops over filters": "{% for a in range(99999) %}{{ range(99999) | select | reject | first }}{% endfor %}",
     "loops over sums": "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
     "a long text often": "{% for a in range(99999) %}" + "x" * 9000 + "{% endfor %}",
@@ -221,9 +143,7 @@ BOMBS = {
     "macros without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a loop in itself": "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
     "search": "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}{{ 'b' in s }}{% endfor %}",
-    "search by method": "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}{{ s.find('b') }}{% endfor %}",
     "pieces": "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
-    "words": "{% set s = 'a ' * 900000 %}{{ s.split() | length }}",
     "flattened": "{{ ([[1, 2, 3] * 100] * 9999) | sum(start=[]) | length }}",
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "deep loops": "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
@@ -232,8 +152,6 @@ BOMBS = {
 NEST = "{% set ns = namespace(t=1) %}{% for i in range(9000) %}{% set ns.t = STEP %}{% endfor %}"
 DEEP = {
     "hash": ("(ns.t,)", "{{ {ns.t: 1} }}"),
-    "hash to get": ("(ns.t,)", "{{ {}.get(ns.t) }}"),
-    "hash to look up": ("({'a': ns.t}.items() | first)", "{{ {}[ns.t] }}"),
     "hash for uniqueness": ("(ns.t,)", "{{ [ns.t] | unique | list }}"),
     "text": ("[ns.t]", "{{ ns.t }}"),
     "equality": ("[ns.t]", "{{ ns.t == [ns.t] }}"),
@@ -243,107 +161,68 @@ DEEP = {
 
 @pytest.fixture(scope="module")
 def burst() -> dict[str, Any]:
-    """What became of every bomb, in a process of its own: seconds of work, the complaint; and KiB of memory in all."""
+    """What became of every bomb, in a process of its own: the complaints, and KiB of memory of the largest child."""
     code = (
-        "import json, resource, time\n"
-        "from moelight.engine.chat import ChatTemplate\n"
+        "import json, resource\n"
+        "from moelight.engine import chat\n"
+        "from moelight.engine.confined import ConfinedProcess\n"
         "from moelight.core.errors import InputError\n"
         "from tests.engine.test_template_security import BOMBS, MESSAGES\n"
-        "ChatTemplate('', special_tokens={}).render(MESSAGES)\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before, seen = peak(), {}\n"
+        "chat._RENDERER = ConfinedProcess('moelight.engine.sandbox:renderer', cpu_s=0.15, memory_bytes=256 << 20)\n"
+        "seen = {}\n"
         "for kind, source in BOMBS.items():\n"
-        "    started = time.process_time()\n"
-        "    try: told = 'it said ' + ChatTemplate(source, special_tokens={}).render(MESSAGES)[:80]\n"
-        "    except InputError as refusal: told = f'{refusal.code}: {refusal}'\n"
-        "    seen[kind] = (time.process_time() - started, told)\n"
-        "print(json.dumps({'grown': peak() - before, 'seen': seen}))"
+        "    try: seen[kind] = 'it said ' + chat.ChatTemplate(source, special_tokens={}).render(MESSAGES)[:80]\n"
+        "    except InputError as refusal: seen[kind] = f'{refusal.code}: {refusal}'\n"
+        "chat._RENDERER.close()\n"
+        "print(json.dumps({'most': resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, 'seen': seen}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_bomb_is_refused_in_bounded_time(kind: str, burst: dict[str, Any]) -> None:
-    seconds, told = burst["seen"][kind]
+def test_a_bomb_is_refused(kind: str, burst: dict[str, Any]) -> None:
+    told = burst["seen"][kind]
     assert told.startswith("chat_template: the chat template fails: ")
     assert "\n" not in told and len(told) < 400 and "MemoryError" not in told
-    assert seconds < 5
 
 
-def test_short_ways_lead_where_long_ones_do() -> None:
-    """The sandbox answers what templates ask most without jinja2's own lookups; the answer is theirs."""
-    sandbox = Sandbox({})
-    namespace = sandbox.globals["namespace"](first=True, text="t", call=len, upper="".upper)
-    (loop,) = [loop for _, loop in jinja2.runtime.LoopContext([1], jinja2.Undefined)]
-    values = [{"role": "u", "items": 1, "__class__": 2, "_x": 3}, "text", [1], (1,), range(2), 3, 2.5, namespace, loop]
-    names = {name for value in values for name in dir(value)} | {"role", "_x", "first", "text", "call", "none", "upper"}
-    for value in values:
-        for name in sorted(names):
-            found = sandbox.getattr(value, name)
-            usual = jinja2.sandbox.ImmutableSandboxedEnvironment.getattr(sandbox, value, name)
-            assert type(found) is type(usual), (value, name)
-            assert found == usual or isinstance(found, (jinja2.Undefined, _BoundedFormat)), (value, name)
+def test_no_bomb_takes_more_than_its_memory(burst: dict[str, Any]) -> None:
+    assert burst["most"] < (256 + 100) * 1024
 
 
-def test_a_rendering_takes_few_steps() -> None:
-    """Every row is rendered, twice: calls of functions, against jinja2's sandbox without a budget."""
-
-    def calls(render: Callable[[], object]) -> int:
-        count = 0
-
-        def note(frame: object, event: str, argument: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        render()
-        sys.setprofile(note)
-        try:
-            render()
-        finally:
-            sys.setprofile(None)
-        return count
-
-    talk = [{"role": "system", "content": "You are a calculator."}, {"role": "user", "content": "add 1 and 2 ="}]
-    template, ours = TEMPLATES["qwen"], ChatTemplate(TEMPLATES["qwen"], special_tokens={})
-    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).from_string(template)
-    conversation = Conversation(messages=talk)
-    usual = calls(lambda: plain.render(messages=talk, tools=None, add_generation_prompt=True))
-    assert calls(lambda: ours.render(conversation)) < 2 * usual
-
-
-def test_all_bombs_together_take_little_memory(burst: dict[str, Any]) -> None:
-    assert burst["grown"] < 200 * 1024
+def test_the_next_conversation_is_rendered_after_a_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = ConfinedProcess("moelight.engine.sandbox:renderer", cpu_s=0.1, memory_bytes=256 << 20)
+    monkeypatch.setattr(chat, "_RENDERER", renderer)
+    template = ChatTemplate(
+        "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}a", special_tokens={}
+    )
+    for _ in range(2):
+        with pytest.raises(InputError, match="s of processor time"):
+            template.render(Conversation(messages=MESSAGES, template_kwargs={"n": 99999}))
+        assert template.render(Conversation(messages=MESSAGES, template_kwargs={"n": 1})) == "a"
+    renderer.close()
 
 
 @pytest.mark.parametrize("kind", DEEP)
 def test_values_nested_beyond_pythons_stack_are_refused(kind: str) -> None:
     step, use = DEEP[kind]
-    with pytest.raises(InputError, match="nest deeper than 100"):
+    with pytest.raises(InputError) as refusal:
         ChatTemplate(NEST.replace("STEP", step) + use, special_tokens={}).render(MESSAGES)
-
-
-def test_lazy_values_do_not_nest() -> None:
-    template = NEST.replace("STEP", "['a'] | map('upper') if i == 0 else ns.t | map('upper')") + "{{ ns.t | join }}"
-    assert ChatTemplate(template, special_tokens={}).render(MESSAGES) == "A"
+    assert refusal.value.code == "chat_template" and "\n" not in str(refusal.value)
 
 
 def test_a_template_that_does_not_compile_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moelight.engine.sandbox import Sandbox
-
     compiled: list[str] = []
-    parse = Sandbox.parse
-    monkeypatch.setattr(Sandbox, "parse", lambda self, source: (compiled.append(source), parse(self, source))[1])
-    template = ChatTemplate("{% for %}", special_tokens={})
-    told = set()
-    for _ in range(3):
-        with pytest.raises(InputError) as refusal:
-            template.render(MESSAGES)
-        told.add(str(refusal.value))
-    assert len(compiled) == len(told) == 1
+    parse = sandbox.Sandbox.parse
+    monkeypatch.setattr(sandbox.Sandbox, "parse", lambda self, text: (compiled.append(text), parse(self, text))[1])
+    render = sandbox.renderer(None)
+    told = [render(["key", "{% for %}", {"messages": MESSAGES}]) for _ in range(3)]
+    assert len(compiled) == 1
+    assert told[0] is not None and told[0][0] is None and told[0] == told[1] == told[2]
 
 
 def test_objects_among_the_kwargs_are_out_of_reach() -> None:
     conversation = Conversation(messages=MESSAGES, template_kwargs={"given": subprocess.run})
-    with pytest.raises(InputError, match="cannot be called"):
+    with pytest.raises(InputError, match="must be JSON"):
         ChatTemplate("{{ given('id') }}", special_tokens={}).render(conversation)

@@ -1,0 +1,186 @@
+"""A model in memory under one policy: weights, expert pages, KV cache and the buffers of passes, with the lanes that
+compute on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import CheckpointError
+from moelight.core.policy import Policy
+from moelight.core.schedule import Lane, TaskKind
+from moelight.engine.batcher import places
+from moelight.engine.checkpoint import OpenCheckpoint
+from moelight.engine.experts import ExpertRuntime
+from moelight.hrm import costs
+from moelight.hrm.footprint import (
+    KV_BUFFERS,
+    footprint,
+    kv_blocks,
+    kv_buffer_tokens,
+    kv_device_blocks,
+    offloaded_pages,
+    pass_tokens,
+)
+from moelight.hrm.placement import place, slot_table
+from moelight.kernels.products import Workspace
+from moelight.kernels.reads import FileReader, ReadPart
+from moelight.models.decoder import Decoder
+from moelight.paging.arena import typed
+from moelight.paging.kv import BlockPool, KVCache, TokenCache
+from moelight.paging.ring import RingPager
+from moelight.paging.store import PageStore
+from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
+from moelight.runtime.executor import Executor
+from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
+from moelight.runtime.microbatch import SavedActivationArena, StagingArena
+from moelight.runtime.moe_ops import MoEOps
+from moelight.runtime.ops import Operations
+from moelight.scheduler.layout import layout_of
+from moelight.weights.load import PageReader, load_dense, page_files, page_views
+from moelight.weights.torch_dtypes import to_torch
+
+
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        dtype: of weights and activations.
+        weights: all but the experts'.
+        placement, layout: of the expert pages as loaded.
+        pool: the blocks of the KV cache.
+        lanes, executor: run schedules of ``operations``.
+        pages: the expert pages; ``pager`` moves them in on-demand passes, None where none moves.
+        hidden: [T, H], the hidden states of a pass; ``crossing`` its staging buffers, if a link separates device and
+            host; ``kept`` its saved activations, where experts run once per pass.
+    """
+
+    def __init__(
+        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None
+    ) -> None:
+        """``experts``: decides which experts are resident; None: the policy's placement does."""
+        self.profile = source.profile
+        self.dtype = weight_dtype(policy, source, machine)
+        self.placement = place(self.profile, policy)
+        self.layout = layout_of(self.profile, policy, self.dtype, placement=self.placement)
+        self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
+        dtype = to_torch(self.dtype)
+        with ExitStack() as opened:
+            self._reader = opened.enter_context(_page_reader(source, dtype, opened))
+            runners = open_lanes(machine, lanes, cores_for(machine, policy))
+            self.lanes: tuple[Lane, ...] = tuple(runners)
+            self.executor = Executor(runners)
+            opened.callback(self.executor.close)
+            announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
+            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
+            tokens, hidden = pass_tokens(policy), self.profile.hidden_size
+            self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
+            self.crossing: StagingArena | None = None
+            if "crossing" in arenas:
+                self.crossing = StagingArena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
+            self.kept: SavedActivationArena | None = None
+            if "mixture" in arenas:
+                top_k = self.profile.router.top_k
+                self.kept = SavedActivationArena(
+                    arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
+                )
+            self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)
+            self.pages, self.pager = self._load_pages(arenas, policy, experts)
+            self.operations = self._operations(policy, machine, arenas)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Stop the lanes and close the files."""
+        if self.pager is not None:
+            self.pager.land()
+        self._opened.close()
+
+    def _load_pages(
+        self, arenas: Mapping[str, Tensor], policy: Policy, experts: ExpertRuntime | None
+    ) -> tuple[PageStore, RingPager | None]:
+        """The pages, read into their slots, and their pager."""
+        profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
+        pages = PageStore(
+            arenas,
+            slot_table(self.placement, profile) if experts is None else experts.residency.table,
+            fast_tier=fast_tier,
+            far=offloaded_pages(self.placement) if fast_tier == "device" else (),
+            parts=self.layout.parts,
+            slot_bytes=costs.page_slot_bytes(profile, self.dtype),
+            view=lambda slot: page_views(slot, profile, dtype),
+        )
+        pages.load(self._reader.start)
+        if experts is None or not self.layout.streamed:
+            return pages, None
+        leave = experts.leave if policy.ffn_device == "split" else None
+        return pages, RingPager(pages, experts.residency, self._reader.start, leave=leave, remembers=not experts.plain)
+
+    def _operations(self, policy: Policy, machine: Machine, arenas: Mapping[str, Tensor]) -> Operations:
+        """The work of every task."""
+        profile, dtype = self.profile, to_torch(self.dtype)
+        spaces = {}
+        for name in {"work", "host_work"} & set(arenas):
+            grouped = name == "work" and policy.discrete
+            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype, grouped=grouped)
+            spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, dtype)
+        decoder = Decoder(profile, self.weights, spaces["work"])
+        return Operations(
+            decoder,
+            self.pages,
+            attention=self._attention(policy, arenas, dtype),
+            moe_ops=MoEOps(
+                decoder,
+                self.pages,
+                host_space=spaces.get("host_work"),
+                kept=self.kept,
+                most_rows=policy.micro_batch_tokens,
+            ),
+            start_page=self._reader.start,
+            pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
+            score_rows=policy.micro_batch_size,
+        )
+
+    def _attention(self, policy: Policy, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
+        """The attention operations: on the host over its KV cache, or on the device over blocks in either memory."""
+        spec, layers = self.profile.attention, self.profile.num_layers
+        blocks, size = self.pool.blocks, policy.kv_block_size
+        if policy.attention_device == "cpu":
+            paged = KVCache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
+            return HostAttention(spec, paged).table
+
+        def cache(name: str, blocks: int) -> TokenCache:
+            return TokenCache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
+
+        host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
+        shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
+        return DeviceAttention(
+            spec,
+            typed(arenas["kv_buffer"], dtype, shape),
+            on_host=cache("kv", host) if self.layout.context_crosses else None,
+            on_device=cache("device_kv", there) if there else None,
+        ).table
+
+
+def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) -> PageReader:
+    """A reader that bypasses the page cache, unless weights are converted while they are read."""
+    weight_map = source.weight_map
+    if to_torch(weight_map.dtype) != dtype:
+        return PageReader(weight_map, source.profile, dtype)
+    try:
+        files = opened.enter_context(FileReader(page_files(weight_map)))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
+    return PageReader(
+        weight_map, source.profile, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts])
+    )
+
+
+def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
+    """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it."""
+    if policy.weight_dtype == "auto":
+        return machine.native_dtype(source.weight_map.dtype)
+    return dtype_named(policy.weight_dtype)
