@@ -547,5 +547,5 @@ def _ending(forecast: Forecast) -> RenderableType:
             f" ({speed} end to end), sooner where answers end early; the {estimate.binding} lane binds",
         ),
         Text(printable(plan.why), style="dim"),
-        Text(printable(forecast.given), style="dim"),
+        *([Text(printable(forecast.given), style="dim")] if forecast.given else []),
     )

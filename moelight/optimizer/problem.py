@@ -53,9 +53,8 @@ class Problem:
             streamed from disk.
         dtype: the dtype of computation; ``weight_dtypes`` and ``kv_dtypes`` are those allowed for experts and cache.
         fixed: values by key of the policy.
-        integer_program: whether the integer programme places pages; without it, the fastest tiers are filled first,
-            which is equivalent unless the CPU's share of experts or the placement of the cache is free, or a copy
-            binds.
+        schedules: those that may be chosen, unless one is fixed.
+        needs_gpu: True if a policy that leaves the GPU idle cannot be chosen.
     """
 
     name: str
@@ -66,9 +65,9 @@ class Problem:
     dtype: DType
     weight_dtypes: tuple[str, ...] = ("auto",)
     kv_dtypes: tuple[str, ...] = ("auto",)
-    orders: tuple[str, ...] = SEARCHED_SCHEDULES
+    schedules: tuple[str, ...] = SEARCHED_SCHEDULES
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
-    integer_program: bool = True
+    needs_gpu: bool = False
 
     @property
     def has_gpu(self) -> bool:
@@ -206,7 +205,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
         ConfigError: the fixed values contradict each other; names them.
     """
     fixed, found = problem.fixed, 0
-    orders = (str(fixed["schedule"]),) if "schedule" in fixed else problem.orders
+    orders = (str(fixed["schedule"]),) if "schedule" in fixed else problem.schedules
     attentions = (str(fixed["attention_device"]),) if "attention_device" in fixed else PROCESSORS
     ffns = (str(fixed["ffn_device"]),) if "ffn_device" in fixed else FFN_DEVICES
     weights = (str(fixed["weight_dtype"]),) if "weight_dtype" in fixed else problem.weight_dtypes
@@ -219,7 +218,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
         gpu = attention == "gpu" or ffn != "cpu"
         if gpu and residents == "learned" and "residents" not in fixed:
             continue
-        if (gpu and not problem.has_gpu) or _contradicts(problem, attention, ffn):
+        if (gpu and not problem.has_gpu) or (problem.needs_gpu and not gpu) or _contradicts(problem, attention, ffn):
             continue
         if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
             continue

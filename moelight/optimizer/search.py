@@ -109,7 +109,7 @@ def search(problem: Problem) -> Found | None:
         first = [work(problem, found, every) for found in beam[:MOST_FINISHED] if found.least <= worth]
         beam = first + beam[len(first) :]
     best = _select_best(problem, sorted(beam, key=lambda found: found.least))
-    if best is not None and problem.integer_program and _is_small(problem):
+    if best is not None and _is_small(problem):
         best = _certified(problem, best)
     return None if best is None else _with_fewer_tokens(problem, best)
 
@@ -258,11 +258,9 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
         if best is not None and found.least > best.placed.seconds * WORTH_SOLVING:
             break
         choice = found.choices.at(0)
-        found_placements = (
-            _filled(problem, choice),
-            _solved(problem, choice.cells) if problem.integer_program else None,
-        )
-        for placed in (placed for placed in found_placements if placed is not None):
+        for placed in (_filled(problem, choice), _solved(problem, choice.cells)):
+            if placed is None:
+                continue
             if best is None or placed.seconds < best.placed.seconds * (1 - EQUAL):
                 best = Found(cell=choice.cells, placed=placed)
     return best

@@ -35,7 +35,7 @@ def those_that_fit(problem: Problem, setting: Variant) -> Policies:
 @given(seed=st.integers(0, 1 << 30))
 def test_no_policy_of_a_box_is_faster_than_its_bound(seed: int) -> None:
     """Boxes of all shapes, each around a policy that fits, in every order of work."""
-    draw, problem = random.Random(seed), replace(drawn_problem(seed), orders=tuple(SCHEDULE_TERMS))
+    draw, problem = random.Random(seed), replace(drawn_problem(seed), schedules=tuple(SCHEDULE_TERMS))
     setting = draw.choice(list(variants(problem)))
     some = those_that_fit(problem, setting)
     if setting.order != "module":  # cgopipe's boxes hold every other order
