@@ -40,7 +40,7 @@ from moelight.memory.arena import typed
 from moelight.memory.kv import BlockPool, KVCache, TokenCache
 from moelight.memory.pages import PageStore
 from moelight.models.decoder import Decoder
-from moelight.optimizer.allocation import Allocation
+from moelight.optimizer.adapter import Allocation
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.context import Chunk, Targets, find_added, find_context
 from moelight.runtime.executor import Executor, PassInFlight

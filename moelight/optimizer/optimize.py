@@ -17,11 +17,10 @@ from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
-from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import infeasible_error, what_if, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
-from moelight.optimizer.plan import Plan, TierUse
+from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.runnable import why_not
 from moelight.optimizer.search import AS_GOOD, Found, search
@@ -68,8 +67,8 @@ def make_plan(
     check_fixes(fix, has_gpu=hardware.tier("device") is not None)
     if "gpus" in fix:
         hardware = with_gpus(hardware, int(fix.pop("gpus")))
-    key = kept.key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
-    found = kept.load(key) if cache else None
+    key = key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
+    found = stored_plan(key) if cache else None
     if found is None:
         if estimator == "paper":
             found = _published(hardware, model, workload, name=name, limits=limits, fix=fix)
@@ -87,7 +86,7 @@ def make_plan(
             )
             found = best_plan(problem, hardware, limits)
         if cache:
-            kept.store(key, found)
+            store_plan(key, found)
     gpu = hardware.processor("gpu")
     policy = replace(found.policy, gpus=gpu.count if gpu is not None and found.policy.discrete else 1)
     return replace(
@@ -290,7 +289,7 @@ def _published(
     fix: Mapping[str, Fixed],
 ) -> Plan:
     """The plan of the published estimator and its grid."""
-    from moelight.optimizer.paper import published_plan
+    from moelight.optimizer.published import published_plan
 
     tiers = tuple(replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers)
     began_s = time.perf_counter()

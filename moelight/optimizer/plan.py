@@ -1,17 +1,25 @@
-"""The result of the optimizer: a policy with its memory use, its estimate, the proven bound and an explanation.
-
-Data classes only; ``search`` finds plans and the engine executes them.
-"""
+"""The result of the optimizer: a policy with its memory use, its estimate, the proven bound and an explanation; and
+plans on disk, keyed by a hash of all inputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from moelight import __version__
+from moelight.core.errors import MoelightError
+from moelight.core.paths import cache_directory, write_whole
 from moelight.core.policy import Policy
+from moelight.core.small_files import read_json
 from moelight.hrm.estimate import Estimate
 from moelight.hrm.machine_model import Speeds
 from moelight.profiles.workload import Workload
+
+_FORMAT = 3  # increment when formulas change, so that stored plans are not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,3 +151,29 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
         "residents": policy.residents,
         "gpus": policy.gpus,
     }
+
+
+def key_of(*inputs: Any) -> str:
+    """The key of a planning problem: equal for equal inputs; different inputs or program versions give other keys."""
+    text = json.dumps([_FORMAT, __version__, *inputs], sort_keys=True, default=asdict)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def stored_plan(key: str) -> Plan | None:
+    """The plan stored under ``key``; None if there is none or its file is invalid."""
+    import msgspec
+
+    try:
+        return msgspec.convert(read_json(_file_of(key)), Plan)
+    except (OSError, ValueError, TypeError, MoelightError, msgspec.ValidationError):
+        return None
+
+
+def store_plan(key: str, plan: Plan) -> None:
+    """Store ``plan`` without the machine's speeds; errors of the file system are ignored."""
+    with contextlib.suppress(OSError):
+        write_whole(_file_of(key), json.dumps(asdict(replace(plan, speeds=None))))
+
+
+def _file_of(key: str) -> Path:
+    return cache_directory("plans", f"{key}.json")
