@@ -191,15 +191,15 @@ def choose_residents(
         policy = with_capacity(policy, options.policy, model, dtype)
     if not options.learn:
         policy = replace(policy, residents="static")
-    return resolve_residents(policy, model, dtype, memory_limits(plan), wanted=options.policy is not None)
+    return resolve_residents(policy, model, dtype, memory_limits(plan), requested=options.policy is not None)
 
 
 def resolve_residents(
-    policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, wanted: bool
+    policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, requested: bool
 ) -> tuple[Policy, str]:
     """``policy`` with ``residents`` resolved, and the reason: ``learned`` if on-demand passes can occur and their
     memory is available within ``limits``. A ring that holds less than a layer must grow at the expense of resident
-    experts; that happens only on request (``wanted``), or if all decode passes are on-demand."""
+    experts; that happens only on request (``requested``), or if all decode passes are on-demand."""
 
     def static(reason: str) -> tuple[Policy, str]:
         return replace(policy, residents="static"), reason
@@ -213,9 +213,9 @@ def resolve_residents(
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
     before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
-    wanted = wanted or policy.residents == "learned" or decodes_on_demand(model, policy)
+    requested = requested or policy.residents == "learned" or decodes_on_demand(model, policy)
     fitting = _fit_ring(learned, model, dtype, before)
-    if fitting is None or (fitting != learned and not wanted):
+    if fitting is None or (fitting != learned and not requested):
         return static("the ring beside the experts holds less than a layer")
     for tier, limit in limits.items():
         need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)

@@ -22,7 +22,7 @@ MODEL = small_model((True, True), experts=8)
 
 
 def resolved(policy: Policy, *, wanted: bool = False, model: ModelProfile = MODEL, **limits: int) -> tuple[Policy, str]:
-    return resolve_residents(policy, model, FLOAT32, limits, wanted=wanted)
+    return resolve_residents(policy, model, FLOAT32, limits, requested=wanted)
 
 
 def here(resident: int, **changes: object) -> Policy:
@@ -45,7 +45,7 @@ def here(resident: int, **changes: object) -> Policy:
     ],
 )
 def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
-    found, said = resolved(policy, wanted=wanted)
+    found, said = resolved(policy, requested=wanted)
     assert said.startswith(why)
     assert found.residents == ("learned" if why == "on-demand passes" else "static")
     if found.residents == "static":

@@ -84,21 +84,7 @@ def published_plan(
         kv_host=cell.kv_host,
         gpu_attention=limits.gpu_attention,
     )
-    attention_device = "gpu" if limits.gpu_attention else "cpu"
-    policy = Policy(
-        model=name,
-        batch_size=found.batch_size,
-        micro_batch_size=found.micro_batch_size,
-        micro_batch_tokens=found.micro_batch_size * workload.prompt_len,
-        kv_tokens=found.batch_size * setting.context,
-        attention_device=attention_device,
-        ffn_device="gpu",
-        weights=_shares(fix, "weights", found.weights_host),
-        kv=_shares(fix, "kv", found.kv_host),
-        weight_dtype=weight_dtype.name,
-        kv_dtype=kv_dtype.name,
-        schedule=SCHEDULE[attention_device],
-    )
+    policy = _policy_of(name, setting, found, fix, model)
     estimate = _estimate(setting, found)
     plan = Plan(
         policy=policy,
@@ -112,6 +98,26 @@ def published_plan(
     )
     found_what_ifs = _what_if(hardware, model, plan, fix) if what_ifs else ()
     return replace(plan, why=why(plan, model), what_if=found_what_ifs)
+
+
+def _policy_of(
+    name: str, setting: PaperSetting, found: PaperPolicy, fix: Mapping[str, Any], model: ModelProfile
+) -> Policy:
+    attention_device = "gpu" if found.gpu_attention else "cpu"
+    return Policy(
+        model=name,
+        batch_size=found.batch_size,
+        micro_batch_size=found.micro_batch_size,
+        micro_batch_tokens=found.micro_batch_size * setting.prompt_len,
+        kv_tokens=found.batch_size * setting.context,
+        attention_device=attention_device,
+        ffn_device="gpu",
+        weights=_shares(fix, "weights", found.weights_host),
+        kv=_shares(fix, "kv", found.kv_host),
+        weight_dtype=_dtype(fix, "weight_dtype", model).name,
+        kv_dtype=_dtype(fix, "kv_dtype", model).name,
+        schedule=SCHEDULE[attention_device],
+    )
 
 
 def _estimate(setting: PaperSetting, policy: PaperPolicy) -> Estimate:
