@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moelight.core.dtypes import FLOAT32, DType
-from moelight.core.errors import ConfigError
+from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.checkpoint import OpenCheckpoint
@@ -103,10 +103,15 @@ def plan_for(
             **({} if experts is None else _expert_constraints(experts, source.profile, dtype, machine, constraints)),
         },
     )
-    plan = best_plan(problem, hardware, limits, proof=False)
-    if plan.policy.discrete != machine.discrete:  # the fastest policy leaves the GPU idle; this machine uses it
-        plan = best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
-    return plan
+    try:
+        plan = best_plan(problem, hardware, limits, proof=False)
+        if plan.policy.discrete == machine.discrete:
+            return plan
+    except BudgetError:
+        if not machine.discrete:
+            raise
+    # A policy that leaves the GPU idle is not run beside one, whether it is the fastest or the smallest.
+    return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
 
 
 def _expert_constraints(

@@ -239,7 +239,7 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
         page = page_bytes(engine.profile, FLOAT32)
         assert engine.plan is not None
         assert {tier: engine.plan.use_of(tier.removesuffix("_memory")).total_bytes for tier in least} == least
-    kind = TaskKind.READ_PAGE if device == "cpu" else TaskKind.SEND_PAGE
+    kind = TaskKind.READ_PAGE if engine.policy.ffn_device == "cpu" else TaskKind.SEND_PAGE
     assert placement.streamed
     assert {page_traffic(timeline, kind) for timeline in trace} == {len(placement.streamed) * page}
 

@@ -72,7 +72,7 @@ def settings_of(problem: Problem, orders: tuple[str, ...] | None = None) -> Iter
     for attention in ("cpu", "gpu"):
         for ffn in ("cpu", "gpu", "split"):
             discrete = attention == "gpu" or ffn != "cpu"
-            for order in orders or problem.orders:
+            for order in orders or problem.schedules:
                 fits = misfit(order, discrete=discrete, attention=attention, experts=EXPERT_PLACES[ffn]) is None
                 if fits and (problem.has_gpu or not discrete):
                     yield attention, ffn, order
