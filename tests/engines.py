@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from moelight.runtime.machine import find_machine
 Tiny = Callable[..., Path]
 
 
-def least_memory(model: Path, device: str, workload: Workload, **constraints: int) -> dict[str, int]:
+def least_memory(model: Path, device: str, workload: Workload, **constraints: Any) -> dict[str, int]:
     """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
     source, machine = open_checkpoint(str(model)), find_machine(device)
     budgets: dict[str, int] = {}

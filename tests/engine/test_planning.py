@@ -45,7 +45,7 @@ def here(resident: int, **changes: object) -> Policy:
     ],
 )
 def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
-    found, said = resolved(policy, requested=wanted)
+    found, said = resolved(policy, wanted=wanted)
     assert said.startswith(why)
     assert found.residents == ("learned" if why == "on-demand passes" else "static")
     if found.residents == "static":
